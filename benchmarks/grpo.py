@@ -19,9 +19,7 @@ def ours_once(files: Path, *, pair: int, options: Namespace, work: Grpo = SPEED)
 
 
 def peer_question(files: Path, work: Grpo, *, steps: int, seed: int, micro_batch: int) -> dict[str, Any]:
-    """The same step by TRL. Its `use_bias_correction_kl` weights the KL term by the ratio; here that is
-    grpo.kl_ratio_weight, off.
-    """
+    """The same step by TRL, without its `use_bias_correction_kl`, which weights the KL term by the ratio."""
     config = {"max_steps": steps, "num_generations": work.group_size, "max_completion_length": work.max_new_tokens}
     config |= {"beta": work.kl_coef, "use_bias_correction_kl": False, "epsilon": work.clip_eps, "temperature": 1.0}
     config |= {"loss_type": "dapo", "scale_rewards": "group"}

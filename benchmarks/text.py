@@ -55,7 +55,7 @@ def recipe_of(files: Path, method: str, *, pair: int, options: Namespace) -> dic
     recipe["task"] = {"data": f"{data}.jsonl", "eval_data": f"{data}.eval.jsonl"}
     recipe["model"]["adapter"] = str(files / "start")
     recipe["optim"]["max_grad_norm"] = 1e6
-    own = {"sft": {}, "reward": {"center": False}, "dpo": {"beta": BETA}}[method]
+    own = {"sft": {}, "reward": {}, "dpo": {"beta": BETA}}[method]
     section = "reward_model" if method == "reward" else method
     return {"method": method, **recipe, section: {"batch_size": ROWS, **own}}
 

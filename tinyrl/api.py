@@ -113,7 +113,7 @@ def evaluate(
     with alone():
         check_evaluation(path, asked, vs=other)
         options = _options(device, trust_remote_code)
-        from tinyrl.evaluation.versus import evaluate_target
+        from tinyrl.evaluation.compare import evaluate_target
 
         with interruptible():
             return finite(evaluate_target(path, asked, vs=other, options=options))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 
-NO_MEMORY = (  # how those say it that have no exception for it: torch's allocators, the loader, threads, C++
+NO_MEMORY = (  # messages of those that have no exception for it: torch's allocators, the loader, threads, C++
     "DefaultCPUAllocator: ",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -18,7 +18,7 @@ NO_MEMORY = (  # how those say it that have no exception for it: torch's allocat
     "can't start new thread",
     "unable to mmap",
 )
-MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the kinds in which they do
+MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the exceptions that carry them
 
 
 class Stop(Exception):
@@ -39,34 +39,31 @@ class OutOfRoom(Stop):
     exit_code = 4
 
 
+class Interrupted(Stop):
+    """SIGTERM, SIGINT or SIGUSR1: a checkpoint is written and the run can be resumed."""
+
+    exit_code = 75
+
+
 def out_of_memory(when: str, error: BaseException) -> OutOfRoom:
-    """What to raise when memory ran out and nothing smaller is left to try."""
-    said = str(error).strip().splitlines() or [type(error).__name__]
+    """Return what to raise when memory ran out and nothing smaller is left to try."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
     return OutOfRoom(
-        f"out of memory {when} ({said[0][:120]}).\n"
+        f"out of memory {when} ({reason}).\n"
         "What helps: model.gradient_checkpointing=true; a smaller generation.max_new_tokens; "
         "model.quantization=4bit (LoRA)."
     )
 
 
 def no_memory(error: BaseException) -> str | None:
-    """What an error, or one that it was raised from, says of memory that could not be had; None where it is about
-    something else.
-    """
-    if isinstance(error, MemoryError):
-        return str(error) or "the system has no more memory"
+    """Return the message of an error, or of its cause, about memory that could not be had; None for other errors."""
+    text = str(error)
+    # torch's OutOfMemoryError goes by its name: torch is not imported here
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return text.strip() or "there is no more memory"
+    for message in NO_MEMORY:
+        if message in text:
+            return text.partition("DefaultCPUAllocator: ")[2].strip() or message
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "Cannot allocate memory"
-    text = str(error)
-    said = next((each for each in NO_MEMORY if each in text), None)
-    if said is not None:
-        return (text.partition(said)[2].strip() if said.endswith(": ") else "") or said
-    if type(error).__name__ == "OutOfMemoryError":  # torch's own, which is not imported here
-        return text.strip() or "the device has no more memory"
     return None if error.__cause__ is None else no_memory(error.__cause__)
-
-
-class Interrupted(Stop):
-    """SIGTERM, SIGINT or SIGUSR1: a checkpoint is written and the run can be resumed."""
-
-    exit_code = 75

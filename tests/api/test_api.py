@@ -105,7 +105,7 @@ def test_an_interrupt_saves_returns_the_run_and_it_goes_on_bit_for_bit(
         check_stop()
 
     with monkeypatch.context() as patched:
-        patched.setattr("tinyrl.generation.fused.check_stop", look)
+        patched.setattr("tinyrl.generation.engine.check_stop", look)
         run = run_of(tiny, tmp_path / "cut")
     assert run.exit_code == 75
     assert not run.finished

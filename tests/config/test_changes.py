@@ -22,7 +22,7 @@ def test_changed_settings_are_shown_with_both_values() -> None:
 def test_the_first_three_are_named_and_the_others_counted() -> None:
     config = load_config("grpo", None, overrides=[])
     before = config.model_dump(mode="json")
-    before["optim"] |= {"learning_rate": 0.5, "max_grad_norm": 0.25, "weight_decay": 0.125, "adam_eps": 0.5}
+    before["optim"] |= {"learning_rate": 0.5, "max_grad_norm": 0.25, "weight_decay": 0.125, "warmup_steps": 3}
     with pytest.raises(ValueError, match=r"and 1 more\nPut them back, or go on .*--allow-config-change$") as caught:
         check_changes(before, config, since="step-000010", allowed=False)
     assert len(str(caught.value).splitlines()) == 6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.familiar import FAMILIAR
+from tinyrl.config.aliases import ALIASES
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
@@ -221,8 +221,8 @@ def test_a_mistake_in_an_override_is_placed_there(recipe: Callable[..., str]):
         ("ppo.kl_coef=1", "override 'ppo.kl_coef=1': `ppo` is for ppo, not for grpo. Did you mean `grpo.kl_coef`?"),
         ("critic.warmup=3", "override 'critic.warmup=3': `critic` is for ppo, not for grpo."),
         (
-            "reward_model.center=true",
-            "override 'reward_model.center=true': `reward_model` is for reward, not for grpo.",
+            "reward_model.batch_size=3",
+            "override 'reward_model.batch_size=3': `reward_model` is for reward, not for grpo.",
         ),
         ("method=ppo", "override 'method=ppo': the method is said once: tinyrl train grpo"),
     ],
@@ -350,7 +350,7 @@ def test_config_yaml_holds_any_text_and_number(tmp_path: Path, prompt, stop, col
 # Nothing but a Config or a ValueError
 
 SECTION_KEYS = [(name, key) for name in fields_of() for key in fields_of(name)]
-KEYS = st.sampled_from([*fields_of(), *(key for _, key in SECTION_KEYS), *FAMILIAR]) | st.text(max_size=6)
+KEYS = st.sampled_from([*fields_of(), *(key for _, key in SECTION_KEYS), *ALIASES]) | st.text(max_size=6)
 ODD_KEYS = KEYS | st.none() | st.integers() | st.booleans() | st.tuples(st.integers())
 SCALARS = (
     st.none()

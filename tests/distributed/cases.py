@@ -37,16 +37,14 @@ def sections(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     }
     several = {"num_prompts": 5, "group_size": 3, "num_epochs": 2, "minibatch_size": 5, "kl_coef": 0.05}
     refills = {**several, "num_prompts": 4, "group_size": 2, "minibatch_size": 4, "refill_rounds": 2}
-    adaptive = {"kl_controller": "adaptive", "kl_horizon": 100, "target_kl": 1.0}
-    # The bias of a head that compares two sides has no gradient but rounding, of which Adam would make steps.
-    steady = {"optim": {"learning_rate": 1e-4, "adam_eps": 1e-4}}
+    adaptive = {"target_kl": 1.0}
+    steady = {"optim": {"learning_rate": 1e-4}}
     odd = {"num_prompts": 7, "minibatch_size": 7}
-    ends = {"bootstrap_truncated": True, "stop_kl": 5.0}
     return {
         "grpo": ("grpo", {"grpo": refills}),
         "grpo-environment": ("grpo", {**environment, "grpo": several}),
         "ppo": ("ppo", {"ppo": adaptive, "run": {"micro_batch_tokens": 60}}),
-        "ppo-full": ("ppo", {**FULL, "ppo": ends}),
+        "ppo-full": ("ppo", {**FULL, "ppo": {"preset": "a2c"}}),
         "ppo-judged": ("ppo", {"reward": {"model": judge}, "critic": {"kind": "shared"}, "ppo": odd}),
         "distill": ("distill", {"distill": {"num_prompts": 5, "group_size": 2}, "teacher": {"path": other}}),
         "sft": ("sft", {"task": {"name": "rows", "data": str(texts(folder))}, "sft": {"batch_size": 5}}),

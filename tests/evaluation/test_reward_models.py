@@ -5,24 +5,13 @@ import math
 import pytest
 import torch
 
-from tinyrl.evaluation.statistics import (
-    concordance,
-    label_metrics,
-    pair_metrics,
-)
+from tinyrl.evaluation.statistics import label_metrics, pair_metrics, roc_auc
 
 
-def test_concordance_counts_pairs_of_different_targets() -> None:
-    # of (1,2) (1,3) (2,3) with targets 1 2 3: the middle is scored highest
-    assert concordance([0.1, 0.9, 0.5], [1.0, 2.0, 3.0]) == pytest.approx(2 / 3)
-    assert concordance([0.3, 0.3, 0.5], [1.0, 2.0, 2.0]) == 0.75  # one tie, one right; equal targets do not count
-    assert concordance([5.0, 4.0], [0.0, 1.0]) == 0.0
-    assert math.isnan(concordance([1.0, 2.0], [3.0, 3.0]))
-
-
-def test_concordance_of_two_labels_is_the_area_under_the_curve() -> None:
-    scores, labels = [0.1, 0.4, 0.35, 0.8], [0.0, 0.0, 1.0, 1.0]
-    assert concordance(scores, labels) == 0.75  # the example of scikit-learn's manual
+def test_the_area_under_the_curve_counts_ordered_pairs_and_ties_half() -> None:
+    assert roc_auc([0.35, 0.8], [0.1, 0.4]) == 0.75  # the example of scikit-learn's manual
+    assert roc_auc([0.3, 0.5], [0.3]) == 0.75
+    assert roc_auc([4.0], [5.0, 6.0]) == 0.0
 
 
 def test_pairs() -> None:

@@ -10,9 +10,9 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
+from tinyrl.evaluation.compare import evaluate_target
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, trained_on
-from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.run_dir import open_run
 

@@ -15,7 +15,7 @@ import pytest
 from tests import running
 from tests.faults.children import Child, before_call, resumed, train, wait_for, workers_left
 from tinyrl.config.schema import Config
-from tinyrl.generation.agent_endpoint import AgentEndpoint
+from tinyrl.generation.agents import AgentEpisode
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 
@@ -157,7 +157,7 @@ def settings_for(folder: Path, model: Path, kinds: list[str], **run: Any) -> Con
         environment={"agent": use, "at_once": 4, "timeout_s": run.pop("timeout_s", 60.0)},
         generation={"max_new_tokens": 8},
         grpo={"num_prompts": len(kinds), "group_size": 2},
-        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0, "save_every": 1, "keep_samples": 100, **run},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0, "save_every": 1, **run},
     )
 
 
@@ -229,5 +229,5 @@ def test_a_run_ended_by_kill_9_while_agents_play_is_resumed(model: Path, tmp_pat
 def train_until_call(settings: Config, folder: Path, number: int) -> None:
     """Train, and kill this process at the number-th call of an agent (12 in a step); 0: never."""
     if number:
-        before_call(AgentEndpoint, "_start", number, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        before_call(AgentEpisode, "call", number, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
     train(settings, folder)

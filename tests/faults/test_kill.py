@@ -32,7 +32,7 @@ SAVING = ("fsync", "rename", "rmdir")  # what a save and the pruning after it ar
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"grpo": {"num_epochs": 2, "minibatch_size": 8, "refill_rounds": 1}, "run": {"eval_every": 1}},
     "ppo": {
-        "ppo": {"num_epochs": 3, "minibatch_size": 4, "kl_controller": "adaptive", "kl_horizon": 100},
+        "ppo": {"num_epochs": 3, "minibatch_size": 4, "target_kl": 6.0},
         "run": {"eval_every": 2},
     },
     "dpo": {

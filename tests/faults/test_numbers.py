@@ -20,7 +20,7 @@ from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.runs.checkpoint import list_checkpoints
-from tinyrl.runs.diagnosis import findings
+from tinyrl.runs.findings import find
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 
@@ -34,8 +34,7 @@ ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
             "num_prompts": PROMPTS,
             "num_epochs": 1,
             "minibatch_size": None,
-            "kl_controller": "adaptive",
-            "kl_horizon": 100,
+            "target_kl": 6.0,
         }
     },
 }
@@ -98,7 +97,7 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
     assert code == 3
     assert "3 optimizer steps in a row had numbers that are not finite" in capsys.readouterr().err
     assert len(list((run.path / "nonfinite").glob("*.json"))) == 3
-    assert [one.name for one in findings(read_run(run.path))] == ["non-finite steps"]
+    assert [one.name for one in find(read_run(run.path))] == ["non-finite steps"]
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000", "step-000001", "step-000002"]
     assert changed(run, 1) == changed(run, 2) == []
 

@@ -28,13 +28,13 @@ from tests.trainers.test_resume import assert_same
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation import evaluate as evaluation
-from tinyrl.generation.slots import Slots
+from tinyrl.generation.scheduler import Scheduler
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 
 STEPS, BATCH = 3, 8
 PHASES: dict[str, tuple[Any, str, int]] = {  # what is called in a phase, and at which call the signal comes
-    "sampling": (Slots, "advance", 20),
+    "sampling": (Scheduler, "step", 20),
     "update": (torch.Tensor, "backward", 7),
     "evaluation": (evaluation, "_divergence", 2),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinyrl.generation.slots import Slots
+from tinyrl.generation.scheduler import Scheduler
 
 
 class Recording:
@@ -26,7 +26,7 @@ class Recording:
 
 
 def recordable(step: Callable[..., None]) -> Callable[..., None]:
-    def call(*shape: int) -> None:
+    def call(*shape: Any) -> None:
         if Recording.capturing is None:
             step(*shape)
         else:
@@ -61,6 +61,6 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
 
 
 def record_steps(patch: pytest.MonkeyPatch) -> None:
-    """From here on every step of the slots can be recorded."""
-    advance = Slots.advance
-    patch.setattr(Slots, "advance", lambda self, *shape: recordable(lambda *s: advance(self, *s))(*shape))
+    """From here on every step of a scheduler can be recorded."""
+    step = Scheduler._step
+    patch.setattr(Scheduler, "_step", lambda self, *shape: recordable(lambda *s: step(self, *s))(*shape))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tinyrl.generation import hf
 from tinyrl.generation.decoder import Held
-from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings
+from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings, Sequence
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
-from tinyrl.generation.slots import Slots
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
@@ -85,38 +81,11 @@ def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]], *,
 
 
 def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
-    """Make every batch produce these tokens, row by row (a single batch), whatever the model's logits."""
-    monkeypatch.setattr(hf, "COMPACT_BELOW", 0.0)
-    step = [0]
+    """Make every sequence of prompt [3, 4, i] produce the i-th of these texts, whatever the model's logits."""
+    append = Sequence.append
 
-    def draw(self: Any, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        token = torch.tensor([text[min(step[0], len(text) - 1)] for text in texts])
-        step[0] += 1
-        return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    def scripted(self: Sequence, tokens: list[int], logprobs: list[float], **named: Any) -> None:
+        text, at = texts[self.prompt[-1]], len(self.tokens)
+        append(self, [text[min(at + i, len(text) - 1)] for i in range(len(tokens))], logprobs, **named)
 
-    monkeypatch.setattr(hf.Decoding, "_draw", draw)
-
-    def draw_in_places(self: Slots, logits: Tensor, rows: slice) -> None:
-        where = torch.arange(len(self.count))[rows]
-        column = self.count[where]
-        said = [
-            texts[self.sample[p]][min(int(c), len(texts[self.sample[p]]) - 1)]
-            for p, c in zip(where, column, strict=True)
-        ]
-        token = torch.tensor(said)
-        self.tokens[where, column] = self.token[where] = token
-        self.logprobs[where, column] = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
-        self.count[where] += 1
-
-    monkeypatch.setattr(Slots, "_draw", draw_in_places)
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:
-    """Call `before` with every batch that is about to be decoded."""
-    run = hf.Decoding.run
-
-    def watched(self: Any):
-        before(self)
-        return run(self)
-
-    monkeypatch.setattr(hf.Decoding, "run", watched)
+    monkeypatch.setattr(Sequence, "append", scripted)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import queue
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -26,10 +25,11 @@ from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig
 from tinyrl.environments.agent import Agents, Job
-from tinyrl.generation.agent_endpoint import AgentEndpoint, Conversation, Session
-from tinyrl.generation.agents import Other
-from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.live import Draw, LiveSampler, Scored, Wanted
+from tinyrl.generation.agents import AgentEpisode, Conversation, Other, closing_of
+from tinyrl.generation.draws import SamplingParams
+from tinyrl.generation.endpoint import Endpoint
+from tinyrl.generation.engine import Completion, Request, Sequence
+from tinyrl.generation.live import LiveScheduler, score
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, given_rollout
 from tinyrl.rollout.collector import apply_length_rules
 from tinyrl.tasks.call_forms import call_form
@@ -45,15 +45,27 @@ USER: Any = {"role": "user", "content": "hello"}
 class Running(test_endpoint.Running):
     """An endpoint with one episode under way, and a client that has its key."""
 
-    def __init__(self, sampler: Any) -> None:
-        self.endpoint = AgentEndpoint(sampler, positions=512, max_new_tokens=64, variables={})
+    def __init__(self, scheduler: Any) -> None:
+        endpoint: Any = {"defaults": SamplingParams(), "max_new_tokens": 64, "positions": 512, "variables": {}}
+        self.endpoint = Endpoint(scheduler, {"policy": "policy"}, **endpoint, episodes={})
         super().__init__(self.endpoint)
 
-    def open(self, key: str = "key", *, left: int = 64, calls: int = 8) -> Session:
-        request = Request([1], prompt_row=3, first_sample=1)
-        session = Session(request, Draw(), seed=0, step=0, left=left, calls_left=calls)
-        self.endpoint.sessions[key] = session
-        return session
+    def open(self, key: str = "key", *, left: int = 64, calls: int = 8) -> AgentEpisode:
+        tokenizer = self.endpoint.tokenizer
+        assert self.endpoint.episodes is not None
+        self.endpoint.episodes[key] = AgentEpisode(
+            Request([1], prompt_row=3, first_sample=1),
+            SamplingParams(),
+            "policy",
+            seed=0,
+            step=0,
+            left=left,
+            calls_left=calls,
+            tokenizer=tokenizer,
+            closing=closing_of(tokenizer, {}),
+            positions=512,
+        )
+        return self.endpoint.episodes[key]
 
     def say(self, *messages: Any, key: str = "key", **options: Any) -> Any:
         asked: dict[str, Any] = {"max_tokens": 6, **options}
@@ -62,23 +74,23 @@ class Running(test_endpoint.Running):
 
 
 @pytest.fixture(scope="module")
-def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSampler]:
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveScheduler]:
     engine = make_engine(TinyModels(tmp_path_factory.mktemp("models"))("llama"), "fused", lora=True)
     engine.tokenizer.chat_template = TEMPLATE
-    live = LiveSampler(engine, max_rows=4)
+    live = LiveScheduler(engine, max_rows=4)
     yield live
     live.close()
 
 
 @pytest.fixture(scope="module")
-def running_endpoint(sampler: LiveSampler) -> Iterator[Running]:
+def running_endpoint(sampler: LiveScheduler) -> Iterator[Running]:
     server = Running(sampler)
     yield server
-    server.close()
+    server.stop()
 
 
 @pytest.fixture
-def episode(running_endpoint: Running) -> Session:
+def episode(running_endpoint: Running) -> AgentEpisode:
     return running_endpoint.open()
 
 
@@ -95,7 +107,7 @@ def calls_of(row: Conversation) -> int:
 
 
 def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
-    running_endpoint: Running, episode: Session, sampler: LiveSampler
+    running_endpoint: Running, episode: AgentEpisode, sampler: LiveScheduler
 ) -> None:
     first = running_endpoint.say(USER)
     second = running_endpoint.say(USER, first, {"role": "user", "content": "and?"})
@@ -107,10 +119,7 @@ def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
     assert str(sampler.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
     read = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if not kept]
     assert "<user>and?" in sampler.tokenizer.decode(read)
-    said: queue.Queue[Any] = queue.Queue()
-    assert sampler.score([*row.prompt, *row.tokens], Draw(), said.put)
-    scored = said.get(timeout=60)
-    assert isinstance(scored, Scored)
+    scored = score(sampler.engine, [*row.prompt, *row.tokens], role="policy", temperature=1.0)
     whole = scored.logprobs[len(row.prompt) :]
     ours = [p for p, kept in zip(row.logprobs, row.action_mask, strict=True) if kept]
     theirs = [p for p, kept in zip(whole, row.action_mask, strict=True) if kept]
@@ -126,7 +135,7 @@ def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
     ],
 )
 def test_another_history_is_a_row_of_its_own(
-    messages: Callable[[Any], list[Any]], running_endpoint: Running, episode: Session
+    messages: Callable[[Any], list[Any]], running_endpoint: Running, episode: AgentEpisode
 ) -> None:
     first = running_endpoint.say(USER)
     running_endpoint.say(*messages(first))
@@ -158,7 +167,7 @@ def test_calls_side_by_side_have_what_the_episode_has_left(running_endpoint: Run
     limits = []
     with (
         ThreadPoolExecutor(2) as pool,
-        mock.patch.object(running_endpoint.endpoint.sampler, "ask", side_effect=later(limits)),
+        mock.patch.object(running_endpoint.endpoint.scheduler, "submit", side_effect=later(limits)),
     ):
         asked = [pool.submit(running_endpoint.say, USER, key="side", max_tokens=None) for _ in range(2)]
         answers = [each.result(timeout=60) for each in asked]
@@ -167,19 +176,20 @@ def test_calls_side_by_side_have_what_the_episode_has_left(running_endpoint: Run
     assert session.left == 16 - 2 * 3
 
 
-def later(limits: list[int]) -> Callable[[list[Wanted]], bool]:
-    """A sampler's `ask` that answers two calls together."""
-    waiting: list[Wanted] = []
+def later(limits: list[int]) -> Callable[[Iterable[Sequence]], bool]:
+    """A scheduler's `submit` that answers two calls together."""
+    waiting: list[Sequence] = []
 
-    def ask(wanted: list[Wanted]) -> bool:
-        waiting.extend(wanted)
-        limits.extend(one.limit for one in wanted)
+    def submit(work: Iterable[Sequence]) -> bool:
+        added = list(work)
+        waiting.extend(added)
+        limits.extend(one.limit for one in added)
         if len(waiting) == 2:
             for one in waiting:
                 one.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
         return True
 
-    return ask
+    return submit
 
 
 def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(running_endpoint: Running) -> None:
@@ -188,12 +198,12 @@ def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(running_
     first = running_endpoint.say(USER, key="retry", max_tokens=4)
     left = session.left
     more: Any = [USER, first, {"role": "user", "content": "and?"}]
-    with mock.patch.object(running_endpoint.endpoint.sampler, "ask", return_value=True):
+    with mock.patch.object(running_endpoint.endpoint.scheduler, "submit", return_value=True):
         hurried = running_endpoint.client("retry").with_options(timeout=0.3)
         with pytest.raises(openai.APITimeoutError):
             hurried.chat.completions.create(model="policy", messages=more)
     until = time.monotonic() + 30
-    while not session.wanted[-1].given_up and time.monotonic() < until:
+    while not session.sequences[-1].cancelled and time.monotonic() < until:
         time.sleep(0.05)
     assert session.left == left
     running_endpoint.say(*more, key="retry", max_tokens=None)
@@ -209,7 +219,7 @@ def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(running_
     ],
 )
 def test_other_tools_or_variables_are_a_row_of_its_own(
-    first: Any, then: Any, running_endpoint: Running, episode: Session, monkeypatch: pytest.MonkeyPatch
+    first: Any, then: Any, running_endpoint: Running, episode: AgentEpisode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the policy read before its first answer would not be what the second call shows it."""
     tokenizer = running_endpoint.endpoint.tokenizer
@@ -237,7 +247,7 @@ def test_an_episode_has_so_many_tokens_and_calls(running_endpoint: Running) -> N
 
 
 @pytest.mark.parametrize("key", ["", "ke"])
-def test_another_key_gets_nothing(key: str, running_endpoint: Running, episode: Session) -> None:
+def test_another_key_gets_nothing(key: str, running_endpoint: Running, episode: AgentEpisode) -> None:
     with pytest.raises(openai.AuthenticationError):
         running_endpoint.say(USER, key=key or "x")
     assert not episode.rows()
@@ -443,7 +453,7 @@ def test_an_episode_counts_once_in_every_metric() -> None:
     }
     rollout.ref_logprobs = rollout.sampling_logprobs - torch.where(rollout.response_mask, 1.0, 0.0)
     assert rollout.kl_per_response() == 3.5  # a nat a token
-    settings = {"kl_controller": "adaptive", "target_kl": 1.0, "kl_horizon": 10}
+    settings = {"target_kl": 1.0}
     assert adapted_kl_coef(rollout, PpoConfig.model_validate(settings), kl_coef=1.0) == 1 + 0.2 * 2 / 10
 
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import openai
 import pytest
 import torch
-import uvicorn
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
-from tinyrl.generation.agent_endpoint import AgentEndpoint
-from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
+from tinyrl.generation.draws import SamplingParams
+from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint, Listening
 from tinyrl.generation.engine import Completion
-from tinyrl.generation.live import Draw, LiveSampler, Spelling, Wanted
-from tinyrl.generation.openai_requests import Choice
+from tinyrl.generation.live import IncrementalDetokenizer, LiveScheduler
 from tinyrl.models.lora import POLICY_ADAPTER
 
 TEMPLATE = (
@@ -34,48 +29,33 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
-class Running:
+class Running(Listening):
     """An endpoint that listens, and clients of it."""
-
-    def __init__(self, endpoint: Endpoint | AgentEndpoint) -> None:
-        self.bound = socket.socket()
-        self.bound.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.bound.getsockname()[1]}/v1"
-        self.server = Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=1))
-        self.thread = threading.Thread(target=self.server.run, args=([self.bound],))
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
 
     def client(self, key: str = "any") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0)
 
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-        self.bound.close()
 
-
-def endpoint(sampler: Any, *, positions: int = 128, **options: Any) -> Endpoint:
-    defaults = {"defaults": Draw(), "max_new_tokens": 12, "variables": {}}
-    return Endpoint(sampler, {"policy": "policy", "base": "base"}, positions=positions, **{**defaults, **options})
+def endpoint(scheduler: Any, *, positions: int = 128, **options: Any) -> Endpoint:
+    defaults = {"defaults": SamplingParams(), "max_new_tokens": 12, "variables": {}}
+    return Endpoint(scheduler, {"policy": "policy", "base": "base"}, positions=positions, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
-def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSampler]:
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveScheduler]:
     models = TinyModels(tmp_path_factory.mktemp("models"))
     engine = make_engine(models("llama"), "fused", lora=True)
     engine.tokenizer.chat_template = TEMPLATE
-    live = LiveSampler(engine, max_rows=4)
+    live = LiveScheduler(engine, max_rows=4)
     yield live
     live.close()
 
 
 @pytest.fixture(scope="module")
-def running(sampler: LiveSampler) -> Iterator[Running]:
-    server = Running(endpoint(sampler, hosts=LOCAL))
+def running(scheduler: LiveScheduler) -> Iterator[Running]:
+    server = Running(endpoint(scheduler, hosts=LOCAL))
     yield server
-    server.close()
+    server.stop()
 
 
 # ---- the client of the package index ----
@@ -137,11 +117,11 @@ def test_a_stream_is_the_answer_in_pieces(running: Running) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == text.choices[0].text
 
 
-def test_the_base_answers_without_the_adapter(running: Running, sampler: LiveSampler) -> None:
+def test_the_base_answers_without_the_adapter(running: Running, scheduler: LiveScheduler) -> None:
     client = running.client()
-    for layer in sampler.engine.roles.adapted_layers(POLICY_ADAPTER):
+    for layer in scheduler.engine.roles.adapted_layers(POLICY_ADAPTER):
         torch.nn.init.normal_(layer.lora_B[POLICY_ADAPTER].weight, generator=torch.Generator().manual_seed(0))  # pyright: ignore
-    sampler.renew()
+    scheduler.renew()
     ask: dict[str, Any] = {"prompt": "hello", "max_tokens": 10, "temperature": 0}
     texts = [client.completions.create(model=name, **ask).choices[0].text for name in ("policy", "base")]
     assert texts[0] != texts[1]
@@ -198,13 +178,13 @@ def test_what_clients_send_that_changes_nothing_is_taken(running: Running) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_likeliest_tokens_at_each_place(temperature: float, running: Running, sampler: LiveSampler) -> None:
+def test_the_likeliest_tokens_at_each_place(temperature: float, running: Running, scheduler: LiveScheduler) -> None:
     """Beside a reading of its own: softmax(logits / temperature), at temperature 0 the plain one."""
     client, told = running.client(), {"return_token_ids": True}
     same: Any = {"model": "policy", "temperature": temperature, "seed": 3, "max_tokens": 6, "extra_body": told}
     chat = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=5, **same).choices[0]
     ids: Any = chat.model_extra
-    with torch.no_grad(), sampler.engine.roles.acting("policy") as model:
+    with torch.no_grad(), scheduler.engine.roles.acting("policy") as model:
         logits: Any = model(torch.tensor([ids["prompt_token_ids"] + ids["token_ids"]])).logits[0]
     scores = (logits / (temperature or 1.0)).log_softmax(-1)[len(ids["prompt_token_ids"]) - 1 : -1]
     assert chat.logprobs is not None
@@ -213,7 +193,7 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, running: Running
     for token, row, its in zip(content, scores, ids["token_ids"], strict=True):
         best = row.topk(5)
         assert [one.logprob for one in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert [one.token for one in token.top_logprobs] == [sampler.tokenizer.decode([i]) for i in best.indices]
+        assert [one.token for one in token.top_logprobs] == [scheduler.tokenizer.decode([i]) for i in best.indices]
         assert token.logprob == pytest.approx(row[its].item(), abs=1e-4)
     streamed = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
     last = [chunk.choices[0].logprobs for chunk in streamed][-1]
@@ -259,8 +239,8 @@ def post(url: str, content: bytes, headers: dict[str, str] | None = None) -> tup
         return 413, {}
 
 
-def test_a_key_is_asked_for(sampler: LiveSampler) -> None:
-    server = Running(endpoint(sampler, key="secret"))
+def test_a_key_is_asked_for(scheduler: LiveScheduler) -> None:
+    server = Running(endpoint(scheduler, key="secret"))
     try:
         for wrong in ("", "secre", "secret2", "śecret"):
             code, answer = post(
@@ -272,11 +252,11 @@ def test_a_key_is_asked_for(sampler: LiveSampler) -> None:
             server.client("other").models.list()
         assert server.client("secret").models.list().data
     finally:
-        server.close()
+        server.stop()
 
 
-def test_a_client_that_leaves_ends_its_completion(sampler: LiveSampler) -> None:
-    server = Running(endpoint(sampler, positions=100_000, max_new_tokens=90_000))
+def test_a_client_that_leaves_ends_its_completion(scheduler: LiveScheduler) -> None:
+    server = Running(endpoint(scheduler, positions=100_000, max_new_tokens=90_000))
     try:
         stream = server.client().completions.create(model="policy", prompt="hello", max_tokens=90_000, stream=True)
         next(iter(stream))
@@ -285,7 +265,7 @@ def test_a_client_that_leaves_ends_its_completion(sampler: LiveSampler) -> None:
         answer = patient.completions.create(model="policy", prompt="a", max_tokens=2, temperature=0.5)
         assert answer.choices[0].text is not None
     finally:
-        server.close()
+        server.stop()
 
 
 # ---- scripted completions ----
@@ -301,8 +281,8 @@ class Scripted:
         self.tokenizer.chat_template = TEMPLATE
         self.tokens = [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]  # pyright: ignore
 
-    def ask(self, wanted: list[Wanted]) -> bool:
-        for each in wanted:
+    def submit(self, work: Iterable[Any]) -> bool:
+        for each in work:
             for token in self.tokens:
                 each.on_tokens([token])
             each.on_end(Completion(self.tokens, [0.0] * len(self.tokens), "eos"))
@@ -336,7 +316,7 @@ def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, 
         assert [call.index for call in called] == [*range(calls)]
         assert reason == ("tool_calls" if calls else "stop")
     finally:
-        server.close()
+        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -344,7 +324,7 @@ def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, 
 )
 def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> None:
     tokenizer = tiny_tokenizer()
-    choice = Choice(0, [1], Spelling(tokenizer), stop, None)
+    choice = Choice(0, [1], IncrementalDetokenizer(tokenizer), stop)
     shown = ""
     for token in tokenizer("abcdefg", add_special_tokens=False)["input_ids"]:  # pyright: ignore
         shown += choice.add([token])  # pyright: ignore
@@ -354,19 +334,19 @@ def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> No
 
 def test_an_answer_that_fails_is_an_error_and_not_silence() -> None:
     class Failing(Scripted):
-        def ask(self, wanted: list[Wanted]) -> bool:
-            wanted[0].on_end(RuntimeError("planted"))
+        def submit(self, work: Iterable[Any]) -> bool:
+            next(iter(work)).on_end(RuntimeError("planted"))
             return True
 
     class Full(Scripted):
-        def ask(self, wanted: list[Wanted]) -> bool:
+        def submit(self, work: Iterable[Any]) -> bool:
             return False
 
-    for sampler, status in ((Failing("x"), 500), (Full("x"), 429)):
-        server = Running(endpoint(sampler))
+    for scheduler, status in ((Failing("x"), 500), (Full("x"), 429)):
+        server = Running(endpoint(scheduler))
         try:
             with pytest.raises(openai.APIStatusError) as caught:
                 server.client().chat.completions.create(model="policy", messages=HELLO)
             assert caught.value.status_code == status
         finally:
-            server.close()
+            server.stop()

@@ -26,20 +26,16 @@ from tinyrl.generation import fused, select
 from tinyrl.generation.decoder import Decoder, Packed, tensors
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.scheduler import Scheduler
 from tinyrl.generation.select import select_engine
-from tinyrl.generation.slots import Slots
-from tinyrl.models.batches import backbone_of, fuses
-from tinyrl.models.fused_backbone import reads_like_llama
+from tinyrl.models.batches import backbone_of
+from tinyrl.models.checks import supports_fused_layers
+from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")
-
-
-def eos(engine: Any, below: int) -> Any:
-    """Many tokens that end a completion, in the form the engine keeps them, so that some rows end early."""
-    return set(range(1, below)) if engine.name == "fused" else torch.arange(1, below)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +46,7 @@ def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels
     engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("hf", name)]
     results = []
     for engine in engines:
-        engine.eos = eos(engine, 12)
+        engine.eos = set(range(1, 12))
         stir(engine)
         results.append([sample(engine, 4), sample(engine, 2, step=3), sample(engine, 1, greedy=True)])
     for ours, theirs in zip(results[1], results[0], strict=True):
@@ -64,7 +60,7 @@ def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_row
     expected = make_engine(tiny("qwen2"), max_new_tokens=24)
     engine = make_engine(tiny("qwen2"), "fused", max_new_tokens=24)
     engine.max_rows, engine.look_every = max_rows, look_every
-    expected.eos, engine.eos = eos(expected, 16), eos(engine, 16)
+    expected.eos = engine.eos = set(range(1, 16))
     assert_same(sample(engine, 4), sample(expected, 4))
 
 
@@ -98,14 +94,14 @@ def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatc
     assert fused.rows_that_fit(decoder, 32, free=10_000_000) == 488  # 0.4 of it, at 32 x 256 bytes
     assert fused.rows_that_fit(decoder, 32, free=0) == 1
     seen: list[int] = []
-    init = Slots.__init__
+    init = Scheduler.__init__
 
-    def noted(self: Slots, *args: Any, **named: Any):
+    def noted(self: Scheduler, *args: Any, **named: Any):
         seen.append(named["capacity"])
         init(self, *args, **named)
 
     monkeypatch.setattr(fused, "rows_that_fit", lambda *_, **__: 5)
-    monkeypatch.setattr(Slots, "__init__", noted)
+    monkeypatch.setattr(Scheduler, "__init__", noted)
     assert_same(sample(engine, 4), expected)
     assert seen == [5]
 
@@ -197,7 +193,7 @@ def test_queries_scaled_by_their_position_rule_the_fused_engine_out(tiny: TinyMo
     made.roles = Roles(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
     engine, why = choose(made)
     assert (engine.name, "not built like Llama" in why) == ("hf-merged", True)
-    assert not fuses(made.roles.backbone("policy"))
+    assert not supports_fused_layers(made.roles.backbone("policy"))
 
 
 def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.generation.episodes import BUDGET, Delayed, Scripted, plain
 from tests.generation.sampling import PROMPTS, assert_same, held_in, make_engine, requests, sample, stir
 from tests.tiny_models import TinyModels
-from tinyrl.generation import fused
+from tinyrl.generation import scheduler
 from tinyrl.generation.cache import RowCache
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion
@@ -21,9 +21,7 @@ WORDS = tuple(a + b for a in "abcdefg" for b in "vwxyz")
 
 def make(folder: Any, name: str = "fused", **options: Any) -> Any:
     engine = make_engine(folder, name, max_new_tokens=BUDGET, **options)
-    eos = range(1, 9)
-    engine.eos = set(eos) if name == "fused" else torch.tensor(eos)
-    engine.overlaps = True
+    engine.eos, engine.overlaps = set(range(1, 9)), True
     return engine
 
 
@@ -171,7 +169,7 @@ def test_only_answers_are_read_and_only_once(tiny: TinyModels, monkeypatch: pyte
 
     monkeypatch.setattr(Decoder, "prefill", read)
     monkeypatch.setattr(Decoder, "extend", read_on)
-    monkeypatch.setattr(fused, "EXTEND_TOKENS", {"cpu": 24})
+    monkeypatch.setattr(scheduler, "EXTEND_TOKENS", {"cpu": 24})
     answer = Scripted()
     episodes = [c for group in play(make(tiny("llama")), answer) for c in group]
     assert sum(prompts) == sum(len(p) for p in PROMPTS)
@@ -211,5 +209,6 @@ def test_an_answer_that_leaves_no_room_is_found_before_it_is_read(tiny: TinyMode
     """It would be written into the next row's part of the cache."""
     monkeypatch.setattr(Decoder, "extend", lambda *_, **__: pytest.fail("read"))
     for length in (Scripted.max_episode_tokens, Scripted.max_episode_tokens - 5):
+        engine, answer = make(tiny("llama")), Scripted(lambda *_, n=length: [40] * n, limits=(5,))
         with pytest.raises(AssertionError):
-            play(make(tiny("llama")), Scripted(lambda *_, n=length: [40] * n, limits=(5,)))
+            engine.play(requests(PROMPTS[:1]), 4, episodes=answer, seed=0, step=0)

@@ -9,7 +9,7 @@ import torch
 
 from tests.generation.sampling import CPU, ENGINES, PROMPTS, Engine, make_engine, sample, stir, tokens_of
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import truncate
+from tinyrl.generation.draws import RowParams, SamplingParams, truncate
 from tinyrl.models.batches import make_batch
 
 EVERY_ENGINE = [("hf", "gemma2"), ("hf-merged", "gpt2"), ("fused", "qwen3")]
@@ -107,8 +107,13 @@ def test_sampling_leaves_nothing_that_training_stumbles_over(tiny: TinyModels, n
     ],
 )
 def test_truncation_by_hand(top_k: int, top_p: float, kept: list[float]):
-    probs = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
-    torch.testing.assert_close(truncate(probs, top_k=top_k, top_p=top_p), torch.tensor([kept]))
+    """Beside a row that is not truncated."""
+    probs = torch.tensor([[0.15, 0.5, 0.05, 0.3]] * 2)
+    params = RowParams.of([SamplingParams(top_p=top_p, top_k=top_k), SamplingParams(top_k=1 << 20)], CPU)
+    assert params.top_k is not None
+    assert params.top_p is not None
+    found = truncate(probs, top_k=params.top_k, top_p=params.top_p)
+    torch.testing.assert_close(found, torch.stack([torch.tensor(kept), probs[0]]))
 
 
 def test_truncated_samples_stay_inside_and_are_scored_by_the_whole_distribution(tiny: TinyModels):

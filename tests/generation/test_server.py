@@ -42,7 +42,7 @@ def engines(server: StandIn, folder: Path, *, sleeps: bool = False, **options: A
     settings: dict[str, Any] = {"max_new_tokens": 6, **options}
     plain = make_engine(folder, lora=True, reference=True, **settings)
     stir(plain)
-    client = ServerClient(server.url, timeout_s=30.0)
+    client = ServerClient(server.url)
     ours = ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40, sleeps=sleeps)
     return ours, plain
 
@@ -86,7 +86,7 @@ def test_each_version_has_a_name_of_its_own_and_the_one_before_is_unloaded(tiny:
     assert [what for what, _ in served.log] == ["load", "load", "unload", "load", "unload"]
     assert len({*loads}) == 3  # the test adapter, and two versions
     assert [*served.loaded] == [loads[2]]
-    folder = ours.adapters.folder
+    folder = ours.folder
     assert [path.name for path in folder.iterdir()] == [loads[2]]
     ours.close()
     assert not served.loaded
@@ -100,7 +100,7 @@ def test_checks_leave_the_adapter_as_it_was(tiny: TinyModels, served: StandIn):
     assert all(torch.equal(p, before[n]) for n, p in plain.roles.parameters["policy"].items())
     assert float(re.findall(r"differs from ours by (\S+) nats", line)[0]) < 1e-6
     assert "rank 4" in asked
-    assert str(ours.adapters.folder) in asked
+    assert str(ours.folder) in asked
 
 
 # ---- what is refused before the first step ----
@@ -165,7 +165,7 @@ def test_a_server_that_takes_too_long(tiny: TinyModels):
         ours, _ = engines(server, tiny("llama"))
         sample(ours, 1)
         ours.server.http.timeout_s, server.faults.slow_s = 0.2, 1.0
-        with pytest.raises(Interrupted, match=r"did not answer within 0.2 s \(generation.timeout_s\)"):
+        with pytest.raises(Interrupted, match=r"did not answer within 0.2 s"):
             sample(ours, 1)
 
 
@@ -226,7 +226,7 @@ def test_a_false_list_of_models_is_a_sentence(tiny: TinyModels, served: StandIn,
 
 def test_a_false_completion_is_never_trained_on(tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch):
     ours, _ = engines(served, tiny("llama"))
-    ours._base = "base"  # as after a start that found nothing
+    ours._base, ours._base_compared = "base", True  # as after a start that found nothing wrong
     for answer in FALSE_COMPLETIONS:
         monkeypatch.setattr(StandIn, "complete", lambda self, asked, answer=answer: (200, answer))
         with pytest.raises(Interrupted, match="/v1/completions"):
@@ -237,7 +237,7 @@ def test_a_completion_goes_on_after_no_token_that_ends_it(
     tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch
 ):
     ours, _ = engines(served, tiny("llama"))
-    ours._base = "base"
+    ours._base, ours._base_compared = "base", True
     monkeypatch.setattr(StandIn, "complete", lambda self, asked: (200, drawn_as()))
     assert {c.finish_reason for [c] in sample(ours, 1, role="base")} == {"length"}
     ours.eos = [5]

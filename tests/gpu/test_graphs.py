@@ -9,8 +9,8 @@ from tests.generation.sampling import requests, sample, tokens_of
 from tests.gpu.devices import ON_A_GPU
 from tests.gpu.test_sampling import GROUP, engine_on, full_forward
 from tests.tiny_models import TinyModels
-from tinyrl.generation.fused import StepGraphs
-from tinyrl.models.device import as_exact, in_float32
+from tinyrl.generation.scheduler import StepGraphs
+from tinyrl.models.checks import as_exact, in_float32
 
 pytestmark = ON_A_GPU
 CUDA = torch.device("cuda")
@@ -23,9 +23,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     capture = StepGraphs._capture
 
-    def noted(self: StepGraphs, rows: int) -> Any:
+    def noted(self: StepGraphs, rows: int, *mode: bool) -> Any:
         found.append(rows)
-        return capture(self, rows)
+        return capture(self, rows, *mode)
 
     monkeypatch.setattr(StepGraphs, "_capture", noted)
     return found

@@ -1,5 +1,7 @@
 """Sampling on a device: graphs by bucket of rows beside the plain path, in both dtypes, and what a token costs."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.fused import FusedEngine, StepGraphs
-from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.scheduler import Scheduler, StepGraphs
+from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 
 pytestmark = pytest.mark.usefixtures("graphs")
 
@@ -29,7 +32,7 @@ def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: 
     settings = {"lora": True, "max_new_tokens": NEW, **options}
     engine = make_engine(tiny("qwen3"), name, device=device, dtype=dtype, base_dtype=dtype, **settings)
     stir(engine, by=0.02)
-    engine.eos = torch.arange(1, 12, device=device) if name == "hf" else set(range(1, 12))
+    engine.eos = set(range(1, 12))
     if name == "fused":
         engine.by_graphs, engine.look_every = True, EVERY
     return engine
@@ -89,12 +92,12 @@ def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
     tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     """In later steps, after the weights have moved, and around an evaluation: greedy, of fewer rows."""
-    captured: list[tuple[int, int]] = []
+    captured: list[tuple[Any, ...]] = []
     capture = StepGraphs._capture
 
-    def noted(self: StepGraphs, rows: int) -> Any:
-        captured.append((id(self), rows))
-        return capture(self, rows)
+    def noted(self: StepGraphs, *shape: Any) -> Any:
+        captured.append(shape)
+        return capture(self, *shape)
 
     monkeypatch.setattr(StepGraphs, "_capture", noted)
     engine, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "hf"))
@@ -104,8 +107,7 @@ def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
         assert_same(sample(engine, GROUP), sample(slow, GROUP), tolerance=MOST_IN_FLOAT32)
         assert_same(sample(engine, 2, greedy=True), sample(slow, 2, greedy=True), tolerance=MOST_IN_FLOAT32)
     assert len(captured) == len(set(captured))
-    assert len({graphs for graphs, _ in captured}) == 2
-    assert len({rows for _, rows in captured}) > 2
+    assert len({rows for rows, *_ in captured}) > 2
     before = len(captured)
     sample(engine, GROUP)
     sample(engine, 2, greedy=True)
@@ -128,35 +130,51 @@ def test_nothing_waits_between_two_looks(tiny: TinyModels, device: torch.device,
     the library's own forward pass asks of its mask is not counted.)
     """
     engine = engine_on(tiny, device, torch.float32, name, max_new_tokens=4 * EVERY)
-    engine.eos = torch.tensor([], device=device, dtype=torch.long) if name == "hf" else set()
+    engine.eos = set()
     engine.look_every = EVERY
     short, long = (waits_of(engine, device, new=looks * EVERY) for looks in (2, 4))
     assert 0 < long - short <= 2 * WAITS_A_LOOK
     assert short <= 40
 
 
+@contextmanager
+def decoding(engine: FusedEngine, groups: list[int]) -> Iterator[Callable[[], None]]:
+    """A step of a scheduler in which so many rows of each prompt are live."""
+    rows, prompts = sum(groups), [[20, 21, 22], [30]]
+    with torch.inference_mode(), engine.scheduler("policy", rows=rows, width=64) as scheduler:
+        assert isinstance(scheduler, Scheduler)
+        asked = [Request(prompt, i) for i, prompt in enumerate(prompts[: len(groups)])]
+        options: Any = {"seed": 0, "step": 0}
+        sequences = [
+            s for one, count in zip(asked, groups, strict=True) for s in engine.sequences([one], count, options)
+        ]
+        scheduler.add(sequences)
+        scheduler.step()
+        scheduler._place()
+        if (graphs := scheduler.graphs) is not None:
+            shape = (len(scheduler.live), *scheduler._mode(scheduler.params))
+            yield lambda: graphs(*shape)
+        else:
+            yield lambda: scheduler._step(len(scheduler.live), scheduler.width, scheduler.params)
+
+
 @pytest.mark.parametrize("by_graphs", [True, False])
 def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.device, by_graphs: bool):
     engine = engine_on(tiny, device, torch.float32)
-    engine.by_graphs = by_graphs
-    with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=6, width=64) as (slots, advance):
-        slots.clear()
-        slots.enter([[0, 1, 2], [3, 4, 5]], [[20, 21, 22], [30]], uniforms=torch.rand(6, slots.columns).double())
-        advance(6)
+    engine.by_graphs, engine.eos = by_graphs, set()
+    with decoding(engine, [3, 3]) as step:
+        step()
         with counting_waits(device) as waits:
-            for _ in range(EVERY):
-                advance(6)
+            for _ in range(EVERY - 2):
+                step()
     assert waits.total() == 0, waits
 
 
 def kernels_a_token(engine: FusedEngine, rows: int) -> int:
     """Operations of a step that launch a kernel."""
-    engine.by_graphs = False
-    with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=rows, width=64) as (slots, advance):
-        slots.clear()
-        slots.enter([list(range(rows))], [[20, 21, 22]], uniforms=torch.rand(rows, slots.columns).double())
-        with counting_kernels() as kernels:
-            advance(rows)
+    engine.by_graphs, engine.eos = False, set()
+    with decoding(engine, [rows]) as step, counting_kernels() as kernels:
+        step()
     return kernels.total()
 
 

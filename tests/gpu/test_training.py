@@ -10,8 +10,8 @@ from tests.gpu.devices import ON_A_GPU
 from tests.models.building import stir
 from tests.models.test_fused_half import HALVES, MAKE, error, gradients, widened
 from tests.tiny_models import sharp_model
-from tinyrl.models.batches import all_states, fuses, library_states
-from tinyrl.models.device import TIMES_THE_LIBRARY
+from tinyrl.models.batches import all_states, library_states
+from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_errors_are_those_of_the_library(sharp: Path, device: torch.device, make
     low = HALVES[dtype]
     roles = trained(sharp, make, low, device)
     with torch.autocast(device.type, dtype=low):
-        assert fuses(roles.backbone("policy"))
+        assert supports_fused_layers(roles.backbone("policy"))
     exact = gradients(widened(roles, MAKE[make], sharp), library_states, low=None)
     ours, library = (gradients(roles, states, low=low) for states in (all_states, library_states))
     for mine, theirs in zip(error(ours, exact), error(library, exact), strict=True):

@@ -1,7 +1,5 @@
 """Heads as their models apply them, and chunked log-probabilities against the plain formula in float64."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.models import logprobs as module
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
+from tinyrl.models.logprobs import Head, head_of, token_logprobs
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 17, 11, 5
 
@@ -27,34 +25,6 @@ def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
     torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
     assert head.softcap == (2.0 if kind == "gemma2" else None)
     assert head.scale == pytest.approx({"granite": 1 / 3}.get(kind, 1.0))
-    check_head(model, head, backbone_of(model))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["granite", "gemma2"])
-def test_a_scale_or_softcap_that_is_overlooked_is_refused(tiny: TinyModels, kind: str, dtype: torch.dtype):
-    model = load_causal_lm(str(tiny(kind)), dtype=dtype)
-    head = head_of(model)
-    with pytest.raises(ValueError, match="changes its logits in a way tinyrl does not know"):
-        check_head(model, Head(head.weight, head.bias), backbone_of(model))
-
-
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.05)])
-def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: float
-):
-    model = load_causal_lm(str(tiny("llama")), dtype=dtype)
-    forward = model.forward
-
-    def stretched(*args: Any, **kwargs: Any):
-        output = forward(*args, **kwargs)
-        output.logits = output.logits * factor
-        return output
-
-    check_head(model, head_of(model), backbone_of(model))
-    monkeypatch.setattr(model, "forward", stretched)
-    with pytest.raises(ValueError, match="LlamaForCausalLM changes its logits"):
-        check_head(model, head_of(model), backbone_of(model))
 
 
 def random_case(*, bias: bool, softcap: float | None, trainable: bool) -> tuple[Tensor, Head, Tensor]:
@@ -166,3 +136,27 @@ def test_no_logits_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch, trainabl
         (logprobs + entropies).sum().backward()
     assert between < 32_000
     assert 32_000 < live.most < 400_000
+
+
+def test_logits_of_bfloat16_operands_are_not_rounded() -> None:
+    """Against the product in float64; a bfloat16 logit of that size is off by 0.03 on average."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(64, 32, generator=generator).bfloat16()
+    weight = (torch.randn(500, 32, generator=generator) * 2).bfloat16()
+    bias = torch.randn(500, generator=generator).bfloat16()
+    exact = states.double() @ weight.double().t() + bias.double()
+    assert float((Head(weight, bias).logits(states).double() - exact).abs().max()) < 1e-4
+
+
+def test_a_trained_head_under_autocast_keeps_logits_and_has_the_gradient_of_the_plain_product() -> None:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(6, 16, generator=generator).bfloat16().float().requires_grad_()
+    weight = torch.randn(40, 16, generator=generator).bfloat16().float().requires_grad_()
+    targets = torch.arange(6)
+    plain = (states @ weight.t()).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    expected = torch.autograd.grad(plain.sum(), [states, weight])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, _ = token_logprobs(states, Head(weight, None), targets=targets, temperature=1.0)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+    for found, wanted in zip(torch.autograd.grad(ours.sum(), [states, weight]), expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=2**-6, atol=2**-6)

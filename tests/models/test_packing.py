@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen2Config
 
 from tests.models.building import full_roles, lora_roles, roles_with_critic, stir
 from tests.models.live_bytes import LiveBytes
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import all_states, make_packed_batch, packs_exactly
+from tinyrl.models.batches import all_states, make_packed_batch
 from tinyrl.models.packing import attending, pack, shared_start
 from tinyrl.models.roles import Roles
 
@@ -147,7 +146,7 @@ def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, monkeypatch: pyt
         return policy_loss(roles, [0, 1, 4]) + policy_loss(roles, [3, 6]) + policy_loss(roles, [2])
 
     monkeypatch.setattr(
-        "tinyrl.models.batches.fuses", lambda backbone: False
+        "tinyrl.models.batches.supports_fused_layers", lambda backbone: False
     )  # which leaves such layers to the library
     kept = gradients(roles, "policy", loss)
     with roles.gradient_checkpointing():
@@ -185,49 +184,6 @@ def test_attention_is_the_models_own_again_after_an_error(tiny: TinyModels):
     with pytest.raises(RuntimeError, match="stop"), attending(backbone, pack([(2, [1])])):
         raise RuntimeError("stop")
     assert roles.causal.config._attn_implementation == "sdpa"
-
-
-# ---- which models can ----
-
-
-def tiny_causal(config: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def test_models_with_a_window_are_padded_even_where_it_does_not_show():
-    """The window of 32 is wider than any test sequence."""
-    qwen2 = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
-    assert not packs_exactly(tiny_causal(Qwen2Config(**SHAPE, **qwen2)).model)
-    assert packs_exactly(tiny_causal(Qwen2Config(**SHAPE)).model)
-    assert not packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=32)).model)
-    assert packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=None)).model)
-
-
-def test_soft_capped_attention_is_padded(tiny: TinyModels):
-    roles = lora_roles(tiny("gemma2"))
-    assert not roles.packs
-    assert roles.batch(PROMPTS, RESPONSES).packing is None
-
-
-def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """Here by positions: a model that counts them itself gets others in a packed row."""
-    roles = lora_roles(tiny("llama"))
-    backbone = roles.backbone("policy")
-    forward = backbone.forward
-    monkeypatch.setattr(
-        backbone, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"})
-    )
-    assert not packs_exactly(backbone)
 
 
 def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):

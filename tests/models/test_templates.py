@@ -1,8 +1,6 @@
 """Chat templates within limits: what a run's process looks like after one of them ran against them."""
 
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -39,21 +37,6 @@ def test_limits_are_taken_away_again(template: str, monkeypatch: pytest.MonkeyPa
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def test_in_other_threads_a_template_has_the_same_seconds(monkeypatch: pytest.MonkeyPatch):
-    """Those that end are rendered meanwhile, and no thread is interrupted after its rendering."""
-    monkeypatch.setattr(templates, "SECONDS", 0.3)
-    with ThreadPoolExecutor(4) as pool:
-        looping = [
-            pool.submit(render, template) for template in (LOOP, "{% macro m() %}" + LOOP + "{% endmacro %}{{ m() }}")
-        ]
-        plain = [pool.submit(render, PLAIN, mood=str(i)) for i in range(50)]
-        assert [each.result() for each in plain] == [f"[hello]{i}" for i in range(50)]
-        for each in looping:
-            with pytest.raises(ValueError, match="chat template"):
-                each.result(timeout=30)
-        assert [each.result() for each in [pool.submit(time.sleep, 0.1) for _ in range(4)]] == [None] * 4
 
 
 def test_text_and_templates_have_a_greatest_size(monkeypatch: pytest.MonkeyPatch):

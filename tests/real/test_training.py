@@ -7,8 +7,8 @@ import torch
 
 from tests.models.building import full_roles, lora_roles
 from tests.models.test_fused_half import error, gradients, widened
-from tinyrl.models.batches import all_states, fuses, library_states
-from tinyrl.models.device import TIMES_THE_LIBRARY
+from tinyrl.models.batches import all_states, library_states
+from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
 
 pytestmark = [pytest.mark.real, pytest.mark.release]
 MAKE = {"lora": lora_roles, "full": full_roles}
@@ -23,7 +23,7 @@ def test_errors_in_bfloat16_are_at_most_the_librarys(real: Path, make: str):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fuses(roles.backbone("policy"))
+        assert supports_fused_layers(roles.backbone("policy"))
     exact = gradients(widened(roles, MAKE[make], real), library_states, low=None)
     ours, library = (error(gradients(roles, s, low=torch.bfloat16), exact) for s in (all_states, library_states))
     print(f"\n{make}: log-probabilities {ours[0]:.4f}, gradients {ours[1]:.4f}; the library's {library}")

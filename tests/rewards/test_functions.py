@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -393,35 +392,14 @@ def test_code_that_hangs_when_loaded_again_costs_the_batch_one_wait(
     assert (tmp_path / "loads").read_text() == "x"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_memory_is_limited(make_reward: MakeReward):
-    reward = make_reward(
-        """
-        import subprocess, sys
-        def score(prompts, completions, **columns):
-            if "child" in completions:
-                taken = subprocess.run([sys.executable, "-c", "bytearray(2 << 30)"], stderr=subprocess.DEVNULL)
-                return [float(taken.returncode)] * len(prompts)
-            return [float(len(bytearray(int(text) << 20)) >> 20) for text in completions]
-        """,
-        memory_gb=0.5,
-    )
-    call = score(reward, ["10", "2000"])
-    assert shown(call) == [10.0, None]
-    limit = "a process of a reward may use 0.5 GB: reward.memory_gb"
-    assert reasons(call) == {1: f"`score` raised MemoryError: ({limit}) (rewards.py, line 7)"}
-    assert shown(score(reward, ["child"])) == [1.0]
-
-
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process, "CGROUP_LIMIT", tmp_path / "memory.max")
     total = psutil.virtual_memory().total
-    assert process.memory_limit("auto") == total // 2
+    assert process.memory_limit() == total // 2
     (tmp_path / "memory.max").write_text("max\n")
-    assert process.memory_limit("auto") == total // 2
+    assert process.memory_limit() == total // 2
     (tmp_path / "memory.max").write_text("1000000\n")
-    assert process.memory_limit("auto") == 500_000
-    assert process.memory_limit(1.5) == 1_500_000_000
+    assert process.memory_limit() == 500_000
 
 
 LYING = """
@@ -523,7 +501,7 @@ def test_a_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeRewar
 
     def stop_after_a_while() -> None:
         looks.append("no")
-        if len(looks) > 500:
+        if len(looks) > 10:
             raise Interrupted("SIGTERM")
 
     code = """

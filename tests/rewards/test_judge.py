@@ -21,16 +21,7 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.rewards.judge import (
-    Cache,
-    JudgeGone,
-    JudgeReward,
-    Unreadable,
-    order_of,
-    rank_scores,
-    render_rubric,
-    score_of,
-)
+from tinyrl.rewards.judge import JudgeGone, JudgeReward
 from tinyrl.rewards.trial import try_judge
 from tinyrl.tasks import load_task
 
@@ -100,9 +91,9 @@ def serving() -> Iterator[Callable[..., Judge]]:
         judge.close()
 
 
-def reward(judge: Judge, folder: Path, *, timeout_s: float = 20.0, **fields: Any) -> JudgeReward:
+def reward(url: str, folder: Path, *, timeout_s: float = 20.0, **fields: Any) -> JudgeReward:
     (folder / "rubric.md").write_text(fields.pop("rubric", "Longer is better."), encoding="utf-8")
-    values = {"use": "judge", "url": judge.url, "model": "m", "rubric": str(folder / "rubric.md")}
+    values = {"use": "judge", "url": url, "model": "m", "rubric": str(folder / "rubric.md")}
     values |= {"cache": str(folder / "cache.sqlite"), **fields}
     return JudgeReward(RewardFunctionConfig.model_validate(values), timeout_s=timeout_s)
 
@@ -122,49 +113,36 @@ def by_length(system: str, answers: list[str]) -> str:
     [
         ('{"score": 10}', 1.0),
         ('so so. {"score": 2.5}', 0.25),
-        ('{"score": 1} no: {"score": 0}', 0.0),
+        ('{"score": 1} no: {"score": 0} {"why": 2}', 0.0),
         ('```json\n{"score": 5, "why": "x"}\n```', 0.5),
+        *((no, None) for no in ("", "8/10", '{"score": 11}', '{"score": "9"}', '{"score": true}', '{"score": NaN}')),
     ],
 )
-def test_a_score_is_read(reply: str, score: float) -> None:
-    assert score_of(reply, 0, 10) == score
+def test_a_score_is_read_or_refused(reply: str, score: float | None, tmp_path: Path) -> None:
+    judge = reward("http://127.0.0.1:1", tmp_path)
+    if score is not None:
+        assert judge.scores(reply, 1) == [score]
+    else:
+        with pytest.raises(ValueError, match="no score from 0 to 10"):
+            judge.scores(reply, 1)
 
 
-@pytest.mark.parametrize(
-    "reply", ["", "8/10", '{"score": 11}', '{"score": "9"}', '{"score": true}', '{"score": NaN}', "{" * 50]
-)
-def test_what_is_no_score_is_refused(reply: str) -> None:
-    with pytest.raises(Unreadable):
-        score_of(reply, 0, 10)
-
-
-@pytest.mark.parametrize(
-    "reply", ["", '{"order": [1, 2]}', '{"order": [1, 2, 2]}', '{"order": [0, 1, 2]}', '{"order": 3}']
-)
-def test_what_is_no_order_is_refused(reply: str) -> None:
-    with pytest.raises(Unreadable):
-        order_of(reply, 3)
-
-
-def test_places_become_scores() -> None:
-    assert rank_scores(order_of('{"order": [3, 1, 2]}', 3)) == [0.5, 0.0, 1.0]
-    assert math.isnan(rank_scores([0])[0])
-
-
-def test_neighbours_with_one_prompt_are_ranked_apart(serving: Any, tmp_path: Path) -> None:
-    """Two rows of the data may have the same prompt: each has its own group, whose answers alone are compared."""
-    judge = serving(by_length)
-    call = reward(judge, tmp_path, mode="rank")(["p"] * 4, ["a", "bbb", "cc", "dddd"], {}, group_size=2)
-    assert len(judge.asked) == 2
-    assert call.scores == [0.0, 1.0, 0.0, 1.0]
+@pytest.mark.parametrize("reply", ["", '{"order": [1, 2]}', '{"order": [1, 2, 2]}', '{"order": [0, 1, 2]}'])
+def test_an_order_is_of_all_answers(reply: str, tmp_path: Path) -> None:
+    judge = reward("http://127.0.0.1:1", tmp_path, mode="rank")
+    assert judge.scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
+    assert math.isnan(judge.scores('{"order": [1]}', 1)[0])
+    with pytest.raises(ValueError, match="no order of the 3 answers"):
+        judge.scores(reply, 3)
 
 
 @pytest.mark.parametrize("mode", ["score", "rank"])
 def test_each_answer_gets_what_the_judge_says_of_it(mode: str, serving: Any, tmp_path: Path) -> None:
+    """Two neighbouring groups of the same prompt are ranked apart; other braces of a rubric stay."""
     judge = serving(by_length)
-    with_judge = reward(judge, tmp_path, mode=mode, rubric="The answer is {answer}. {other}")
-    prompts, answers = ["p"] * 3 + ["q"] * 3, ["a", "bbb", "cc", "dddd", "e", "ff"]
-    call = with_judge(prompts, answers, {"answer": ["1"] * 3 + ["2"] * 3}, group_size=3)
+    with_judge = reward(judge.url, tmp_path, mode=mode, rubric="The answer is {answer}. {other}")
+    answers = ["a", "bbb", "cc", "dddd", "e", "ff"]
+    call = with_judge(["p"] * 6, answers, {"answer": ["1"] * 3 + ["2"] * 3}, group_size=3)
     expected = [0.1, 0.3, 0.2, 0.4, 0.1, 0.2] if mode == "score" else [0.0, 1.0, 0.5, 1.0, 0.0, 0.5]
     assert call.scores == pytest.approx(expected)
     assert not call.failures
@@ -179,7 +157,7 @@ def test_a_group_is_shuffled_alike_each_time_and_never_in_one_order(serving: Any
     orders = set()
     for round_ in range(2):
         judge = serving(by_length)
-        with_judge = reward(judge, tmp_path, mode="rank", cache=str(tmp_path / f"{round_}.sqlite"))
+        with_judge = reward(judge.url, tmp_path, mode="rank", cache=str(tmp_path / f"{round_}.sqlite"))
         with_judge([f"p{i // 4}" for i in range(80)], [f"{'x' * (i % 4)}{i}" for i in range(80)], {}, group_size=4)
         shown = [tuple(text for _, text in ANSWER.findall(body["messages"][1]["content"])) for body in judge.asked]
         orders.add(tuple(sorted(shown)))
@@ -190,7 +168,7 @@ def test_a_group_is_shuffled_alike_each_time_and_never_in_one_order(serving: Any
 
 def test_an_answer_cannot_close_its_own_tags(serving: Any, tmp_path: Path) -> None:
     judge = serving(by_length)
-    seen = reward(judge, tmp_path)
+    seen = reward(judge.url, tmp_path)
     seen(["p"], ["</answer>"], {})
     first = judge.asked[0]["messages"][1]["content"]
     tag = re.findall(r"</answer-(\w+)>", first)[-1]
@@ -199,55 +177,47 @@ def test_an_answer_cannot_close_its_own_tags(serving: Any, tmp_path: Path) -> No
     assert re.findall(r"</answer-(\w+)>", last)[-1] != tag
 
 
-def test_columns_stand_in_a_rubric_and_other_braces_stay() -> None:
-    assert render_rubric('{answer} {"score": 1} {missing}', {"answer": 3}) == '3 {"score": 1} {missing}'
-
-
 # ---- the cache ----
 
 
 def test_a_second_time_asks_nothing_also_where_nobody_answers(serving: Any, tmp_path: Path) -> None:
     judge = serving(by_length)
-    first = reward(judge, tmp_path)
+    first = reward(judge.url, tmp_path)
     call = first(["p", "p", "q"], ["a", "a", "bb"], {})
     assert len(judge.asked) == 2  # the same question is asked once
     assert (first.usage.requests, first.usage.cached, first.usage.tokens) == (2, 1, 14)
     first.close()
     judge.close()
-    again = reward(judge, tmp_path)
+    again = reward(judge.url, tmp_path)
     assert again(["p", "p", "q"], ["a", "a", "bb"], {}) == call
-    other = reward(judge, tmp_path, model="another", timeout_s=0.5)
+    other = reward(judge.url, tmp_path, model="another", timeout_s=0.5)
     with pytest.raises(JudgeGone, match="judge"):
         other(["p"], ["a"], {})
 
 
-def test_a_damaged_cache_is_named(serving: Any, tmp_path: Path) -> None:
-    (tmp_path / "cache.sqlite").write_bytes(b"not a database" * 100)
-    with pytest.raises(ValueError, match="cache"):
-        reward(serving(by_length), tmp_path)
+def test_a_damaged_cache_is_named_wherever_the_damage_is(serving: Any, tmp_path: Path) -> None:
+    judge, path, prompts = serving(by_length), tmp_path / "cache.sqlite", ["p"] * 100
+    judged = reward(judge.url, tmp_path)
+    judge.reply = lambda system, answers: '{"score": 1}' + "x" * 500
+    judged(prompts, [f"{i}" for i in range(100)], {})
+    judged.close()
+    content = path.read_bytes()
+    path.write_bytes(content[: 4096 * 3] + b"\xa5" * (len(content) - 4096 * 3))
+    with pytest.raises(ValueError, match=r"cache\.sqlite"):
+        reward(judge.url, tmp_path)(prompts, [f"{i}" for i in range(100)], {})
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(ValueError, match=r"cache\.sqlite"):
+        reward(judge.url, tmp_path)
 
 
 # ---- failures ----
 
 
-def test_damage_in_later_pages_of_the_cache_is_named_too(tmp_path: Path) -> None:
-    path = tmp_path / "cache.sqlite"
-    keys = [f"{number:064}" for number in range(300)]
-    cache = Cache(path)
-    for key in keys:
-        cache.keep(key, "x" * 500)
-    cache.close()
-    content = path.read_bytes()
-    path.write_bytes(content[: 4096 * 3] + b"\xa5" * (len(content) - 4096 * 3))
-    cache = Cache(path)
-    with pytest.raises(ValueError, match=r"cache\.sqlite"):
-        cache.found(keys)
-    cache.close()
-
-
 @pytest.mark.parametrize(
     "hostile",
     [
+        "no idea",
+        400,
         '{"score": ' + "[" * 100_000,
         '{"score": ' + "[" * 100_000 + "]" * 100_000 + "}",
         '{"order": ' + "[" * 900 + "]" * 900 + "}",
@@ -258,14 +228,16 @@ def test_damage_in_later_pages_of_the_cache_is_named_too(tmp_path: Path) -> None
         b'{"choices": [{"message": {"content": "\\ud800 {\\"score\\": 5} {\\"order\\": [1, 2]}"}}]}',
         b"[" * 100_000,
     ],
-    ids=range(9),
+    ids=range(11),
 )
-def test_a_hostile_reply_drops_its_row_and_names_the_judge(hostile: str | bytes, serving: Any, tmp_path: Path) -> None:
+def test_a_hostile_reply_drops_its_row_and_names_the_judge(
+    hostile: str | bytes | int, serving: Any, tmp_path: Path
+) -> None:
     mode = "rank" if "order" in str(hostile) else "score"
     judge = serving(
         lambda system, answers: hostile if "bad" in answers[0] + answers[-1] else by_length(system, answers)
     )
-    judged = reward(judge, tmp_path, mode=mode)
+    judged = reward(judge.url, tmp_path, mode=mode)
     call = judged(["a", "a", "b", "b"], ["x", "bad", "yy", "zzz"], {}, group_size=2)
     failed = [1] if mode == "score" else [0, 1]
     assert sorted(failure.row for failure in call.failures) == failed
@@ -275,24 +247,12 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(hostile: str | bytes,
     judged.close()
 
 
-def test_a_reply_that_cannot_be_read_drops_its_row_alone(serving: Any, tmp_path: Path) -> None:
-    judge = serving(lambda system, answers: "no idea" if answers == ["b"] else by_length(system, answers))
-    call = reward(judge, tmp_path)(["p"] * 3, ["a", "b", "c"], {})
-    assert [failure.row for failure in call.failures] == [1]
-    assert "no idea" in call.failures[0].reason
-    assert math.isnan(call.scores[1])
-
-
-def test_a_refusal_drops_a_row_and_a_lost_connection_ends_the_call(serving: Any, tmp_path: Path) -> None:
-    judge = serving(lambda system, answers: 400 if answers[0] == "b" else '{"score": 1}')
-    call = reward(judge, tmp_path, timeout_s=2.0)(["p"] * 3, ["a", "b", "c"], {})
-    assert [failure.row for failure in call.failures] == [1]
-    assert call.scores[0] == pytest.approx(0.1)
-    judge.reply = lambda system, answers: None if answers[0] == "d" else by_length(system, answers)
+def test_a_lost_connection_ends_the_call_and_keeps_the_replies(serving: Any, tmp_path: Path) -> None:
+    judge = serving(lambda system, answers: None if answers[0] == "d" else by_length(system, answers))
     with pytest.raises(JudgeGone):
-        reward(judge, tmp_path, timeout_s=2.0)(["p"] * 2, ["d", "e"], {})
+        reward(judge.url, tmp_path, timeout_s=2.0)(["p"] * 2, ["d", "e"], {})
     judge.reply = lambda system, answers: None
-    assert reward(judge, tmp_path, timeout_s=2.0)(["p"], ["e"], {}).scores == [0.1]  # what was said is kept
+    assert reward(judge.url, tmp_path, timeout_s=2.0)(["p"], ["e"], {}).scores == [0.1]
 
 
 def test_a_server_that_is_busy_is_asked_again_and_never_by_too_many(serving: Any, tmp_path: Path) -> None:
@@ -303,14 +263,14 @@ def test_a_server_that_is_busy_is_asked_again_and_never_by_too_many(serving: Any
         return 429 if seen[answers[0]] == 1 else by_length(system, answers)
 
     judge = serving(busy)
-    call = reward(judge, tmp_path, at_once=2)(["p"] * 6, [*"abcdef"], {})
+    call = reward(judge.url, tmp_path, at_once=2)(["p"] * 6, [*"abcdef"], {})
     assert not call.failures
     assert judge.most <= 2
 
 
 def test_the_key_comes_from_the_environment(serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = serving(by_length)
-    with_key = reward(judge, tmp_path, key_env="PLANTED_KEY")
+    with_key = reward(judge.url, tmp_path, key_env="PLANTED_KEY")
     monkeypatch.delenv("PLANTED_KEY", raising=False)
     with pytest.raises(ValueError, match="PLANTED_KEY"):
         with_key.start()
@@ -378,17 +338,17 @@ def by_order(system: str, answers: list[str]) -> str:
 )
 def test_a_judge_is_tried_on_gold_answers(reply: Any, auc: float, serving: Any, tmp_path: Path) -> None:
     task = load_task("sort")
-    trial = try_judge(reward(serving(reply), tmp_path), task, rows())
+    trial = try_judge(reward(serving(reply).url, tmp_path), task, rows())
     assert trial.is_weak == (not auc >= 0.6)
     assert trial.auc == pytest.approx(auc, abs=0.01, nan_ok=True)
 
 
 def test_a_judge_of_places_is_asked_in_both_orders(serving: Any, tmp_path: Path) -> None:
     task = load_task("sort")
-    steady = try_judge(reward(serving(by_length), tmp_path, mode="rank"), task, rows())
+    steady = try_judge(reward(serving(by_length).url, tmp_path, mode="rank"), task, rows())
     assert steady.agreement == 1.0
     first = serving(lambda system, answers: json.dumps({"order": [*range(1, len(answers) + 1)]}))
-    fickle = try_judge(reward(first, tmp_path, mode="rank", model="fickle"), task, rows())
+    fickle = try_judge(reward(first.url, tmp_path, mode="rank", model="fickle"), task, rows())
     assert fickle.agreement == 0.0
 
 

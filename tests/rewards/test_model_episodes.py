@@ -13,7 +13,7 @@ from tinyrl.models.loading import load_tokenizer
 
 def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:
     judge = tiny_reward_model(tmp_path / "judge")
-    reward = {"model": str(judge), "model_weight": 0.5}
+    reward = {"model": str(judge)}
     code, run, _ = running.train(lookup(reward=reward, run={"num_steps": 1}), tmp_path)
     assert code == 0
     model = AutoModelForSequenceClassification.from_pretrained(judge).eval()

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.tasks.test_prompts import TEMPLATE, small_tokenizer
 from tinyrl.models.reward_model import SCORE_HEAD
-from tinyrl.rewards.model_text import TextFormat, adapter_rows, reward_tokens
+from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 
 AUTO, PLAIN, KIND = TextFormat(), TextFormat(chat=False), TextFormat(system_prompt="world")
 THINKS = TEMPLATE.replace("assistant : {% endif %}", "assistant : <think> {% endif %}")
@@ -55,12 +55,13 @@ def test_without_a_template_the_tokenizer_s_special_tokens_stand_around_the_text
     assert read(small_tokenizer(), "", "") == [2]  # nothing at all is read as EOS
 
 
-def test_an_adapter_reads_finished_answers_as_far_as_there_is_room():
-    """Ended by the end of a turn (8 stands for one), by EOS (2) or cut off; a prompt that is too long keeps its BOS."""
+def test_a_prompt_without_room_loses_its_beginning_but_not_its_bos():
     tokenizer = small_tokenizer()
-    prompts, said = [[1, 3, 4], [1, 3, 4], [1, 3, 4], [3, 4]], [[4, 8], [4, 2], [4], []]
-    read = adapter_rows(tokenizer, prompts, said, end=8, max_tokens=4)
-    assert read == ([[1, 4], [1, 4], [1, 4], [3, 4]], [[4, 8], [4, 8], [4, 8], [8]])
+    assert within(tokenizer, [1, 3, 4], [4, 8], 5) == ([1, 3, 4], [4, 8])
+    assert within(tokenizer, [1, 3, 4], [4, 8], 4) == ([1, 4], [4, 8])
+    assert within(tokenizer, [3, 3, 4], [4, 8], 4) == ([3, 4], [4, 8])
+    assert within(tokenizer, [1, 3, 4], [4, 8], 2) == ([1], [8])
+    assert within(tokenizer, [3, 4], [4, 5, 8], 3) == ([4], [5, 8])  # some prompt there must be
 
 
 @pytest.mark.parametrize(

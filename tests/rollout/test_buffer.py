@@ -54,8 +54,8 @@ def test_truncated_responses_can_be_masked_or_penalised(parts: SamplingParts) ->
     assert torch.equal(masked.kept, ~masked.truncated)
     assert torch.equal(masked.response_mask, kept.response_mask)  # what the policy chose is another matter
     torch.testing.assert_close(masked.rewards, kept.rewards)  # still in the group's statistics
-    penalised = collect(parts, truncated="penalize", truncated_penalty=2.5)
-    torch.testing.assert_close(penalised.rewards, kept.rewards - 2.5 * kept.truncated)
+    penalised = collect(parts, truncated="penalize")
+    torch.testing.assert_close(penalised.rewards, kept.rewards - 1.0 * kept.truncated)
 
 
 def test_soft_overlong_penalty(parts: SamplingParts) -> None:

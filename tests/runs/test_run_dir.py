@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tinyrl.config.schema import Config
+from tinyrl.runs import run_dir
 from tinyrl.runs.records import json_lines
-from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, environment, open_run, redact_command, run_of
-from tinyrl.text import redact
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, environment, open_run, run_of
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
 
@@ -21,9 +21,6 @@ def create(root: Path, name: str | None = None, *, overwrite: bool = False) -> R
     run = create_run(str(root), name=name, config=CONFIG, overwrite=overwrite)
     run.write_config(CONFIG)
     return run
-
-
-# Names
 
 
 def test_default_names_count_up(tmp_path: Path):
@@ -56,16 +53,6 @@ def test_names_cannot_leave_the_folder(tmp_path: Path, name: str):
             create_run(str(tmp_path / "runs"), name=name, config=CONFIG, overwrite=overwrite)
     assert not (tmp_path / "runs").exists()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_that_exists_is_refused(tmp_path: Path):
-    run = create(tmp_path, "mine")
-    with pytest.raises(ValueError, match=r"^run folder .*mine exists. Resume it with `tinyrl train --resume .*mine`"):
-        create(tmp_path, "mine")
-    (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match=r"other exists. Choose another --name, or use --overwrite"):
-        create(tmp_path, "other")
-    assert (run.path / "config.yaml").is_file()
 
 
 def test_overwriting_replaces_a_run_and_an_empty_folder(tmp_path: Path):
@@ -106,9 +93,6 @@ def test_an_output_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Mon
         check_new_run(str(tmp_path), name=None, overwrite=False)
 
 
-# Finding a run
-
-
 def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run = create(Path("runs"), "mine")
@@ -122,19 +106,16 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(run.checkpoints)
     assert run_of(Path("step-000010")) == tmp_path / "runs/mine"
     monkeypatch.chdir(tmp_path)
-    for path, sentence in {
-        "runs/mien": "runs/mien is not a run: it does not exist. Did you mean `runs/mine`?",
-        "mine": "mine is not a run: it does not exist. Did you mean `runs/mine`?",
-        "runs": "runs is not a run: it has no config.yaml.",
-        "runs/mine/checkpoints/step-000010": f"{step} is not a run: it has no config.yaml. Its run is runs/mine",
-        "x" * 300: f"{'x' * 300} is not a run: it does not exist.",
+    for path, end in {
+        "runs/mien": "Did you mean `runs/mine`?",
+        "mine": "Did you mean `runs/mine`?",
+        "runs": "it has no config.yaml.",
+        "runs/mine/checkpoints/step-000010": "Its run is runs/mine",
+        "x" * 300: "it does not exist.",
     }.items():
-        with pytest.raises(ValueError, match="is not a run") as caught:
+        with pytest.raises(ValueError, match=f"^{path} is not a run") as caught:
             open_run(path)
-        assert str(caught.value) == sentence
-
-
-# Records
+        assert str(caught.value).endswith(end)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -187,7 +168,7 @@ def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
     assert run.samples.read_bytes() == b""
 
 
-@pytest.mark.parametrize("size", [0, 1, 40, 600, 3_000_000])
+@pytest.mark.parametrize("size", [1, 600, 3_000_000])
 @pytest.mark.parametrize("left", ["nothing", "no file", "half", "half a line"])
 def test_what_a_checkpoint_counts_and_is_lost_is_said_and_marked(tmp_path: Path, left: str, size: int):
     run = RunDir(tmp_path)
@@ -253,9 +234,9 @@ def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, mon
     plain, full = Path.open, [True]
 
     def fills_up(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if mode == "a" and full[0]:
+        if mode == "ab" and full[0]:
             with plain(path, mode) as file:
-                file.write('{"st')
+                file.write(b'{"st')
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return plain(path, mode, *arguments, **named)
 
@@ -270,51 +251,11 @@ def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, mon
         run.append_samples([{"a": 2}])
     assert [line["step"] for line in read(run.metrics)] == [1, 2, 3, 4]
     assert read(run.samples) == [{"a": 1}, {"a": 2}]
-    assert said == [
-        f"warning: cannot write to {run.metrics}: No space left on device; its lines are kept until that works"
-    ]
-
-
-# Secrets
+    [warning] = said
+    assert f"{run.metrics}: No space left on device" in warning
 
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        (["tinyrl", "train", "grpo", "task.name=sort"], "tinyrl train grpo task.name=sort"),
-        (["--hf-token", "abc123", "x"], "--hf-token # x"),
-        (["--hf-token=abc123"], "--hf-token=#"),
-        (["api_key=a b=c"], "api_key=#"),
-        (["WANDB_API_KEY=x", "Password=y", "run.secret=z"], "WANDB_API_KEY=# Password=# run.secret=#"),
-        (["task.data=https://me:pa@ss@host/x?a=1&token=abc"], "task.data=https://***@host/x?a=***&token=***"),
-        (["model.path=https://hf_tokentoken@hf.co/a/b"], "model.path=https://***@hf.co/a/b"),
-        ([f"model.revision={HEX}"], f"model.revision={HEX}"),
-        (["x={auth_token: abc, a: 1}"], "x={auth_token: #, a: 1}"),
-        (["generation.max_new_tokens=64", "x.tokenizer=9"], "generation.max_new_tokens=64 x.tokenizer=9"),
-        (["data.jsonl", "s3://bucket/a@b", "me@host"], "data.jsonl s3://bucket/a@b me@host"),
-    ],
-)
-def test_a_command_is_written_without_its_secrets(command: list[str], shown: str):
-    assert redact_command(command).replace("'", "").replace("[redacted]", "#") == shown
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("401: {'Authorization': 'Bearer xyz'}", "401: {'Authorization': #}"),
-        ('{"Authorization": b"Bearer xyz", "a": 1}', '{"Authorization": #, "a": 1}'),
-        ("Authorization: Bearer xyz was refused", "Authorization: # was refused"),
-        ("authorization: basic eHl6 was refused", "authorization: # was refused"),
-        ("x-api-key: abc; api key = abc", "x-api-key: #; api key = #"),
-        (f"no commit {HEX} of owner/name", f"no commit {HEX} of owner/name"),
-        ("no pad_token=5, eos_token: '</s>', token_ids=[1]", "no pad_token=5, eos_token: '</s>', token_ids=[1]"),
-    ],
-)
-def test_a_sentence_is_shown_without_its_secrets(said: str, shown: str):
-    assert redact(said).replace("[redacted]", "#") == shown
 
 
 def test_values_of_environment_variables_stay_in_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -331,17 +272,16 @@ def test_values_of_environment_variables_stay_in_every_record(tmp_path: Path, mo
     command = json.loads((run.path / "env.json").read_text())["command"]
     assert command == f"tinyrl train model.revision={HEX} task.data=/home/me/p/r.jsonl"
     assert json.loads(run.failed_rewards.read_text())["reason"] == f"no {HEX} in /home/me/p"
-    assert redact(f"no {HEX} in /home/me/p") == f"no {HEX} in /home/me/p"
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_environment_repeats_the_command_without_logins_and_queries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)  # not a git repository
-    facts = environment(["tinyrl", "--token", "s3cret"], seed=7)
-    assert facts["command"] == "tinyrl --token '[redacted]'"
+    facts = environment(["tinyrl", "task.data=https://me:pa@ss@host/x?a=1&token=abc", "a b"], seed=7)
+    assert facts["command"] == "tinyrl 'task.data=https://***@host/x?a=***&token=***' 'a b'"
     assert (facts["seed"], facts["git"]) == (7, None)
     assert {"python", "torch"} <= set(facts["versions"])
-    written = json.dumps(facts)
-    assert "s3cret" not in written
 
 
 def test_a_long_run_keeps_every_second_fourth_or_eighth_turn_of_samples_and_turn_0(tmp_path: Path):
@@ -351,3 +291,32 @@ def test_a_long_run_keeps_every_second_fourth_or_eighth_turn_of_samples_and_turn
     kept = [json.loads(line)["step"] for line in run.samples.read_text().splitlines()]
     assert kept == [8, 16, 24, 32, 40, 48, 56, 64, 0]  # a line of some 430 bytes is at most 8 x 60
     assert run.lengths()["samples.jsonl"] == run.samples.stat().st_size
+
+
+def test_what_a_reward_prints_is_kept_and_a_later_sitting_marked(tmp_path: Path) -> None:
+    for texts in (("a\n", "b\n"), ("c \ud800\n",)):
+        run = RunDir(tmp_path)
+        for text in texts:
+            run.append_reward_output(text)
+    assert (tmp_path / "reward_output.log").read_text() == "a\nb\n--- resumed ---\nc ?\n"
+
+
+def test_the_end_is_kept_when_there_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "MOST_OUTPUT", 100)
+    run = RunDir(tmp_path)
+    for number in range(25):
+        run.append_reward_output(f"line {number:04}\n")  # 10 bytes
+        assert (tmp_path / "reward_output.log").stat().st_size <= 100
+    first, *kept = (tmp_path / "reward_output.log").read_text().splitlines()
+    assert "left out" in first
+    assert [int(line.split()[1]) for line in kept] == list(range(25 - len(kept), 25))
+
+
+def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path) -> None:
+    warned: list[str] = []
+    (tmp_path / "reward_output.log").mkdir()
+    run = RunDir(tmp_path, warn=warned.append)
+    run.append_reward_output("a\n")
+    run.append_reward_output("b\n")
+    [warning] = warned
+    assert "reward_output.log" in warning

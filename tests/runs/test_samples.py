@@ -1,8 +1,6 @@
 """`tinyrl show RUN --samples`: which lines of samples.jsonl are shown, by role, observations in grey."""
 
-import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ from typer.testing import CliRunner, Result
 
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.cli.show import show
 from tinyrl.runs.samples import render, select_samples
 
 EPISODE = [
@@ -89,29 +86,17 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
     assert done.stdout.count("environment") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+    made = run(tmp_path, [sample(step, 0, "P", "c", 1.0) for step in (4, 0)])
+    for arguments, message in (
         (["--step", "9"], "no samples at step 9; there are some of step 0, 4"),
         (["--kind", "train", "--step", "4"], "no samples of kind train at step 4; there are none"),
-    ],
-)
-def test_what_is_not_there_is_said_with_what_is(tmp_path: Path, arguments: list[str], said: str) -> None:
-    made = run(tmp_path, [sample(step, 0, "P", "c", 1.0) for step in (4, 0)])
-    done = shown(str(made), *arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert done.stdout == ""
-
-
-def test_a_run_without_samples_and_what_is_no_run_are_refused(tmp_path: Path) -> None:
-    made = run(tmp_path, [])
+    ):
+        done = shown(str(made), *arguments)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert message in done.stderr
     (made / "samples.jsonl").unlink()
     assert "no samples; there are none" in shown(str(made)).stderr
-    assert shown(str(tmp_path / "nothing")).exit_code == 2
-
-
-# Which are shown
 
 
 def rewards_of(rows: list[dict[str, Any]]) -> list[tuple[int, Any]]:
@@ -139,29 +124,6 @@ def test_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) 
     assert rewards_of(select_samples(path, [], **{**ASKED, "kind": "eval"}, unsolved=0.5)) == [(2, None)]
 
 
-def test_the_most_changed_stand_beside_what_they_were(tmp_path: Path) -> None:
-    """Prompt 1 changes its reward by 1, 0 by 0.5, 3 and 2 their texts only, 3 from the start and 2 at the end."""
-    texts = {0: ("a", "b", 0.5), 1: ("a", "b", 1.0), 2: ("abcd", "abce", 0.0), 3: ("abcd", "xbcd", 0.0)}
-    lines = [sample(0, i, "P", before, 0.0) for i, (before, _, _) in texts.items()]
-    lines += [sample(2, i, "P", "between", 9.0) for i in texts]
-    lines += [sample(4, i, "P", after, reward) for i, (_, after, reward) in texts.items()]
-    path = run(tmp_path, [*lines, sample(4, 7, "P", "new", 9.0)]) / "samples.jsonl"
-    found = select_samples(path, [], **ASKED, most_changed=True)
-    assert [(row["step"], row["prompt_index"]) for row in found] == [(s, i) for i in (1, 0, 3, 2) for s in (0, 4)]
-    assert found[:2] == select_samples(path, [], **{**ASKED, "num": 1}, most_changed=True)
-    earlier = select_samples(path, [], **{**ASKED, "num": 1, "step": 2}, most_changed=True)
-    assert [row["step"] for row in earlier] == [0, 2]
-    greedy = [sample(step, 5, "P", "c", 0.0, kind="eval-greedy") for step in (0, 4)]
-    other = run(tmp_path / "greedy", [*lines, *greedy]) / "samples.jsonl"
-    assert {row["kind"] for row in select_samples(other, [], **ASKED, most_changed=True)} == {"eval-greedy"}
-
-
-def test_what_never_came_twice_has_not_changed(tmp_path: Path) -> None:
-    path = run(tmp_path, [sample(0, 1, "P", "c", 0.0), sample(4, 2, "P", "c", 0.0)]) / "samples.jsonl"
-    with pytest.raises(ValueError, match=r"no two steps have a sample of the same prompt \(eval-greedy or eval\)"):
-        select_samples(path, [], **ASKED, most_changed=True)
-
-
 def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
     lines = [sample(step, i, "P", "c", 0.0, sample=n) for step in (0, 2, 4, 6, 8) for i in (1, 2) for n in (0, 1)]
     lines += [sample(3, 2, "P", "c", 0.0, kind="train"), sample(5, 6, "P", "c", 0.0, kind="train")]
@@ -186,7 +148,6 @@ def test_options_of_the_command(tmp_path: Path) -> None:
     assert shown(made, "--worst", "--num", "1").stdout.startswith("step 4 | eval | prompt 0, sample 0 | reward 0.4 |")
     assert shown(made, "--unsolved").stdout.count("step 4 | eval | prompt 0") == 1
     assert "prompt 1" not in shown(made, "--unsolved").stdout
-    assert shown(made, "--most-changed").stdout.count("\nprompt\n") == 4
     assert [line.split(" |")[0] for line in shown(made, "--prompt", "1").stdout.splitlines() if " | " in line] == [
         "step 0",
         "step 4",
@@ -197,11 +158,6 @@ def test_options_of_the_command(tmp_path: Path) -> None:
     assert "--worst and --prompt: one of them at a time" in refused.stderr
 
 
-def test_a_step_without_unsolved_prompts_says_so(tmp_path: Path) -> None:
-    made = run(tmp_path, [sample(0, 0, "P", "c", 1.0)], config={"method": "grpo", "task": {"name": "sort"}})
-    assert shown(str(made), "--unsolved").stdout == "every prompt of that step has a sample that is right\n"
-
-
 def test_a_megabyte_of_text_is_cut_in_the_middle(tmp_path: Path) -> None:
     made = run(tmp_path, [sample(0, 0, "P", "start" + "x" * 1_000_000 + "end", 1.0)])
     done = shown(str(made)).stdout
@@ -210,15 +166,3 @@ def test_a_megabyte_of_text_is_cut_in_the_middle(tmp_path: Path) -> None:
     assert done.endswith("end\n")
     assert "\n  [980,0" in done
     assert shown(str(run(tmp_path / "lines", [sample(0, 0, "P", "y\n" * 500_000, 1.0)]))).stdout.count("\n") < 1010
-
-
-def test_what_does_not_fit_the_terminal_goes_to_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged: list[str] = []
-    monkeypatch.setattr("click.echo_via_pager", paged.append)
-    monkeypatch.setattr("tinyrl.cli.show.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    monkeypatch.setattr("tinyrl.cli.show.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
-    monkeypatch.setattr("tinyrl.cli.show.print", lambda text: paged.append("printed"), raising=False)
-    show(str(run(tmp_path, [sample(0, 0, "P", "short", 1.0)])), samples=True)
-    show(str(run(tmp_path / "wide", [sample(0, 0, "P", "z" * 1900, 1.0)])), samples=True)
-    assert paged[0] == "printed"
-    assert paged[1].endswith("z" * 1900)

@@ -67,8 +67,8 @@ def test_an_evaluation_shows_small_scores():
     side: dict[str, Any] = {"target": "x", "reward_mean": 0.000321, "num_prompts": 2, "num_samples": 1}
     side |= {"reward_ci": [-0.0001, 0.0007], "greedy": {"reward_mean": 0.04}}
     difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False, "left_out": 0}
-    text = render({**side, "other": side, "difference": difference}, as_json=False)
+    text = render({**side, "other": side, "difference": difference, "win_rate": {}}, as_json=False)
     assert "0.000321 (0.04)" in text
-    assert "interval -0.0001 to 0.0007)" in text
+    assert "-0.0001 to 0.0007" in text
     assert "difference -0.00012 (95 % interval -0.500 to +0.00034" in text
     assert json.loads(render({"target": "x", "reward_mean": 0.000321}, as_json=True))["reward_mean"] == 0.000321

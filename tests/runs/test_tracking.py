@@ -190,10 +190,8 @@ def test_a_failing_tracker_is_switched_off_and_the_others_go_on(
         trackers.log({"loss": 1.0, "text": "left out", "list": [1]}, step)
     trackers.close()
     assert Failing.calls == 1
-    assert notes == [
-        "warning: tracker dvclive failed and is switched off: OSError: no such server",
-        "warning: tracker swanlab failed and is switched off: ConnectionError: network down",
-    ]
+    assert ["dvclive" in note and "no such server" in note for note in notes] == [True, False]
+    assert ["swanlab" in note and "network down" in note for note in notes] == [False, True]
     assert Good.logged == [(step, {"loss": 1.0}) for step in range(3)]
 
 

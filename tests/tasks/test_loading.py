@@ -103,30 +103,28 @@ def test_data_and_eval_data_override_a_tasks_own_rows(tmp_path: Path):
         load_rows(TOY, "train", columns={"q": "x"})
 
 
-def test_data_alone_is_split_by_prompt_and_seed(tmp_path: Path):
+def test_data_alone_is_split_by_prompt(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"q": f"{i % 30}", "n": i} for i in range(60)])
-    train, held = (load_rows(TOY, split, data=source, split_seed=5) for split in ("train", "eval"))
+    train, held = (load_rows(TOY, split, data=source) for split in ("train", "eval"))
     assert (len(train), len(held)) == (54, 3)
     assert not {row["q"] for row in held} & {row["q"] for row in train}
-    assert load_rows(TOY, "eval", data=source, split_seed=6) != held
-    assert load_rows(TOY, "train", data=source, split_seed=5, max_samples=6) == train[:6]
+    assert load_rows(TOY, "train", data=source, max_samples=6) == train[:6]
     few = jsonl(tmp_path / "b.jsonl", [{"q": f"{i}"} for i in range(9)])
     assert len(load_rows(TOY, "train", data=few)) == len(load_rows(TOY, "eval", data=few)) == 9
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])
-def test_the_held_out_rows_are_those_of_split_seed_whatever_the_run_seed(tmp_path: Path, method: str):
+def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path, method: str):
     source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
 
-    def held(seed: int, **task: Any) -> list[str]:
-        values = {"method": method, "task": {"data": source, **task}, "run": {"seed": seed}}
+    def held(seed: int) -> list[str]:
+        values = {"method": method, "task": {"data": source}, "run": {"seed": seed}}
         config = Config.model_validate(values)
         rows = example_rows(config)[1] if method == "sft" else load_split(config, "eval")
         return [row["prompt"] for row in rows]
 
     # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
     assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
-    assert held(0, split_seed=1) == held(31, split_seed=1) != held(0)
 
 
 def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
@@ -162,7 +160,7 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 
     monkeypatch.setattr(readers, "_read_hub", read)
-    task = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
+    task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
     load_rows(TOY, "train", **task)
     load_rows(TOY, "eval", **task)
     example_rows(Config.model_validate({"method": "sft", "task": task}))

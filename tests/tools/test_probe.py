@@ -21,7 +21,7 @@ from tinyrl.tools.probe_findings import findings, histogram, render, to_json
 
 CPU = Options(device="cpu")
 STARTER = ["run.threads=1"]
-NARROW = ["generation.top_k=1", "generation.allow_truncated_sampling=true"]
+NARROW = ["generation.top_k=1"]
 
 
 def probed(*settings: str, num_prompts: int = 24, samples: int | None = 8) -> Probe:

@@ -49,8 +49,6 @@ def test_those_near_a_half_come_more_often_and_none_is_forgotten() -> None:
     share = sum(drawn[i] for i in range(50, 60)) / drawn.total()
     assert share > 3.5 / 6  # uniformly it is a sixth
     assert min(drawn[i] for i in range(60)) >= 100 * 2 // 60
-    even = lived(of(sampler_uniform=1.0), steps=60)
-    assert {*even.values()} == {10}
 
 
 def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
@@ -64,14 +62,14 @@ def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
 
 
 def test_what_was_seen_fades() -> None:
-    rates = of({}, PROMPTS[:1], sampler_half_life=10)
+    rates = of({}, PROMPTS[:1])
     see(rates, 0, PROMPTS[:1], torch.zeros(8))
-    worths = [rates.worth(step)[0] for step in (0, 10, 20, 1000)]
+    worths = [rates.worth(step)[0] for step in (0, 200, 400, 20_000)]
     assert worths == sorted(worths)
     assert worths[0] < 0.3 * worths[-1]
     assert worths[-1] == pytest.approx(0.1 * 0.1 / (0.2 * 1.2), rel=0.01)  # nothing is known but that it was seen
-    see(rates, 10, PROMPTS[:1], torch.ones(8))
-    assert [*rates.record.values()] == [[8.0, 4.0, 10]]
+    see(rates, 200, PROMPTS[:1], torch.ones(8))
+    assert [*rates.record.values()] == [[8.0, 4.0, 200]]
 
 
 def test_a_probed_rate_is_where_it_begins() -> None:

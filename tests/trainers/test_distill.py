@@ -127,13 +127,13 @@ def test_a_server_says_what_the_model_here_says(model: Path, other: Path, tmp_pa
 @pytest.mark.parametrize("kind", ["self", "sampled", "half given"])
 @pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(kind: str, model: Path, adapter: Path, tmp_path: Path) -> None:
-    own: dict[str, Any] = {"distill": {**SMALL["distill"], "num_epochs": 2, "minibatch_size": 4}}
+    own: dict[str, Any] = {"distill": {**SMALL["distill"]}}
     if kind == "self":
         own["teacher"] = {"hint": "It is {answer}"}
     elif kind == "sampled":
         own["distill"]["objective"] = "sampled"
     else:
-        own["distill"] |= {"on_policy": 0.5, "group_size": 1, "minibatch_size": None}
+        own["distill"] |= {"on_policy": 0.5, "group_size": 1}
     settings = config(model, "self" if kind == "self" else adapter, **own)
     code, whole, looks = running.train(settings, tmp_path, name="whole")
     assert code == 0
@@ -395,7 +395,7 @@ def test_no_reward_is_needed(model: Path, adapter: Path, tmp_path: Path) -> None
 
 def test_a_server_that_is_gone_stops_a_run_that_can_be_resumed(model: Path, other: Path, tmp_path: Path) -> None:
     with StandIn(other) as serving:
-        settings, port = config(model, serving.url, teacher={"timeout_s": 60.0}), serving.port
+        settings, port = config(model, serving.url), serving.port
         assert running.train(settings, tmp_path, name="whole")[0] == 0
     with StandIn(other, port=port, faults=Faults(dead_after=12)):
         code, stopped, _ = running.train(settings, tmp_path, name="stopped")
@@ -440,4 +440,4 @@ def test_another_tokenizer_is_refused(model: Path, tiny: TinyModels, tmp_path: P
 )  # fmt: skip
 def test_a_faulty_server_is_named(faults: Faults, word: str, model: Path, other: Path, tmp_path: Path) -> None:
     with StandIn(other, faults=faults) as serving, pytest.raises(Exception, match=f"(?s)127.0.0.1.*{word}"):
-        given(distill(config(model, serving.url, teacher={"timeout_s": 2.0})))
+        given(distill(config(model, serving.url)))

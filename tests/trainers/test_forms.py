@@ -95,19 +95,6 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
             assert ours == pytest.approx(plain, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
-def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(chat_model: Path, tmp_path: Path) -> None:
-    settings = running.config("ppo", chat_model, generation={"dtype": "bfloat16"})
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
-    first = next(
-        line for line in running.metrics(run) if "policy/sampling_gap" in line
-    )  # PPO warms its critic up before
-    assert first["policy/sampling_gap"] > 1e-4
-    assert first["policy/ratio"] == pytest.approx(1.0, abs=0.5)
-    state = json.loads(next(run.checkpoints.glob("*/state.json")).read_text())
-    assert state["run"]["controllers"]["exact_sampling"] is False  # old log-probabilities are scored again
-
-
 def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_is_refused(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "def moody(prompts, completions, **columns):\n"

@@ -30,9 +30,9 @@ from tinyrl.trainers.ppo import ValueLoss, adapted_kl_coef, explained_variance, 
 
 GRPO: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in ("grpo", "gspo", "cispo", "reinforce++")},
-    "masked by sequence": {"mismatch": "sequence-mask", "mismatch_cap": 50.0},
+    "masked by sequence": {"mismatch": "sequence"},
     "with an entropy bonus": {"entropy_coef": 0.1},
-    "KL in the group's scores": {"kl_coef": 0.1, "kl_placement": "reward"},
+    "KL in the group's scores": {"kl_coef": 0.1, "kl_estimator": "k1"},
 }
 PER_TOKEN = ("sampling_logprobs", "old_logprobs", "ref_logprobs", "values")
 
@@ -111,11 +111,11 @@ def test_numbers_at_observed_tokens_move_no_gradient_of_grpo(name: str, parts: S
     assert torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("kl_placement", ["reward", "loss"])
+@pytest.mark.parametrize("kl_estimator", ["k1", "k3"])
 def test_numbers_at_observed_tokens_move_no_gradient_of_ppo(
-    kl_placement: str, parts: SamplingParts, rollout: Rollout
+    kl_estimator: str, parts: SamplingParts, rollout: Rollout
 ) -> None:
-    config = lookup("ppo", ppo={"kl_placement": kl_placement, "whiten_rewards": True, "entropy_coef": 0.01}).ppo
+    config = lookup("ppo", ppo={"kl_estimator": kl_estimator, "target_kl": 1.0, "entropy_coef": 0.01}).ppo
     rows = list(range(len(rollout)))
     found: dict[str, list[Tensor]] = {"policy": [], "critic": []}
     said: list[tuple[float, ...]] = []
@@ -188,6 +188,6 @@ def test_penalties_for_length_count_chosen_tokens(two: Rollout) -> None:
 
 
 def test_rewards_of_turns_are_on_their_last_tokens_and_the_rest_on_the_last(two: Rollout) -> None:
-    config = lookup("ppo", ppo={"whiten_rewards": False}).ppo
+    config = lookup("ppo", ppo={}).ppo
     shaped = shaped_rewards(two, config, kl_coef=0.0)
     assert shaped.tolist() == [[0, 0.5, 0, 0, 0, 0.25 + 1.0], [0, 0, 0, 3.0, 0, 0]]

@@ -65,11 +65,8 @@ def test_rloo_has_the_gradient_of_the_expected_reward() -> None:
     [
         ({}, [2 / 3, 1.5, 2.0], 1 / 3),
         ({"mismatch": "none"}, [1.0, 1.0, 1.0], None),
-        ({"mismatch": "token", "mismatch_cap": 3.0}, [2 / 3, 1.5, 3.0], 1 / 3),
         ({"mismatch": "token-mask"}, [2 / 3, 1.5, 0.0], 1 / 3),
-        ({"mismatch": "token-mask", "mismatch_floor": 0.7}, [0.0, 1.5, 0.0], 2 / 3),
         ({"mismatch": "sequence"}, [2.0, 2.0, 2.0], 1.0),
-        ({"mismatch": "sequence", "mismatch_cap": 8.0}, [4.0, 4.0, 4.0], 0.0),
         ({"mismatch": "sequence-mask"}, [0.0, 0.0, 0.0], 1.0),
     ],
 )

@@ -35,7 +35,7 @@ def with_text(coef: float = 0.5, **fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def parts(tiny: TinyModels):
     """Eight prompts in two minibatches, two epochs; three rows of text in each optimizer step."""
-    loaded = Ppo(running.config("ppo", tiny("llama"), **with_text(ptx_batch_size=3)), options=Options(device="cpu"))
+    loaded = Ppo(running.config("ppo", tiny("llama"), **with_text()), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 
@@ -49,6 +49,7 @@ def drawn(parts: Ppo, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int,
         return torch.zeros(())
 
     monkeypatch.setattr("tinyrl.trainers.ppo.negative_log_likelihood", noted)
+    monkeypatch.setattr("tinyrl.trainers.ppo.PTX_ROWS", 3)
     session: Any = SimpleNamespace(state=RunState(step=step), update=2 * epoch + minibatch)
     one = ptx_pass(parts, session)
     one.loss(list(one.rows))
@@ -154,7 +155,7 @@ def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
     settings = running.config(
         "ppo",
         tiny("llama"),
-        **with_text(ptx_batch_size=99, num_epochs=1),
+        **with_text(num_epochs=1),
         critic={"kind": kind, "warmup": 0},
         run={"num_steps": 2, "micro_batch_tokens": micro_batch_tokens, "eval_prompts": 0},
     )

@@ -52,7 +52,7 @@ def write_model(folder: Path) -> None:
 @pytest.mark.skipif(not URL, reason="needs a serving engine: TINYRL_SERVER_URL")
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_three_steps(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    client = ServerClient(URL, timeout_s=60)
+    client = ServerClient(URL)
     [base, *_] = client.get("/v1/models")["data"]
     sleeps = client.is_asleep() is not None
     settings = running.config(

@@ -16,7 +16,7 @@ from tinyrl.training import session
 from tinyrl.training.state import read_state
 from tinyrl.training.update import Updater
 
-TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl"), "ptx_batch_size": 3}
+TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl")}
 EVERY_WEIGHT = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, epochs and minibatches": ("grpo", {"grpo": {"num_epochs": 2, "minibatch_size": 8, "kl_coef": 0.1}}),
@@ -28,12 +28,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo, adaptive KL, text, micro-batches": (
         "ppo",
         {
-            "ppo": {"kl_controller": "adaptive", "kl_horizon": 100, **TEXT},
+            "ppo": {"target_kl": 6.0, **TEXT},
             "critic": {"warmup": 0},
             "run": {"micro_batch_tokens": 40},
         },
     ),
-    "ppo, full": ("ppo", {**EVERY_WEIGHT, "ppo": {"bootstrap_truncated": True}}),
+    "ppo, full": ("ppo", {**EVERY_WEIGHT, "ppo": {"preset": "a2c"}}),
 }
 
 

@@ -17,7 +17,7 @@ from tests import running
 from tests.tiny_models import TinyModels, tiny_model, tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
-from tinyrl.evaluation.statistics import concordance
+from tinyrl.evaluation.statistics import roc_auc
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.roles import Roles
@@ -95,7 +95,7 @@ def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) ->
 def test_rows_in_the_order_of_their_labels_are_shuffled(model: Path, tmp_path: Path) -> None:
     """All bad ones first, as IMDB's reviews stand: what is evaluated, centred on and kept by max_samples is mixed."""
     rows = sorted(rows_of("labels"), key=lambda row: row["label"])
-    task = {"data": str(write(tmp_path / "rows.jsonl", rows)), "max_samples": 60, "split_seed": 3}
+    task = {"data": str(write(tmp_path / "rows.jsonl", rows)), "max_samples": 60}
     first, again = (RewardModel(settings(model, tmp_path, task=task), options=Options(device="cpu")) for _ in range(2))
     assert (first.train_rows, first.held_out, first.notes) == (again.train_rows, again.held_out, again.notes)
     assert len(first.train_rows) == 60
@@ -214,8 +214,10 @@ def test_what_is_learnt_is_what_ppo_reads(
         assert sum(won) / len(won) == pytest.approx(line["eval/accuracy"])
         assert sum(c - r for c, r in held_out) / len(held_out) == pytest.approx(line["eval/margin"], abs=1e-5)
     else:
-        order = concordance([score for (score,) in held_out], [one.target for one in trained.held_out])
-        assert order == pytest.approx(line["eval/auc"])
+        by_label = [
+            [s for (s,), one in zip(held_out, trained.held_out, strict=True) if one.target == y] for y in (1, 0)
+        ]
+        assert roc_auc(*by_label) == pytest.approx(line["eval/auc"])
     both = [by_tokens[tuple(text)] for one in trained.train_rows for text in one.texts]
     assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
 

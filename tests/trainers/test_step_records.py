@@ -122,7 +122,7 @@ def test_a_run_shows_eight_completions_of_the_steps_that_are_evaluated(
     method: str, model: Path, tmp_path: Path
 ) -> None:
     """Evaluated after steps 2 and 3 of three. What is shown is in samples.jsonl too, where all are kept."""
-    settings = running.config(method, model, run={"keep_samples": 99}, critic={"warmup": 0})
+    settings = running.config(method, model, critic={"warmup": 0})
     _, run, _ = running.train(settings, tmp_path)
     found, samples = lines(run.tokens), lines(run.samples)
     assert [line["step"] for line in found] == [2] * 8 + [3] * 8

@@ -11,8 +11,8 @@ from tests import running
 from tests.tiny_models import EOS, tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.compare import evaluate_target
 from tinyrl.evaluation.targets import Asked, policy_at
-from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.generation.engine import eos_token_ids
 from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.roles import Roles

@@ -15,7 +15,7 @@ from tinyrl.training.optim import RoleOptimizer, rate_factor, stretched_schedule
 def make(weight_decay: float = 0.0, /, **values: Any) -> RoleOptimizer:
     """An optimizer with a learning rate of 0.1 over parameters of these values."""
     parameters = {name: nn.Parameter(torch.tensor(value)) for name, value in values.items()}
-    return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=weight_decay, adam_eps=1e-8)
+    return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=weight_decay)
 
 
 def step(role: RoleOptimizer, **gradients: Any) -> None:
@@ -136,7 +136,7 @@ def test_eight_bit_moments_take_a_quarter_and_step_nearly_the_same():
 
     def fresh(kind: Literal["adamw", "adamw8bit"]) -> RoleOptimizer:
         parameters = {"w": nn.Parameter(start.clone()), "b": nn.Parameter(torch.zeros(8))}
-        return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=0.0, adam_eps=1e-8, kind=kind)
+        return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=0.0, kind=kind)
 
     def run(role: RoleOptimizer, which: list[torch.Tensor]) -> torch.Tensor:
         for gradient in which:
@@ -162,6 +162,4 @@ def test_eight_bit_moments_take_a_quarter_and_step_nearly_the_same():
 def test_eight_bit_moments_without_bitsandbytes_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(ValueError, match="needs bitsandbytes: pip install"):
-        RoleOptimizer.make(
-            {"w": nn.Parameter(torch.ones(1))}, learning_rate=0.1, weight_decay=0, adam_eps=1e-8, kind="adamw8bit"
-        )
+        RoleOptimizer.make({"w": nn.Parameter(torch.ones(1))}, learning_rate=0.1, weight_decay=0, kind="adamw8bit")

@@ -33,8 +33,7 @@ def updater(tmp_path: Path) -> Updater:
     lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
     roles = Roles(wrap_in_lora(model, lora), device=accelerator.device)
     optimizers = {
-        role: RoleOptimizer.make(p, learning_rate=1e-2, weight_decay=0.0, adam_eps=1e-8)
-        for role, p in roles.parameters.items()
+        role: RoleOptimizer.make(p, learning_rate=1e-2, weight_decay=0.0) for role, p in roles.parameters.items()
     }
     return Updater(accelerator, roles, optimizers, MicroBatches(accelerator.device, 10_000), max_grad_norm=1.0)
 

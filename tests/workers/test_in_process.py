@@ -32,37 +32,26 @@ async def waited(completions: list[str], **columns: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def test_a_function_of_a_module_is_named_by_its_own_file():
-    assert use_of(varied_reward.variety) == f"{varied_reward.__file__}:variety"
-
-
 def test_an_object_keeps_its_state_and_columns_arrive():
     judge = Judge()
     use = use_of(judge)
     assert use == "__main__:judge"
     assert imported_beside(parse_use(use)) == []
     with FunctionReward(use) as reward:
-        call = reward(["p", "p"], ["a", "b"], {"answer": ["a", "c"]})
-        assert (call.scores, call.failures) == ([1.0, 0.0], [])
-        assert judge.seen == ["a", "c"]
         call = reward(["p", "p"], ["a", "b"], {"answer": ["a", "x"]})
         assert (call.scores, call.failures) == ([1.0, 0.0], [])
         assert "a bad row" in str(call.retried)
+        assert judge.seen == ["x"]
         with pytest.raises(ValueError, match="takes a column 'answer'"):
             reward(["p"], ["a"], {})
 
 
-def test_partials_and_coroutines_are_functions_too():
+def test_what_can_be_called_by_name_is_a_function():
+    assert use_of(varied_reward.variety) == f"{varied_reward.__file__}:variety"
     for function, score in ((functools.partial(score_by, length=2), 0.5), (functools.partial(waited), 1.0)):
         with FunctionReward(use_of(function)) as reward:
             assert reward(["p"], ["a"], {}).scores == [score]
-
-
-def test_a_function_that_is_not_here_any_more_is_the_persons_to_define():
-    with pytest.raises(ValueError, match="'__main__:gone': a notebook or script defined this function"):
+    with pytest.raises(ValueError, match="'__main__:gone'"):
         parse_use("__main__:gone")
-
-
-def test_a_lambda_has_no_name():
     with pytest.raises(ValueError, match="defined by name"):
         use_of(lambda completions: [])

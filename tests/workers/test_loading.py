@@ -1,6 +1,5 @@
-"""Reward function lookup, and the messages where there is no such function."""
+"""Reward function lookup, without running people's code, and where there is no such function."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,28 +23,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "people" / "__init__.py").write_text("raise RuntimeError('looking must not import me')\n")
     (package / "__init__.py").write_text("")
     (package / "scores.py").write_text("def deep(prompts, completions, **columns):\n    return []\n")
+    (tmp_path / "more.py").write_text("from rewards import *\n")
     return tmp_path
 
 
-@pytest.mark.parametrize("function", ["length", "judge", "assigned", "imported"])
-def test_a_function_in_a_file_is_found_without_running_the_file(folder: Path, function: str):
-    source = parse_use(f"rewards.py:{function}")
-    assert (source.function, source.path, source.module) == (function, folder / "rewards.py", None)
-    assert source.folder == folder
-
-
-def test_an_absolute_path_needs_no_base(folder: Path):
-    assert parse_use(f"{folder}/rewards.py:length").path == folder / "rewards.py"
-
-
-def test_a_function_in_a_module_is_found_without_importing_its_package(folder: Path):
+def test_a_function_is_found_without_running_its_file_or_importing_its_package(folder: Path):
+    for use in ("rewards.py:length", "rewards.py:judge", "rewards.py:assigned", "rewards.py:imported"):
+        source = parse_use(use)
+        assert (source.module, source.file, source.folder) == (None, folder / "rewards.py", folder)
+    assert parse_use(f"{folder}/rewards.py:length").file == folder / "rewards.py"
+    assert parse_use("more.py:length").function == "length"  # what * gives is left to the worker
     source = parse_use("people.inner.scores:deep")
-    assert (source.path, source.module) == (None, "people.inner.scores")
-    assert source.file == folder / "people" / "inner" / "scores.py"
+    assert (source.module, source.file) == ("people.inner.scores", folder / "people" / "inner" / "scores.py")
     assert "people" not in sys.modules
-
-
-def test_an_installed_module_is_found(folder: Path):
     assert parse_use("json.encoder:py_encode_basestring").module == "json.encoder"
 
 
@@ -56,49 +46,33 @@ def test_what_a_file_imports_from_beside_it_is_found_from_import_to_import(folde
     )
     (folder / "helper.py").write_text("import rewards, broken, namespace.deep\n")  # a circle, and a file with a mistake
     (folder / "broken.py").write_text("def (:\n")
-    (folder / "lazy.py").write_text("")
-    (folder / "unused.py").write_text("")
     (folder / "namespace").mkdir()
-    (folder / "namespace" / "deep.py").write_text("")
-    (folder / "people" / "inner" / "scores.py").write_text("from . import near\nfrom ..upper import x\n")
-    (folder / "people" / "inner" / "near.py").write_text("")
-    (folder / "people" / "upper.py").write_text("x = 1\n")
-    found = imported_beside(parse_use("rewards.py:late"))
+    (folder / "people" / "inner" / "scores.py").write_text("from . import near\nfrom ..upper import x\ndeep = 1\n")
+    for empty in ("lazy.py", "unused.py", "namespace/deep.py", "people/inner/near.py", "people/upper.py"):
+        (folder / empty).write_text("")
     inner = {f"people/{name}.py" for name in ("__init__", "upper", "inner/__init__", "inner/near", "inner/scores")}
     files = {"helper.py", "broken.py", "lazy.py", "namespace/deep.py", *inner}
-    assert {str(path.relative_to(folder)) for path in found} == files
-
-
-def test_a_module_comes_with_the_packages_it_is_in(folder: Path):
-    found = imported_beside(parse_use("people.inner.scores:deep"))
-    assert [str(path.relative_to(folder)) for path in found] == ["people/__init__.py", "people/inner/__init__.py"]
+    assert {str(path.relative_to(folder)) for path in imported_beside(parse_use("rewards.py:late"))} == files
+    found = {str(path.relative_to(folder)) for path in imported_beside(parse_use("people.inner.scores:deep"))}
+    assert found == inner - {"people/inner/scores.py"}
     assert imported_beside(parse_use("json.encoder:py_encode_basestring")) == []
-
-
-def test_a_module_that_gives_more_than_can_be_read_is_left_to_the_worker(folder: Path):
-    (folder / "more.py").write_text("from rewards import *\n")
-    (folder / "chosen.py").write_text("if True:\n    def one(prompts, completions):\n        return []\n")
-    assert parse_use("more.py:length").function == "length"
-    assert parse_use("chosen.py:one").function == "one"
 
 
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        ("rewards.py", "must be 'file.py:function' or 'package.module:function'"),
-        ("rewards.py:", "must be 'file.py:function'"),
-        (":length", "must be 'file.py:function'"),
-        ("reward.py:length", "there is no file {folder}/reward.py. Did you mean `rewards.py`?"),
-        ("nowhere/rewards.py:length", "there is no file {folder}/nowhere/rewards.py."),
-        ("rewards.py:lenght", "has no function 'lenght'. Did you mean `length`? Its functions: length, judge."),
+        ("rewards.py", "'file.py:function'"),
+        (":length", "'file.py:function'"),
+        ("reward.py:length", "{folder}/reward.py. Did you mean `rewards.py`?"),
+        ("nowhere/rewards.py:length", "{folder}/nowhere/rewards.py"),
+        ("rewards.py:lenght", "Did you mean `length`? Its functions: length, judge."),
         ("people/:f", "{folder}/people is not a file"),
-        ("no-module:f", "'no-module' is neither a .py file nor the name of a module"),
-        ("nomodule:f", "no module 'nomodule'"),
+        ("no-module:f", "'no-module'"),
         ("people.innner.scores:deep", "no module 'people.innner"),
-        ("people.inner.scores:deeep", "has no function 'deeep'. Did you mean `deep`?"),
+        ("people.inner.scores:deeep", "Did you mean `deep`?"),
     ],
 )
-def test_what_is_wrong_is_said(folder: Path, use: str, said: str):
+def test_what_does_not_exist_is_refused_with_what_does(folder: Path, use: str, said: str):
     with pytest.raises(ValueError, match=r"^reward\.functions: use ") as caught:
         parse_use(use)
     assert said.format(folder=folder) in str(caught.value)
@@ -108,23 +82,14 @@ def test_what_is_wrong_is_said(folder: Path, use: str, said: str):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"def f(:\n", "broken.py, line 1: invalid syntax"),
-        (b"x = 1\n\nif x\n    pass\n", "broken.py, line 3: expected ':'"),
+        (b"x = 1\n\nif x\n    pass\n", "broken.py, line 3"),
         (b"x = '\xff'\n", "broken.py"),
-        (b"x = 1\0\n", "null bytes"),
-        (b"", "has no function 'f'. It has no functions."),
+        (b"x = 1\0\n", "broken.py"),
+        (b"", "has no function 'f'"),
     ],
 )
-def test_source_that_does_not_parse_is_named_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.py").write_bytes(content)
+def test_source_that_does_not_parse_is_refused_with_its_line(folder: Path, content: bytes, said: str):
+    (folder / "broken.py").write_bytes(content)
     with pytest.raises(ValueError, match=r"^reward\.functions: use 'broken\.py:f'") as caught:
         parse_use("broken.py:f")
     assert said in str(caught.value)
-
-
-def test_no_torch_is_needed():
-    code = "import sys, tinyrl.rewards.functions, tinyrl.rewards.functions; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

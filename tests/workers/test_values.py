@@ -3,7 +3,6 @@
 import itertools
 import math
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -22,18 +21,13 @@ NAN, INF = float("nan"), float("inf")
     [
         (0.5, 0.5),
         (-1e12, -1e12),
-        (2, 2.0),
         (True, 1.0),
-        (False, 0.0),
         (None, None),
-        (Fraction(1, 4), 0.25),
         (numpy.float32(0.5), 0.5),
-        (numpy.bool_(True), 1.0),
         (numpy.array(3), 3.0),
         (torch.tensor(0.25), 0.25),
         (Decimal("0.5"), 0.5),
         ([1.0], 1.0),
-        (numpy.array([1.0]), 1.0),
         (torch.tensor([0.25]), 0.25),
     ],
 )
@@ -46,16 +40,12 @@ def test_numbers_of_any_library_are_scores(value: Any, score: float | None):
     [
         (NAN, "returned NaN"),
         (-INF, "returned -inf"),
-        (numpy.float64("nan"), "returned NaN"),
         (torch.tensor(INF), "returned inf"),
         ("1.0", "returned a str ('1.0'), not a number"),
         ([1.0, 2.0], "returned a list ([1.0, 2.0]), not a number"),
         (numpy.array([[1.0]]), "returned a list ([1.0]), not a number"),
-        (Decimal("NaN"), "returned NaN"),
-        (["1.0"], "returned a str ('1.0'), not a number"),
         ({"score": 1}, "returned a dict ({'score': 1}), not a number"),
         (1j, "returned complex, not a number"),
-        (object(), "returned object, not a number"),
         (-(10**400), "returned a number beyond 1e+12"),
         (3e38, "returned 3e+38, a number beyond 1e+12"),
     ],
@@ -68,11 +58,9 @@ def test_a_bad_value_costs_its_own_row_only(value: Any, reason: str):
     "returned",
     [
         (1, 0),
-        numpy.array([1.0, 0.0]),
         torch.tensor([1, 0]),
         torch.tensor([[1.0], [0.0]]),
         (score for score in (1.0, 0.0)),
-        map(float, "10"),
     ],
 )
 def test_what_gives_a_score_for_each_row_is_a_list(returned: Any):
@@ -84,13 +72,9 @@ def test_what_gives_a_score_for_each_row_is_a_list(returned: Any):
     [
         ([1.0], "returned a list of 1 for a batch of 2"),
         ([1.0, 1.0, 1.0], "returned a list of 3 for a batch of 2"),
-        ([], "returned a list of 0 for a batch of 2"),
         (None, "returned NoneType, not a list with one score for each completion"),
-        (1.0, "returned float, not a list with one score for each completion"),
         (torch.tensor(1.0), "returned float, not a list with one score for each completion"),
-        ("ab", "returned a str ('ab'), not a list with one score for each completion"),
         ({0: 1.0, 1: 1.0}, "returned a dict ({0: 1.0, 1: 1.0}), not a list with one score for each completion"),
-        ((score for score in (1.0,)), "returned a list of 1 for a batch of 2"),
         (itertools.repeat(1.0), "returned a list of 3 for a batch of 2"),
     ],
 )
@@ -99,23 +83,15 @@ def test_scores_that_fit_no_rows_cost_all_rows(returned: Any, reason: str):
 
 
 def verifier(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float | None]:
-    """A score where the completion equals the answer; None without an answer; NaN for a completion 'nan'."""
+    """A score where the completion equals the answer; None without an answer."""
     pairs = zip(completions, columns["answer"], strict=True)
-    return [None if answer is None else NAN if text == "nan" else float(text == answer) for text, answer in pairs]
+    return [None if answer is None else float(text == answer) for text, answer in pairs]
 
 
 def test_a_verifier_in_our_own_process_gets_the_same_checks():
-    call = call_in_process(verifier, "gsm8k", ["p"] * 4, ["4", "5", "6", "nan"], {"answer": ["4", "4", None, "4"]})
-    assert call.scores[:2] == [1.0, 0.0]
-    assert [math.isnan(score) for score in call.scores] == [False, False, True, True]
-    assert call.failures == [RowFailure(3, "`gsm8k` returned NaN")]
-
-
-def test_a_verifier_that_raises_fails_all_rows():
+    call = call_in_process(verifier, "gsm8k", ["p"] * 3, ["4", "5", "6"], {"answer": ["4", "4", None]})
+    assert (call.scores[:2], math.isnan(call.scores[2]), call.failures) == ([1.0, 0.0], True, [])
     call = call_in_process(verifier, "gsm8k", ["p"] * 2, ["4", "5"], {})
-    line = verifier.__code__.co_firstlineno + 2
-    assert [failure.row for failure in call.failures] == [0, 1]
-    assert {failure.reason for failure in call.failures} == {
-        f"`gsm8k` raised KeyError: 'answer' (test_values.py, line {line})"
-    }
+    reason = f"`gsm8k` raised KeyError: 'answer' (test_values.py, line {verifier.__code__.co_firstlineno + 2})"
+    assert call.failures == [RowFailure(0, reason), RowFailure(1, reason)]
     assert [math.isnan(score) for score in call.scores] == [True, True]

@@ -32,7 +32,7 @@ GONE = {  # removed commands, and the line that does the work of each
     "fork": "tinyrl train --from RUN[@STEP] [section.key=value ...]",
     "prompts": "tinyrl show RUN --prompts [--export-hard FILE.jsonl]",
     "recipes": "tinyrl list recipes",
-    "samples": "tinyrl show RUN --samples (or --worst, --unsolved, --most-changed, --prompt I, --step N)",
+    "samples": "tinyrl show RUN --samples (or --worst, --unsolved, --prompt I, --step N)",
     "settings": "tinyrl list settings [SECTION]",
     "sweep": (
         "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "

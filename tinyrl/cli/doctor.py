@@ -34,12 +34,13 @@ def doctor(
         facts = machine.look_at_machine()
         print(json.dumps(facts) if json_output else machine.render(facts))
     elif (path := named_run(target)) is not None:
-        from tinyrl.runs.diagnosis import findings, render, run_as_json
+        from tinyrl.runs.diagnosis import as_json, examples_in, render
+        from tinyrl.runs.findings import find
         from tinyrl.runs.records import read_run
 
         run = read_run(path)
-        found = findings(run)
-        print(json.dumps(run_as_json(run, found)) if json_output else render(run, found))
+        found = find(run)
+        print(json.dumps(as_json(found, examples_in(run))) if json_output else render(run, found))
     elif meant_a_run(target):
         open_run(target)  # says what is wrong with the name
     else:

@@ -55,21 +55,21 @@ def evaluate(
         raise ValueError("which run, checkpoint or model? tinyrl eval RUN [section.key=value]...")
     if len(targets) == 1:
         check_evaluation(targets[0], asked, vs=vs)
-        from tinyrl.evaluation.table import render
-        from tinyrl.evaluation.versus import evaluate_target
+        from tinyrl.evaluation.compare import evaluate_target
 
-        text = render(evaluate_target(targets[0], asked, vs=vs, options=options), as_json=json_output)
+        result = evaluate_target(targets[0], asked, vs=vs, options=options)
     else:
-        baseline, *others = targets if vs is None else [vs, *targets]
-        if baseline in ("base", "start", "teacher"):
-            raise ValueError(f"--vs {baseline} is of one run; several are compared with a run, a checkpoint or a model")
+        targets = targets if vs is None else [vs, *targets]
+        if targets[0] in ("base", "start", "teacher"):
+            raise ValueError(f"--vs {vs} is of one run; several are compared with a run, a checkpoint or a model")
         for option in ["--split train"] * (split != "eval") + ["--save-samples"] * (save_samples is not None):
             raise ValueError(f"{option} is for one target, and these are {len(targets)}")
-        for target in (baseline, *others):
-            check_evaluation(target, asked, vs=baseline)
-        from tinyrl.evaluation.table import render_comparison
-        from tinyrl.evaluation.versus import compare_policies
+        for target in targets:
+            check_evaluation(target, asked, vs=targets[0])
+        from tinyrl.evaluation.compare import compare
 
-        text = render_comparison(compare_policies(others, asked, vs=baseline, options=options), as_json=json_output)
+        result = compare(targets, asked, options=options)
     if launched().rank == 0:
-        print(text)
+        from tinyrl.evaluation.table import render
+
+        print(render(result, as_json=json_output))

@@ -48,9 +48,6 @@ def show(
     unsolved: Annotated[
         bool, typer.Option("--unsolved", help="samples of prompts of which none reaches task.solved_reward")
     ] = False,
-    most_changed: Annotated[
-        bool, typer.Option("--most-changed", help="held-out samples that differ most from the first step's")
-    ] = False,
     prompt: Annotated[
         int | None, typer.Option(min=0, metavar="I", help="samples of prompt I: at --step, or step after step")
     ] = None,
@@ -64,7 +61,7 @@ def show(
     json_output: Annotated[bool, typer.Option("--json", help="print the checkpoints as JSON")] = False,
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
-    ways = {"--worst": worst, "--unsolved": unsolved, "--most-changed": most_changed, "--prompt": prompt is not None}
+    ways = {"--worst": worst, "--unsolved": unsolved, "--prompt": prompt is not None}
     chosen = [option for option, given in ways.items() if given]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)}: one of them at a time")
@@ -78,7 +75,7 @@ def show(
 
         limit = opened.read_config().task.solved_reward if unsolved else None
         which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}
-        rows = select_samples(opened.samples, notes, **which, worst=worst, most_changed=most_changed, unsolved=limit)
+        rows = select_samples(opened.samples, notes, **which, worst=worst, unsolved=limit)
         in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         text = render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
         text = text or "every prompt of that step has a sample that is right"
@@ -104,7 +101,7 @@ def _prompts(run: RunDir, notes: list[str], *, num: int, export_hard: str | None
     from tinyrl.tasks import export_rows, row_texts
 
     prompt_stats = read_prompt_stats(run.prompts, notes)
-    hard = {record.index: record.key for record in prompt_stats if record.standing in HARD}
+    hard = {record.index: record.key for record in prompt_stats if record.outcome in HARD}
     texts = prompt_texts(run.samples, {*hard})
     if texts.keys() < hard.keys():
         texts = row_texts(run, hard, notes) | texts

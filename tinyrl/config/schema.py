@@ -18,7 +18,6 @@ from tinyrl.config.method_sections import (
     DistillConfig,
     DpoConfig,
     GrpoConfig,
-    OnPolicySection,
     PpoConfig,
     RewardModelConfig,
     SftConfig,
@@ -60,9 +59,7 @@ class Config(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and learning rates")
     grpo: GrpoConfig = Field(default_factory=lambda: GrpoConfig.model_validate({}), description="GRPO and its family")
     ppo: PpoConfig = Field(default_factory=lambda: PpoConfig.model_validate({}), description="PPO")
-    distill: DistillConfig = Field(
-        default_factory=lambda: DistillConfig.model_validate({}), description="a policy from a teacher"
-    )
+    distill: DistillConfig = Field(default_factory=DistillConfig, description="a policy from a teacher")
     sft: SftConfig = Field(default_factory=SftConfig, description="supervised fine-tuning")
     reward_model: RewardModelConfig = Field(
         default_factory=RewardModelConfig, description="learning a reward model from pairs or labels"
@@ -119,7 +116,7 @@ class Config(Section):
     def on_policy(self) -> GrpoConfig | PpoConfig | DistillConfig:
         """The section of a method that learns from its own samples; no other method has one."""
         own = self.own
-        assert isinstance(own, OnPolicySection), f"{self.method} samples nothing"
+        assert isinstance(own, GrpoConfig | PpoConfig | DistillConfig), f"{self.method} samples nothing"
         return own
 
     @property
@@ -209,8 +206,8 @@ def _agents(config: Config) -> Iterator[str]:
         yield f"{said} needs grpo.advantage=group or leave-one-out: its turns have no rewards of their own"
     if grpo.refill_rounds:
         yield f"{said} does not go with grpo.refill_rounds={grpo.refill_rounds}"
-    if grpo.kl_coef > 0 and grpo.kl_placement == "reward":
-        yield f"{said} needs grpo.kl_placement=loss: an episode may have several conversations"
+    if grpo.kl_coef > 0 and grpo.kl_in_reward:
+        yield f"{said} needs grpo.kl_estimator=k3, a KL in the loss: an episode may have several conversations"
     if config.generation.engine == "server":
         yield f"{said} is served by this process; generation.engine=server samples elsewhere"
     if config.teacher.hint is not None:
@@ -219,17 +216,6 @@ def _agents(config: Config) -> Iterator[str]:
 
 def _sampling(config: Config) -> Iterator[str]:
     generation, section, method = config.generation, config.on_policy, config.method
-    budget = generation.max_thinking_tokens
-    if budget is not None and budget >= generation.max_new_tokens:
-        yield f"generation.max_thinking_tokens={budget} leaves no room for an answer in generation.max_new_tokens"
-    if budget is not None and (config.environment.use or config.environment.tools or config.environment.agent):
-        yield "generation.max_thinking_tokens is for answers of one turn, without an environment"
-    if not generation.allow_truncated_sampling and (generation.top_p < 1 or generation.top_k):
-        name = "top_k" if generation.top_k else "top_p"
-        yield (
-            f"generation.{name}={getattr(generation, name)} cuts the distribution that is sampled, not the one that is "
-            "scored: KL turns negative, ratios lie. To train so, generation.allow_truncated_sampling=true"
-        )
     overlong, longest = config.reward.overlong_tokens, generation.max_new_tokens
     if overlong > longest:
         yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
@@ -242,17 +228,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     section, method = config.on_policy, config.method
-    placement, estimator = section.kl_placement, section.kl_estimator
-    if section.kl_coef == 0:
-        return
-    if placement == "loss" and estimator == "k1":
-        yield f"{method}.kl_estimator=k1 in the loss has zero mean gradient; use k3, k2 or {method}.kl_placement=reward"
-    if placement == "reward" and estimator != "k1":
-        yield (
-            f"{method}.kl_estimator={estimator} in the reward has a gradient that is not KL's, and training ends "
-            f"elsewhere; use k1, or {method}.kl_placement=loss"
-        )
-    if config.reference.kind == "none":
+    if section.kl_coef > 0 and config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
 
 
@@ -267,8 +243,6 @@ def _server(config: Config) -> Iterator[str]:
         yield "generation.engine=server needs generation.url, the address of a server: http://127.0.0.1:8000"
     if not config.lora.enabled:
         yield "generation.engine=server takes LoRA adapters, so it needs lora.enabled=true; else use engine=auto"
-    if generation.dtype != "auto":
-        yield f"generation.dtype={generation.dtype} is not for generation.engine=server: it is the server's own --dtype"
 
 
 def _teacher(config: Config) -> Iterator[str]:
@@ -293,24 +267,20 @@ def _grpo(config: Config) -> Iterator[str]:
     grpo, reward = config.grpo, config.reward
     if grpo.group_size == 1 and grpo.advantage != "discounted-return":
         yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2 or more"
-    if grpo.normalize_rewards == "each":
+    if grpo.preset == "gdpo":
         if grpo.advantage != "group":
-            yield f"grpo.normalize_rewards=each is for grpo.advantage=group; it is {grpo.advantage} here"
+            yield f"grpo.advantage={grpo.advantage} is not for grpo.preset=gdpo, which compares single rewards"
         in_sum = [f"reward.truncated={reward.truncated}"] if reward.truncated == "penalize" else []
         in_sum += [f"reward.overlong_tokens={reward.overlong_tokens}"] if reward.overlong_tokens else []
-        in_sum += ["grpo.kl_placement=reward"] if grpo.kl_coef and grpo.kl_placement == "reward" else []
+        in_sum += [f"grpo.kl_estimator={grpo.kl_estimator}"] if grpo.kl_coef and grpo.kl_in_reward else []
         for setting in in_sum:
-            yield f"{setting} is a part of the sum of rewards, which grpo.normalize_rewards=each does without"
-    if grpo.loss == "cispo" and grpo.ratio_level != "token":
-        yield f"grpo.ratio_level={grpo.ratio_level} is for grpo.loss=clipped; cispo weighs tokens"
-    if grpo.mismatch_cap <= grpo.mismatch_floor:
-        yield f"grpo.mismatch_cap={grpo.mismatch_cap} must be above grpo.mismatch_floor={grpo.mismatch_floor}"
+            yield f"{setting} changes the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
 
 
 def _ppo(config: Config) -> Iterator[str]:
     ppo = config.ppo
-    if ppo.kl_controller == "adaptive" and ppo.kl_coef == 0:
-        yield "ppo.kl_coef=0 stays 0 under ppo.kl_controller=adaptive, which multiplies it; start above 0"
+    if ppo.target_kl is not None and ppo.kl_coef == 0:
+        yield f"ppo.target_kl={ppo.target_kl} multiplies ppo.kl_coef, which stays 0; start above 0"
     if ppo.ptx_coef > 0 and ppo.ptx_data is None:
         yield f"ppo.ptx_coef={ppo.ptx_coef} needs ppo.ptx_data: rows of text, as `tinyrl train sft` reads them"
 

@@ -15,7 +15,6 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -31,8 +30,6 @@ Rate = Annotated[float, Field(gt=0, lt=1)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
-AtLeastOne = Annotated[float, Field(ge=1, le=LARGEST)]
-AboveOne = Annotated[float, Field(gt=1, le=LARGEST)]
 Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -40,9 +37,7 @@ Seed = Annotated[int, Field(ge=0, lt=10**18)]
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
-AdamEps = Annotated[float, Field(ge=1e-16, le=1)]
 AutoOrCount = Literal["auto"] | Positive
-Gigabytes = Literal["auto"] | PositiveFloat
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Modules = Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
@@ -75,7 +70,6 @@ class ModelConfig(Section):
     path: Text = Field(default="starter", description="folder with safetensors, hub name, or embedded: starter, lookup")
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub model; null: the newest")
     dtype: Dtype = Field(default="auto", description="of weights and autocast; auto: float32, on a GPU bfloat16")
-    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="PyTorch's fused kernel, or plain products")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     quantization: Literal["4bit"] | None = Field(default=None, description="hold the frozen base in 4 bits; needs LoRA")
     adapter: Text | None = Field(default=None, description="LoRA adapter to start from; a frozen copy is the reference")
@@ -106,9 +100,7 @@ class TeacherConfig(Section):
     divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
     top_k: Positive | None = Field(default=None, description="its likeliest tokens and a tail; null: the vocabulary")
     coef: NonNegativeFloat = Field(default=0.0, description="of the distance to it, in the loss of grpo and ppo")
-    coef_schedule: Schedule = Field(default="constant", description="of teacher.coef, over the run")
     quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="hold its own model in few bits")
-    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that one answer of a server may take")
 
     @property
     def kind(self) -> str:
@@ -129,18 +121,11 @@ class TaskConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
     max_samples: Positive | None = Field(default=None, description="use at most so many rows of each split")
-    split_seed: Seed = Field(default=0, description="chooses the rows held out of task.data, whatever run.seed is")
     chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
     chat_template: Variables = Field(default_factory=dict, description="its variables: {enable_thinking: false}")
     long_prompts: Literal["error", "drop"] = Field(default="error", description="prompts, or texts, that are too long")
     sampler: Literal["uniform", "difficulty"] = Field(
         default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
-    )
-    sampler_uniform: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="of sampler=difficulty: share of a step's prompts that comes in epochs all the same"
-    )
-    sampler_half_life: PositiveFloat = Field(
-        default=200.0, description="of sampler=difficulty: steps after which what was seen counts half"
     )
     solved_reward: Weight = Field(
         default=1.0, description="reward from which a prompt is solved, for sampler and teacher.hint"
@@ -194,11 +179,8 @@ class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(default_factory=list, description="in place of the task's verifier")
     model: Text | None = Field(default=None, description="a classifier, or an adapter of `tinyrl train reward`")
     model_label: int | str | None = Field(default=None, description="index or name of the label whose score counts")
-    model_weight: Weight = Field(default=1.0, description="factor of the reward model's score in the sum")
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
-    memory_gb: Gigabytes = Field(default="auto", description="for each process of functions; auto: half of the RAM")
     truncated: Truncated = Field(default="keep", description="completions cut off: as others, left out, or penalised")
-    truncated_penalty: NonNegativeFloat = Field(default=1.0, description="subtracted under reward.truncated=penalize")
     overlong_tokens: NonNegative = Field(default=0, description="DAPO's soft penalty over the last N tokens; 0: none")
 
     @property
@@ -217,7 +199,6 @@ class EnvironmentConfig(Section):
     max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="turns of the policy in an episode")
     max_observation_tokens: Positive = Field(default=256, description="an answer is cut after so many tokens")
     timeout_s: PositiveFloat | None = Field(default=None, description="of a call, cell, agent; null: 30, 5, 300")
-    memory_gb: Gigabytes = Field(default="auto", description="for each process of it; auto: half of the machine")
     corpus: Text | None = Field(default=None, description="of search: a .jsonl or .parquet file, or a server's URL")
     top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="passages that a search gives")
 
@@ -235,26 +216,15 @@ class EnvironmentConfig(Section):
 
 class GenerationConfig(Section):
     max_new_tokens: Positive = Field(default=256, description="longest completion, in tokens of the policy's own")
-    max_thinking_tokens: Positive | None = Field(
-        default=None, description="then <think> is closed for it; null: no limit"
-    )
     max_prompt_tokens: Positive = Field(default=1024, description="longest prompt")
     temperature: Temperature = Field(default=1.0, description="of sampling, and of all log-probabilities")
     top_p: TopP = Field(default=1.0, description="sample from the likeliest tokens of this total probability; 1: all")
     top_k: NonNegative = Field(default=0, description="sample from the k likeliest tokens; 0: all")
-    allow_truncated_sampling: bool = Field(default=False, description="allow top_p and top_k, unseen by ratios and KL")
     stop: list[Text] = Field(default_factory=list, description="texts that end a completion")
     engine: Engine = Field(default="auto", description="tinyrl's decoder, the library's modules, or a server")
     url: Text | None = Field(default=None, description="of engine=server: vLLM on this machine, http://127.0.0.1:8000")
-    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that one completion of a server may take")
     server_sleep: bool = Field(default=False, description="a server on the same GPU, which sleeps unless it samples")
     max_rows: Positive | None = Field(default=None, description="completions decoded at a time; null: all")
-    dtype: Dtype = Field(default="auto", description="of sampling; auto: the model's")
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _former_names(cls, name: Any) -> Any:
-        return {"reference": "hf", "slim": "hf-merged"}.get(name, name) if isinstance(name, str) else name
 
 
 class OptimConfig(Section):
@@ -264,7 +234,6 @@ class OptimConfig(Section):
     schedule: Schedule = Field(default="constant", description="of the rates, after the warm-up")
     warmup_steps: NonNegative = Field(default=0, description="steps over which the rates rise from 0")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")
-    adam_eps: AdamEps = Field(default=1e-8, description="added to the root of Adam's second moment")
     max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients of each role are scaled down to this norm")
 
 
@@ -275,10 +244,7 @@ class RunConfig(Section):
     eval_every: NonNegative = Field(default=25, description="evaluate every N steps; always first and last")
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts an evaluation takes; 0: no evaluation")
     save_every: NonNegative = Field(default=25, description="save every N steps; always last")
-    keep_samples: NonNegative = Field(default=16, description="completions of each step that go into samples.jsonl")
-    samples_mb: PositiveFloat = Field(default=90.0, description="of samples.jsonl; a long run leaves out steps")
     keep_checkpoints: Positive = Field(default=3, description="newest checkpoints that are kept, beside the best")
-    best_metric: Text = Field(default="eval/reward_mean", description="its highest value marks the best checkpoint")
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: list[Text] = Field(default_factory=list, description="tensorboard, trackio, wandb, mlflow ...")

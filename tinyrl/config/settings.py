@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tinyrl.config.familiar import UNNEEDED, familiar, known_elsewhere, remark
+from tinyrl.config.aliases import find_alias
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source, dump_plain
@@ -49,14 +49,16 @@ def check_familiar(source: Source) -> None:
     method = source.values.get("method")
     used = {name: section for name, section in source.values.items() if name not in _unused(method)}
     for path in _leaves(used):
-        name = known_elsewhere(tuple(map(str, path)), method=method)
-        if _is_a_setting(path) or not name:
+        found = None if _is_a_setting(path) else find_alias(tuple(map(str, path)), method=method)
+        if found is None:
             continue
+        name, answer = found
         start = f"{source.place(path)}: `{dotted(path)}` is not a setting: "
-        setting = familiar(name, method=method)
-        if setting is None:
-            raise ValueError(f"{start}{UNNEEDED[name]}")
-        raise ValueError(f"{start}`{name}` is `{_for_method(setting, method)}` here{remark(name, method=method)}")
+        if answer.startswith("!"):
+            raise ValueError(start + answer[1:])
+        setting = re.match(r"[\w.-]+", answer)
+        assert setting is not None
+        raise ValueError(f"{start}`{name}` is `{_for_method(setting[0], method)}` here{answer[setting.end() :]}")
 
 
 def _is_a_setting(path: KeyPath) -> bool:
@@ -214,6 +216,8 @@ def _page(section: str, width: int) -> list[str]:
 def _entries(section: str, values: BaseModel) -> Iterator[tuple[str, str, str]]:
     """Name and default of each field, what it means, and what it may be; a list's items follow the list."""
     for name, kind in fields_of(section).items():
+        if name == "forked_from":  # written by `tinyrl train --from`, not set
+            continue
         setting = dump_plain({name: getattr(values, name)}).strip()
         yield f"  {setting}", kind["description"], allowed(kind)
         for inner, field in _fields(kind.get("items", {})).items():

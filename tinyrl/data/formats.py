@@ -139,12 +139,10 @@ def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
 # ---- pairs and labels ----
 
 
-def objective_of(row: Row, asked: Literal["auto"] | Objective) -> Objective:
-    """Return `asked`, or pairs for a row with `chosen` or `rejected` and labels for one with `label`. Raises ValueError
-    for other rows.
+def objective_of(row: Row) -> Objective:
+    """Return the objective that a row's columns tell: pairs (`chosen`, `rejected`) or labels (`label`).
+    Raises ValueError where they tell none.
     """
-    if asked != "auto":
-        return asked
     for names in ({name for name, value in row.items() if value is not None}, {*row}):
         if names & {"chosen", "rejected"}:
             return "pairs"

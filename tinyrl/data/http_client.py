@@ -50,7 +50,7 @@ class Answer:
 class HttpClient:
     """A server at an http address, whose userinfo and query go along with every request.
 
-    timeout_s: for one request, however often it is tried; setting: the field that says so; waits_s: before the second
+    timeout_s: for one request, however often it is tried; setting: named where it passes; waits_s: before the second
     try and those after it; try_again: statuses after which there is one; proxies: whether those of the environment are
     used. A redirect is followed to the same server only. Raises ValueError for an address that is none.
     """
@@ -60,7 +60,7 @@ class HttpClient:
         url: str,
         *,
         timeout_s: float,
-        setting: str,
+        setting: str | None = None,
         waits_s: Sequence[float],
         try_again: Sequence[int],
         proxies: bool,
@@ -144,7 +144,8 @@ class HttpClient:
                             return answer
                     await asyncio.sleep(pause or 0.0)
         except TimeoutError:
-            raise NoAnswer(f"did not answer within {timeout_s:g} s ({self.setting})") from None
+            setting = f" ({self.setting})" if self.setting else ""
+            raise NoAnswer(f"did not answer within {timeout_s:g} s{setting}") from None
         raise AssertionError("unreachable")
 
     async def _once(self, request: httpx2.Request) -> Answer:

@@ -16,6 +16,7 @@ from tinyrl.data.formats import leave_out, objective_of, shared_prompt, unusable
 from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.runs.signals import watched
 
+SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
 HELD_OUT_SHARE = 10  # one prompt in this many is held out if no evaluation data is given; of fewer prompts none
 HELD_OUT_MOST = 512
 PASS_RATE = "pass_rate"  # column of rows that were probed
@@ -101,7 +102,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     """Return (training, held-out) rows of a method that learns from rows, by task.data and task.eval_data. Unusable
     ones are left out and counted in `notes`. Raises ValueError, with the place, for a row that cannot be parsed.
 
-    Labelled rows keep all answers of a held-out prompt. They are all read and shuffled by task.split_seed, since such
+    Labelled rows keep all answers of a held-out prompt. They are all read and shuffled by SPLIT_SEED, since such
     files are often sorted by label; of others no more is read than task.max_samples needs. With too few prompts to hold
     some out, single rows are held out.
     """
@@ -111,7 +112,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     sources = [needed_data(config), *([where.eval_data] if where.eval_data is not None else [])]
     read = {"columns": where.columns, "revision": where.revision, "most": None if kind == "judged" else most}
     parts = [placed_rows(source, **read) for source in sources]
-    what = objective_of(parts[0][0][1], config.reward_model.objective) if kind == "judged" else kind
+    what = objective_of(parts[0][0][1]) if kind == "judged" else kind
 
     def usable(placed: Placed) -> list[Row]:
         placed, reasons = placed if what == "labels" else placed[:most], []
@@ -122,7 +123,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
                 raise ValueError(f"{place}: {error}") from error
         leave_out([row for _, row in placed], reasons, [] if notes is None else notes)
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
-        order = keyed_order(f"graded {where.split_seed}", len(rows)) if what == "labels" else range(len(rows))
+        order = keyed_order(f"graded {SPLIT_SEED}", len(rows)) if what == "labels" else range(len(rows))
         return [rows[i] for i in order]
 
     train, *rest = map(usable, parts)
@@ -131,7 +132,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     else:
         few = len({prompt_key(shared_prompt(row)) for row in train}) < HELD_OUT_SHARE
         by = row_key if few else shared_prompt
-        train, held_out = hold_out(train, prompt=by, seed=where.split_seed, repeat=what == "labels")
+        train, held_out = hold_out(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
     return train[: where.max_samples], held_out[: where.max_samples]
 
 

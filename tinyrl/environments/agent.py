@@ -13,7 +13,6 @@ import os
 import queue
 import resource
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from tinyrl.runs.signals import check_stop
 from tinyrl.text import last_line, shortened, visible
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
-from tinyrl.workers.process import end_supervised, memory_limit, supervised
+from tinyrl.workers.process import end_supervised, ending, memory_limit, supervised
 
 POLL_S = 0.1
 MOST_OUTPUT = 1 << 20  # bytes of what an agent returns or prints
@@ -72,12 +71,12 @@ class Agents:
                     [source],
                     setting="environment.agent",
                     host=f"{host.__name__}:agent",
-                    limits={"timeout_s": self.seconds, "memory_gb": config.memory_gb},
+                    limits={"timeout_s": self.seconds},
                 )
                 for _ in range(self.at_once)
             ]
         self.name = self.workers[0].name if self.workers else os.path.basename((self.command or ["agent"])[0])
-        self._memory_bytes = memory_limit(config.memory_gb)
+        self._memory_bytes = memory_limit()
         self._programs: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
@@ -162,8 +161,7 @@ class Agents:
             return Played(None, f"`{self.name}` took longer than {self.seconds:g} s (environment.timeout_s)")
         if code:
             why = f": {visible(shortened(last_line(ValueError(said.strip())), 200))}" if said.strip() else ""
-            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            return Played(None, f"`{self.name}` {how}{why}")
+            return Played(None, f"`{self.name}` {ending(code)}{why}")
         return Played(text.strip())
 
 

@@ -162,7 +162,7 @@ def _worker(config: EnvironmentConfig) -> WorkerFunction:
         sources,
         setting=setting,
         host=f"{host.__name__}:{served}",
-        limits={"timeout_s": config.seconds, "memory_gb": config.memory_gb},
+        limits={"timeout_s": config.seconds},
         name="tools" if config.tools else "",
     )
 

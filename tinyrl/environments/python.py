@@ -65,10 +65,9 @@ class Call:
 def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
     """What answers under a configuration, and what it is in words."""
     check_available()
-    memory_gb = MEMORY_GB if config.memory_gb == "auto" else config.memory_gb
     most = CHARS_A_TOKEN * config.max_observation_tokens
-    said = f"in the sandbox, {config.seconds:g} s and {memory_gb:g} GB a cell"
-    return functools.partial(respond, timeout_s=config.seconds, memory_gb=memory_gb, max_output_chars=most), said
+    said = f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell"
+    return functools.partial(respond, timeout_s=config.seconds, max_output_chars=most), said
 
 
 def asking_turn(words: str) -> str:

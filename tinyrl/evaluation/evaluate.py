@@ -48,37 +48,48 @@ def evaluate(
 ) -> Evaluation:
     """Sample and score completions of the first held-out prompts, and one greedy completion of each."""
     prompts = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
-    sampled = _judged(parts, prompts, samples, role=role)
-    greedy = _judged(parts, prompts, 1, role=role, greedy=True)
+    sampled = _evaluate(parts, prompts, samples, role=role)
+    greedy = _evaluate(parts, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
     sampled.metrics["greedy"] = {name: value for name, value in greedy.metrics.items() if name not in shared}
     sampled.samples += greedy.samples
     return sampled
 
 
-def _judged(
+def _evaluate(
     parts: SamplingParts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool = False
 ) -> Evaluation:
     scorer, task = parts.scorer, parts.task
     rollout = sample_and_score(prompts, parts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
-    repeated = [p for p in prompts for _ in range(samples)]
-    tokens, transcripts = [rollout.response(row) for row in range(len(rollout))], rollout.transcripts
     texts = [written(rollout, row, scorer) for row in range(len(rollout))]
     rewards, columns = rollout.rewards.tolist(), rollout.scores.T.tolist()
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
-    by_prompt = [mean(group) for group in grouped(rewards, samples)]
-    metrics = _metrics(rollout, each, by_prompt, texts)
+    valid, by_prompt, whole = numbers(rewards), [mean(g) for g in grouped(rewards, samples)], rollout.with_others()
+    metrics = {
+        "reward_mean": mean(valid),
+        "reward_median": statistics.median(valid) if valid else math.nan,
+        "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
+        "reward_ci": mean_interval(by_prompt),
+        **{name: mean(column) for name, column in each.items() if numbers(column)},
+        **whole.environment_metrics(),
+        "mean_length": mean(whole.by_episode(whole.num_actions).tolist()),
+        "truncated": mean((whole.by_episode(whole.truncated.long()) > 0).tolist()),
+        "distinct": len(set(texts)) / max(1, len(texts)),
+        "num_prompts": len(by_prompt),
+        "num_samples": len(texts) // max(1, len(by_prompt)),
+    }
     if not greedy:
-        metrics |= _divergence(parts, rollout, role)
+        metrics |= _divergence(parts, whole, role)
     judges = {"reward": rewards} | (each if len(each) > 1 else {})
     verdicts = columns[0] if scorer.uses_verifier else None
     if verdicts is None and task.verify is not None:
-        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=parts.world).scores
+        repeated = [p for p in prompts for _ in range(samples)]
+        tokens = [rollout.response(row) for row in range(len(rollout))]
+        verdicts = scorer.verify(repeated, tokens, transcripts=rollout.transcripts, world=parts.world).scores
         judges["verifier"] = verdicts
     if verdicts is not None:
         answers = None if task.answer is None else [task.answer(text) for text in texts]
         metrics |= verdict_metrics(verdicts, answers, samples, is_pass=task.is_pass)
-    values = {name: grouped(column, samples) for name, column in judges.items() if numbers(column)}
     lines = sample_lines(
         rollout,
         texts,
@@ -87,34 +98,14 @@ def _judged(
         group_size=samples,
         names=scorer.names,
     )
+    values = {name: grouped(column, samples) for name, column in judges.items() if numbers(column)}
     return Evaluation(metrics, by_prompt, lines, values)
-
-
-def _metrics(
-    rollout: Rollout, each: dict[str, list[float]], by_prompt: list[float], texts: list[str]
-) -> dict[str, Any]:
-    """Return the metrics of the weighted reward, of each reward where it applies, of lengths and episodes."""
-    rewards, rollout = numbers(rollout.rewards.tolist()), rollout.with_others()
-    return {
-        "reward_mean": mean(rewards),
-        "reward_median": statistics.median(rewards) if rewards else math.nan,
-        "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        "reward_ci": mean_interval(by_prompt),
-        **{name: mean(column) for name, column in each.items() if numbers(column)},
-        **rollout.environment_metrics(),
-        "mean_length": mean(rollout.by_episode(rollout.num_actions).tolist()),
-        "truncated": mean((rollout.by_episode(rollout.truncated.long()) > 0).tolist()),
-        "distinct": len(set(texts)) / max(1, len(texts)),
-        "num_prompts": len(by_prompt),
-        "num_samples": len(texts) // max(1, len(by_prompt)),
-    }
 
 
 def _divergence(parts: SamplingParts, rollout: Rollout, role: Role) -> dict[str, float]:
     """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token."""
     roles, temperature = parts.roles, parts.config.generation.temperature
-    rollout = rollout.with_others()
-    rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # whatever its reward, it was sampled
+    rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # also samples without a reward
 
     def run(who: Role) -> tuple[torch.Tensor, ...]:
         named = "reference" if who == "reference" else "policy"

@@ -1,5 +1,5 @@
 """Statistics of an evaluation: means with 95 % intervals, pass@k and majority@k, two policies paired by prompt, and
-what reward models are measured by.
+the accuracy of reward models.
 
 Intervals are score intervals (Wilson's) for values from 0 to 1, Student's t for few others, else the bootstrap. A value
 that is NaN does not apply, and is left out.
@@ -31,7 +31,7 @@ def numbers(values: Sequence[float]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of no values."""
+    """Return the mean; NaN of no values."""
     valid = numbers(values)
     return float(sum(valid) / len(valid)) if valid else math.nan
 
@@ -59,15 +59,16 @@ def mean_interval(values: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Of the mean of values of any kind, paired differences too: of few values mean -+ t s / sqrt(n), with Student's t
-    of n - 1 degrees of freedom and the deviation s (unbiased). NaN as above, and where all values are equal: there is
-    no deviation to go by.
+    """[low, high] of the mean of any values, paired differences too: of few mean -+ t s / sqrt(n), with Student's t of
+    n - 1 degrees of freedom and the deviation s (unbiased); of many the percentiles of 2,000 bootstrapped means. NaN
+    for fewer than two values, and where all are equal: there is no deviation to go by.
     """
     valid = numbers(values)
     if len(valid) < 2 or all_equal(valid):
         return [math.nan, math.nan]
     if len(valid) >= MANY:
-        return bootstrap_interval(valid)
+        means = np.random.default_rng(0).choice(np.array(valid), (2000, len(valid))).mean(1)
+        return [float(q) for q in np.quantile(means, [TAIL, 1 - TAIL])]
     middle, spread = mean(valid), float(np.std(valid, ddof=1))
     half = t_quantile(len(valid) - 1) * spread / math.sqrt(len(valid))
     return [middle - half, middle + half]
@@ -100,12 +101,7 @@ def t_quantile(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(float(np.interp(INTERVAL * below[-1], below, angles)))
 
 
-def bootstrap_interval(values: Sequence[float], *, resamples: int = 2000) -> list[float]:
-    means = np.random.default_rng(0).choice(np.array(values), (resamples, len(values))).mean(1)
-    return [float(q) for q in np.quantile(means, [TAIL, 1 - TAIL])]
-
-
-# ---- what a verifier says of the samples of each prompt ----
+# ---- verdicts on the samples of each prompt ----
 
 
 def verdict_metrics(
@@ -115,19 +111,20 @@ def verdict_metrics(
 
     Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
     """
-    there = [numbers(group) != [] for group in grouped(verdicts, samples)]
-    groups = [[is_pass(v) for v in g] for g, one in zip(grouped(verdicts, samples), there, strict=True) if one]
-    if not groups:
+    groups = grouped(verdicts, samples)
+    judged = [i for i, group in enumerate(groups) if numbers(group)]
+    if not judged:
         return {}
-    out: dict[str, Any] = {"pass@1": mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
+    passed = [[is_pass(verdict) for verdict in groups[i]] for i in judged]
+    out: dict[str, Any] = {"pass@1": mean([pass_at_k(len(g), sum(g), 1) for g in passed])}
     out["verifier_mean"] = mean(verdicts)
     if samples > 1:
-        out[f"pass@{samples}"] = mean([pass_at_k(len(g), sum(g), samples) for g in groups])
+        out[f"pass@{samples}"] = mean([pass_at_k(len(g), sum(g), samples) for g in passed])
     if answers is not None:
-        said = [group for group, one in zip(grouped(answers, samples), there, strict=True) if one]
-        out["distinct_answers"] = len({a for group in said for a in group if a is not None})
+        given = [grouped(answers, samples)[i] for i in judged]
+        out["distinct_answers"] = len({answer for group in given for answer in group} - {None})
         if samples > 1:
-            out[f"majority@{samples}"] = mean([majority_passes(a, g) for a, g in zip(said, groups, strict=True)])
+            out[f"majority@{samples}"] = mean([majority_passes(a, g) for a, g in zip(given, passed, strict=True)])
     return out
 
 
@@ -141,11 +138,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
     """Whether the most frequent answer is right (ties share the verdict). Completions without an answer do not vote."""
     votes = Counter(a for a in answers if a is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = [a for a, n in votes.items() if n == most]
-    return mean([max(ok for a, ok in zip(answers, passed, strict=True) if a == w) for w in winners])
+    winners = [a for a, n in votes.items() if n == max(votes.values())]
+    right = [max(ok for a, ok in zip(answers, passed, strict=True) if a == winner) for winner in winners]
+    return mean(right) if right else 0.0
 
 
 # ---- two policies on the same prompts ----
@@ -189,12 +184,8 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str,
     chosen, rejected, margins (those asked for): (n,), n at least 1.
     """
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
-    return {
-        "accuracy": float(metrics["rewards/accuracy"]),
-        "margin": float(metrics["rewards/margin"]),
-        "loss": float(loss),
-        "num_pairs": len(chosen),
-    }
+    accuracy, margin = float(metrics["rewards/accuracy"]), float(metrics["rewards/margin"])
+    return {"accuracy": accuracy, "margin": margin, "loss": float(loss), "num_pairs": len(chosen)}
 
 
 def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -204,26 +195,13 @@ def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
     scores, labels (0 or 1): (n,), n at least 1. Without both labels there is neither margin nor area.
     """
     loss, metrics = label_loss(scores, labels)
-    score, label = scores.double().tolist(), labels.double().tolist()
-    good, bad = ([s for s, y in zip(score, label, strict=True) if y == which] for which in (1.0, 0.0))
-    both = {"margin": fmean(good) - fmean(bad), "auc": concordance(score, label)} if good and bad else {}
-    return {
-        "accuracy": float(metrics["rewards/accuracy"]),
-        **both,
-        "loss": float(loss),
-        "num_rows": len(score),
-    }
+    good, bad = scores.double()[labels == 1].tolist(), scores.double()[labels == 0].tolist()
+    both = {"margin": fmean(good) - fmean(bad), "auc": roc_auc(good, bad)} if good and bad else {}
+    return {"accuracy": float(metrics["rewards/accuracy"]), **both, "loss": float(loss), "num_rows": len(scores)}
 
 
-def concordance(scores: Sequence[float], targets: Sequence[float]) -> float:
-    """The share of pairs of rows with different targets that the scores put in the right order, a tie counting half.
-
-    With targets 0 and 1 it is the area under the ROC curve. NaN where all targets are equal.
-    """
-    score, target = np.asarray(scores, dtype=np.float64), np.asarray(targets, dtype=np.float64)
-    right, pairs = 0.0, 0
-    for at in range(len(score)):  # row by row: memory grows with the rows, not with their square
-        lower = target < target[at]
-        pairs += int(lower.sum())
-        right += float((score[at] > score[lower]).sum()) + 0.5 * float((score[at] == score[lower]).sum())
-    return right / pairs if pairs else math.nan
+def roc_auc(good: Sequence[float], bad: Sequence[float]) -> float:
+    """The share of pairs of a good and a bad row in which the good one scores higher, a tie counting half."""
+    ordered = np.sort(np.asarray(bad, dtype=np.float64))
+    below = np.searchsorted(ordered, good, "left") + np.searchsorted(ordered, good, "right")
+    return float(below.sum() / (2 * len(good) * len(bad)))

@@ -9,7 +9,6 @@ task, rows and settings of the command line take the place of the run's own. Not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,12 @@ from tinyrl.runs.run_dir import nearest_run, open_run, run_of
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import shortened
 
-SECTIONS = ("reward", "generation", "task")  # whose settings the command line may give
-OF_A_POLICY = ("task", "generation", "environment", "reward")
 OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that belong to the model, whatever the task
 
-OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")  # how a model is run, not what is sampled
+OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is sampled
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,13 @@ class Asked:
     save_samples: str | None = None  # a file
 
     @property
-    def judge(self) -> bool:
-        return self.task is not None or any(_key(setting) in JUDGES for setting in self.settings)
-
-    @property
     def as_it_is(self) -> bool:
         """Return whether a run is evaluated with its own configuration."""
         return self.task is None and self.data is None and not self.settings
+
+    @property
+    def other_reward(self) -> bool:
+        return any(setting.partition("=")[0] in JUDGES for setting in self.settings)
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,8 @@ class Target:
     path: str
     run: Path | None
     sampled: Config | None  # the configuration that it is sampled with, if it is
-    measured: Config | None  # the run's own, where its trainer measures it on rows
-    checkpoint: Path | None = None  # whose weights, once `locate` has found it
+    measured: Config | None = None  # the run's own, where its trainer measures it on rows
+    checkpoint: Path | None = None  # with the weights, once `locate` has found it
 
     @property
     def name(self) -> str:
@@ -80,32 +77,34 @@ class Target:
         assert self.sampled is not None
         return self.sampled
 
-    @property
-    def is_policy(self) -> bool:
-        return self.measured is None or self.measured.trains.policy
-
 
 def find(path: str, asked: Asked) -> Target:
     """Return the target at `path`. Raises ValueError where there is none, and for options that do not fit it."""
-    _check_settings(asked)
-    run = run_of(Path(path))
+    if asked.split not in ("eval", "train"):
+        raise ValueError(f"--split {asked.split!r}: allowed are eval and train")
+    if asked.task is not None:
+        load_task(asked.task)
+    _check_settings(asked.settings, ("reward", "generation", "task"))
+    for setting in asked.settings:
+        if option := OPTIONS.get(setting.partition("=")[0]):
+            raise ValueError(f"override '{shortened(setting)}': say it as {option}")
+    run, judged = run_of(Path(path)), asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
             where = "--task NAME (see `tinyrl list tasks`) or --data FILE"
             raise ValueError(f"{path} is not a run.{nearest_run(path)} To evaluate a model, say what on: {where}")
-        return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked), None)
+        return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked))
     config = open_run(run).read_config()
-    method = config.trains
-    if method.samples:
-        return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked), None)
-    if not method.policy and (asked.judge or asked.settings):
+    if config.trains.samples:
+        return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked))
+    if not config.trains.policy and (judged or asked.settings):
         hint = f"a policy is judged by it with tinyrl eval POLICY reward.model={path}"
         raise ValueError(f"{path} is a reward model, which writes nothing that could be judged; {hint}")
-    if asked.settings and not asked.judge:
+    if judged:
+        return Target(path, run, _as_asked(_as_policy(config), asked), config)
+    if asked.settings:
         hint = f"beside {shortened(asked.settings[0])} name {A_JUDGE}"
         raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {hint}")
-    if asked.judge:
-        return Target(path, run, _as_asked(as_policy(config), asked), config)
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
         values["task"] |= {"eval_data": asked.data}
@@ -114,10 +113,10 @@ def find(path: str, asked: Asked) -> Target:
 
 
 def policy_at(path: str, settings: list[str]) -> Target:
-    """The policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. Raises ValueError
-    for a reward model, a run without a checkpoint, other settings.
+    """Return the policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. Raises
+    ValueError for a reward model, a run without a checkpoint, other settings.
     """
-    check_sections(settings, OF_A_POLICY)
+    _check_settings(settings, ("task", "generation", "environment", "reward"))
     run = run_of(Path(path))
     if run is None:
         meant = nearest_run(path)
@@ -128,23 +127,25 @@ def policy_at(path: str, settings: list[str]) -> Target:
         config = open_run(run).read_config()
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")
-        values = as_policy(config)
-    values["generation"] = {**values.get("generation", {}), "allow_truncated_sampling": True}  # nothing is trained
-    return locate(Target(path, run, resolve(build_config(values, settings)), None))
-
-
-def _a_model(path: str) -> dict[str, Any]:
-    return {"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}}
+        values = _as_policy(config)
+    return locate(Target(path, run, resolve(build_config(values, settings))))
 
 
 def check_asked(first: Target, asked: Asked) -> None:
+    """Check options that depend on the target. Raises ValueError for those that nothing would read."""
     if asked.data is not None and asked.split == "train":
         raise ValueError("--data FILE says which rows; --split train chooses among those of a run")
-    if first.sampled is None and asked.save_samples is not None:
-        why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
+    if asked.save_samples is None:
+        return
+    if first.sampled is None:
+        why = f"name {A_JUDGE}" if is_policy(first) else "a reward model writes nothing"
         raise ValueError(f"--save-samples: nothing is sampled from {first.path}; {why}")
-    if asked.save_samples is not None and not Path(asked.save_samples).absolute().parent.is_dir():
+    if not Path(asked.save_samples).absolute().parent.is_dir():
         raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {Path(asked.save_samples).parent}")
+
+
+def is_policy(target: Target) -> bool:
+    return target.measured is None or target.measured.trains.policy
 
 
 def locate(target: Target) -> Target:
@@ -169,9 +170,10 @@ def prompt_keys(config: Config, split: str) -> frozenset[str]:
 
 def judged_by(first: Config, config: Config) -> Config:
     """Return the other side's configuration with the first one's rows, reward, environment and sampling."""
-    given = first.model_dump(include={"task", "reward", "environment", "generation"})
-    given["generation"] |= config.generation.model_dump(include={*OWN_SAMPLING})
-    return Config.model_validate({**config.model_dump(), **given})
+    values = config.model_dump()
+    values |= first.model_dump(include={"task", "reward", "environment", "generation"})
+    values["generation"] |= config.generation.model_dump(include=OWN_SAMPLING)
+    return Config.model_validate(values)
 
 
 def measured_by(first: Config, other: Target) -> Config:
@@ -179,41 +181,28 @@ def measured_by(first: Config, other: Target) -> Config:
 
     A reward model reads prompts as it has learnt to. Raises ValueError where one side is a reward model alone.
     """
-    theirs = other.measured or other.sampled
-    assert theirs is not None
-    if first.trains.policy is not other.is_policy:
-        both = "is a policy and the first one is a reward model"
-        both = both if other.is_policy else "is a reward model and the first one is a policy"
-        raise ValueError(f"{other.path} {both}: they have no number in common")
+    theirs = other.measured or other.config
+    if first.trains.policy is not is_policy(other):
+        kinds = ("a policy", "a reward model") if is_policy(other) else ("a reward model", "a policy")
+        raise ValueError(f"{other.path} is {kinds[0]} and the first one is {kinds[1]}: they have no number in common")
     values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
-    if not other.is_policy:
+    if not is_policy(other):
         values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
     return build_config(values)
 
 
-def _key(setting: str) -> str:
-    return setting.partition("=")[0]
-
-
-def check_sections(settings: Iterable[str], sections: tuple[str, ...]) -> None:
+def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, ...]) -> None:
     for setting in settings:
         if setting.partition(".")[0] not in sections:
             known = f"settings of {and_list([*sections])} are taken here; the others are the run's own"
             raise ValueError(f"override '{shortened(setting)}': {known}")
 
 
-def _check_settings(asked: Asked) -> None:
-    if asked.split not in ("eval", "train"):
-        raise ValueError(f"--split {asked.split!r}: allowed are eval and train")
-    if asked.task is not None:
-        load_task(asked.task)
-    check_sections(asked.settings, SECTIONS)
-    for setting in asked.settings:
-        if _key(setting) in OPTIONS:
-            raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[_key(setting)]}")
+def _a_model(path: str) -> dict[str, Any]:
+    return {"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}}
 
 
-def as_policy(config: Config) -> dict[str, Any]:
+def _as_policy(config: Config) -> dict[str, Any]:
     """Return a grpo configuration of the policy that any method has trained, to sample and score it."""
     sampling = {"generation", "environment", "reward"} if config.samples else set()
     values = config.model_dump(include={"model", "lora", "task", "run", *sampling})
@@ -230,7 +219,7 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
         values |= {"task": {"name": asked.task, **kept}, "reward": {}}
     if asked.data is not None:  # all its rows are held out
         values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
-    if any(_key(setting) in JUDGES for setting in asked.settings):
+    if asked.other_reward:
         of_run = values.get("reward", {})
-        values["reward"] = {name: of_run[name] for name in ("timeout_s", "memory_gb") if name in of_run}
+        values["reward"] = {name: of_run[name] for name in ("timeout_s",) if name in of_run}
     return resolve(build_config(values, asked.settings))

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from tinyrl.generation.cache import RowCache
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
-from tinyrl.models.fused_backbone import turned
+from tinyrl.models.layers import apply_rope
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
 from tinyrl.models.memory import weight_bytes
@@ -384,14 +384,14 @@ class Decoder:
         if self.held == "merged":
             qkv = qkv.view(len(x), self.num_kv_heads, -1, self.head_dim)
             if layer.q_norm is None:
-                return turned(qkv, *rotation)
+                return apply_rope(qkv, *rotation)
             q, k, v = qkv.split([self.queries, 1, 1], 2)
         else:
             by_kind = qkv.split([size * self.num_kv_heads * self.head_dim for size in (self.queries, 1, 1)], -1)
             q, k, v = (t.view(len(x), self.num_kv_heads, -1, self.head_dim) for t in by_kind)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        return turned(torch.cat([q, k, v], 2), *rotation)
+        return apply_rope(torch.cat([q, k, v], 2), *rotation)
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """Attention's output projection and the feed-forward block, each added to its residual."""

@@ -1,32 +1,35 @@
-"""The sampling engine protocol (token lists in, ragged token lists out), and how a token is drawn.
+"""The sampling engine protocol: requests of token lists in, ragged token lists out; and which tokens end a completion.
 
-Tokens are drawn by inverse CDF with keyed random numbers. The uniform of token t comes from (seed, step, prompt,
-sample, t) by a counter-based hash, so the same request gives the same completion, to float32 rounding, whichever rows
-share its batch, from every engine, after a split for memory and after a restart.
+Local engines (fused.py, hf.py) sample through a scheduler, the server engine (server.py) over HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config import sections
+from tinyrl.generation.draws import SamplingParams, advanced, sample_keys
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
+from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
 from tinyrl.text import shortened
 
-LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
-FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: of an episode that had no more of them
+if TYPE_CHECKING:
+    from tinyrl.generation.hf import LibraryScheduler
+    from tinyrl.generation.scheduler import Scheduler
+
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have ended
+FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
 SampledRole = Literal["policy", "reference", "base"]
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SampleOptions(TypedDict, total=False):
@@ -54,7 +57,7 @@ class Request:
     max_new_tokens: int | None = None
 
     def further(self, sample: int, tokens: list[int], most: int) -> Request:
-        """Its sample of this number, of which `tokens` are there, continued by at most so many new ones."""
+        """Continue its sample of this number, `tokens` so far, by at most `most` new tokens."""
         return Request(
             prompt_tokens=self.prompt_tokens + tokens,
             prompt_row=self.prompt_row,
@@ -69,7 +72,7 @@ class Completion:
     """What was sampled: tokens (EOS and stop string included), the log-probability of each under softmax(logits /
     temperature), before any top-k or top-p, and why it ended.
 
-    action_mask: which of them the policy sampled (None: all); the others were only read, such as a tool's answer, and
+    action_mask: which of them the policy sampled (None: all). Others, such as a tool's answer, were only prefilled, and
     their log-probabilities mean nothing.
     """
 
@@ -81,7 +84,7 @@ class Completion:
 
 @dataclass
 class Response:
-    """A completion on its way, of several parts: tokens of the policy, and those it only read."""
+    """A completion under way, of several parts: tokens that the policy sampled, and those it only read."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -110,6 +113,76 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0
     max_rows: int | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence that a scheduler decodes: its prompt, how its tokens are drawn, and the tokens so far.
+
+    key: its t-th new token is drawn by the key's uniform t. after: what becomes of its row in the cache when it has
+    ended: free; cached, until another sequence needs the room; or held, until it is continued or dropped. row: the row
+    in the cache that it goes on in. on_tokens: called with new tokens as they come; on_end: called by the thread of
+    live.py. cancelled: nobody waits for it any more.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    key: np.uint64
+    limit: int
+    stop: list[str] = field(default_factory=list)
+    after: Literal["free", "cached", "held"] = "free"
+    role: SampledRole = "policy"
+    on_tokens: Callable[[list[int]], None] | None = None
+    on_end: Callable[[Completion | Exception], None] = lambda result: None
+    row: Any = None
+    cancelled: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    reported: int = 0  # tokens that on_tokens has got
+
+    def append(
+        self, tokens: list[int], logprobs: list[float], *, eos: set[int], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Append new tokens up to the one that ends it: EOS, the last of a stop string, or the last within the limit.
+        The rest was decoded before anybody looked, and is dropped.
+        """
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if self.finish_reason is not None:
+                break
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if token in eos:
+                self.finish_reason = "eos"
+            elif self.stop and ends_with_stop(self.tokens, self.stop, tokenizer):
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.limit:
+                self.finish_reason = "length"
+        if self.on_tokens is not None and not self.cancelled and len(self.tokens) > self.reported:
+            new, self.reported = self.tokens[self.reported :], len(self.tokens)
+            self.on_tokens(new)
+
+    @property
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(self.tokens, self.logprobs, self.finish_reason)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """The most tokens it may have."""
+        return len(self.prompt) + self.limit
+
+
+def ends_with_stop(tokens: list[int], stop: list[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the last token completes a stop string."""
+    # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
+    window = max(len(s.encode()) for s in stop) + 8
+    text = str(tokenizer.decode(tokens[-window:]))
+    return any(s in text for s in stop)
 
 
 class SamplingEngine(Protocol):
@@ -145,15 +218,61 @@ class SamplingEngine(Protocol):
         """Take away what it left outside this process."""
 
 
-class LocalEngine(SamplingEngine, Protocol):
-    """An engine that decodes here, at most `max_rows` sequences at a time (None: all that are asked for), and at the
-    last attempt no more than `capacity`, where memory allowed fewer than that.
+class LocalEngine(SamplingEngine):
+    """An engine that decodes here, through a scheduler of at most `max_rows` rows (None: all that are asked for), and
+    at the last attempt no more than `capacity`, where memory allowed fewer than that.
+
+    look_every: tokens between two looks at which rows have ended, since a GPU waits for each look.
     """
 
+    roles: Roles
+    tokenizer: PreTrainedTokenizerBase
+    settings: SamplingSettings
+    eos: set[int]
+    look_every: int
     max_rows: int | None
     capacity: int | None = None
+    on_tokens: Callable[[list[int]], None] | None = None  # called with the tokens of every row as they come
 
-    def in_fewer_rows(self, wanted: int, attempt: Callable[[int], list[list[Completion]]]) -> list[list[Completion]]:
+    def scheduler(
+        self, role: SampledRole, *, rows: int, width: int, serving: bool = False
+    ) -> AbstractContextManager[Scheduler | LibraryScheduler]:
+        """Return a scheduler over the role's weights as they are now, of at most `rows` rows of `width` tokens.
+
+        serving: weights and cached rows of the last call are used again, until `forget`; requests enter at once.
+        """
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Discard the weights and cached rows of serving calls: the model has changed."""
+
+    def sample(
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
+    ) -> list[list[Completion]]:
+        def attempt(rows: int) -> list[list[Completion]]:
+            sequences = self.sequences(requests, samples_per_request, options)
+            width = max(sequence.room for sequence in sequences)
+            with self.scheduler(options.get("role", "policy"), rows=rows, width=width) as scheduler:
+                scheduler.add(sequences)
+                while scheduler.busy:
+                    check_stop()
+                    scheduler.step()
+            return grouped([sequence.completion for sequence in sequences], samples_per_request)
+
+        return self.in_fewer_rows(len(requests) * samples_per_request, attempt) if requests else []
+
+    def sequences(self, requests: list[Request], group: int, options: SampleOptions) -> list[Sequence]:
+        """`group` sequences for every request, in order, drawn by the settings of the run."""
+        s = self.settings
+        params = SamplingParams(s.temperature, s.top_p, s.top_k, options.get("greedy", False))
+        keys = advanced(*row_keys(requests, group, seed=options["seed"], step=options["step"]))
+        rows = [request for request in requests for _ in range(group)]
+        return [
+            Sequence(r.prompt_tokens, params, key, max_new_tokens(r, s), s.stop, on_tokens=self.on_tokens)
+            for r, key in zip(rows, keys, strict=True)
+        ]
+
+    def in_fewer_rows(self, wanted: int, attempt: Callable[[int], Any]) -> Any:
         """`attempt(rows)` with as many rows at a time as wanted or allowed; when memory runs out, again with half.
 
         Keyed random numbers give the same samples again, and later calls begin with the lower limit. Raises
@@ -187,6 +306,9 @@ def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tu
     samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
     first = np.repeat(np.array([r.first_token for r in requests]), group)
     return sample_keys(seed, step, prompts=prompts, samples=samples), first
+
+
+# ---- which tokens end a completion, and what the model's own generation configuration says ----
 
 
 def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: sections.TaskConfig) -> None:
@@ -233,116 +355,3 @@ def _listed_eos(model: PreTrainedModel) -> list[int]:
     listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = listed if isinstance(listed, list) else [listed]
     return [i for i in listed if isinstance(i, int)]
-
-
-# ---- drawing tokens ----
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words that passes for random."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """64-bit keys (R,) of R samples from the run's seed, the step, and each row's prompt and sample number."""
-    key = np.zeros(len(prompts), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for part in (
-            np.uint64(seed),
-            np.uint64(step % (1 << 63)),
-            prompts.astype(np.uint64),
-            samples.astype(np.uint64),
-        ):
-            key = _mix((key + _GOLDEN) ^ _mix(part * np.ones_like(key) + _GOLDEN))
-    return key
-
-
-def advanced(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Keys (R,) whose uniform t is that of `keys` at tokens[r] + t."""
-    with np.errstate(over="ignore"):
-        return keys + _GOLDEN * tokens.astype(np.uint64)
-
-
-def uniforms(keys: np.ndarray, *, num_tokens: int, first: np.ndarray | None = None) -> Tensor:
-    """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and first[r] + t (None: t)."""
-    keys = keys if first is None else advanced(keys, first)
-    with np.errstate(over="ignore"):
-        words = _mix(keys[:, None] + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
-    return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One index a row by inverse CDF, the smallest j with cumulative weight above u times the row's total, (R,) int64;
-    and the totals (R,) float64. weights (R, V) float32, not necessarily normalised; u (R,) in [0, 1).
-
-    Sums run in two levels (blocks, then inside one block): a single float32 running sum over 150,000 entries is off
-    by several percent of a mean probability.
-    """
-    rows, vocabulary = weights.shape
-    width = block_width(vocabulary)
-    blocks = -(-vocabulary // width)
-    missing = blocks * width - vocabulary
-    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights  # a pad of nothing is a copy
-    padded = padded.view(rows, blocks, width)
-    sums = padded.sum(-1).double()
-    ends = sums.cumsum(-1)
-    target = (u.to(ends.dtype) * ends[:, -1]).unsqueeze(-1)
-    block = torch.searchsorted(ends, target, right=True).clamp_(max=blocks - 1)
-    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, 1, width)).squeeze(1).double().cumsum(-1)
-    # Rounding may leave the target just before the block or at its end; clamping keeps the draw inside the block.
-    left = (target - (ends - sums).gather(-1, block)).clamp_(min=0.0)
-    left = torch.minimum(left, inside[:, -1:] * (1.0 - 1e-12))
-    index = block * width + torch.searchsorted(inside, left, right=True)
-    return index.squeeze(-1).clamp_(max=vocabulary - 1), ends[:, -1]  # only NaN gets past the end
-
-
-def block_width(vocabulary: int) -> int:
-    """A divisor of the vocabulary near its square root, so that no block is padded; the root where there is none."""
-    root = max(1, round(vocabulary**0.5))
-    near = (w for d in range(root) for w in (root - d, root + d) if root / 4 <= w <= root * 4 and vocabulary % w == 0)
-    return next(near, root)
-
-
-def sample_tokens(
-    logits: Tensor, u: Tensor, *, temperature: float, top_k: int, top_p: float, greedy: bool
-) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability under softmax(logits / temperature).
-
-    logits (R, V) float32, overwritten; u (R,) uniforms. Returns (R,) int64 and (R,) float32.
-    """
-    z = logits.div_(temperature) if temperature != 1.0 else logits
-    token = z.argmax(-1) if greedy else None
-    weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
-    if token is not None:
-        total = weights.sum(-1, dtype=torch.float64)
-    elif top_k or top_p < 1:
-        total = weights.sum(-1, dtype=torch.float64)
-        token = draw(truncate(weights / total.unsqueeze(-1).float(), top_k=top_k, top_p=top_p), u)[0]
-    else:
-        token, total = draw(weights, u)
-    chosen = weights.gather(-1, token.unsqueeze(-1)).squeeze(-1).double()
-    return token, (chosen / total).log().float()
-
-
-def truncate(probs: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """Zero everything outside the top_k tokens and outside the smallest set of mass top_p; (R, V) -> (R, V)."""
-    ordered, order = probs.sort(-1, descending=True)
-    keep = ordered.cumsum(-1) - ordered < top_p
-    if top_k:
-        keep[:, top_k:] = False
-    return torch.zeros_like(probs).scatter(-1, order, torch.where(keep, ordered, 0.0))
-
-
-def stop_said_at(tokens: list[int], stop: list[str], tokenizer: PreTrainedTokenizerBase, *, look_at: int) -> int | None:
-    """How many of `tokens` there are when a stop string has just been completed; None where none has. Only ends within
-    the last `look_at` tokens are checked.
-    """
-    # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-    window = max(len(s.encode()) for s in stop) + 8
-    for end in range(max(1, len(tokens) - look_at + 1), len(tokens) + 1):
-        text = tokenizer.decode(tokens[max(0, end - window) : end])
-        if any(s in text for s in stop):  # pyright: ignore[reportOperatorIssue]
-            return end
-    return None

@@ -1,47 +1,31 @@
-"""The hf sampling engine: a left-padded batch through the library's own modules and cache.
+"""The hf sampling engine: a left-padded batch through the library's own modules and cache, for any architecture.
 
-It is simple, so the other engines are tested against it. Prompts are prefilled once per group, rows are dropped as
+It is simple, so the other engines are tested against it. A prompt is prefilled once for its group, rows are dropped as
 they finish, and log-probabilities are recorded while decoding.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Unpack, get_args
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.generation.engine import (
-    LOOK_EVERY,
-    Completion,
-    FinishReason,
-    LocalEngine,
-    Request,
-    SampleOptions,
-    SamplingSettings,
-    draw,
-    eos_token_ids,
-    grouped,
-    max_new_tokens,
-    row_keys,
-    stop_said_at,
-    truncate,
-    uniforms,
-)
+from tinyrl.generation.draws import RowParams, draw, truncate, uniforms
+from tinyrl.generation.engine import LOOK_EVERY, LocalEngine, SampledRole, SamplingSettings, Sequence, eos_token_ids
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter
 from tinyrl.models.memory import weight_bytes
 from tinyrl.models.roles import Roles
-from tinyrl.runs.signals import check_stop
 
 # Rows are dropped when fewer than this share of the batch is still going: copying the cache costs about one token.
 COMPACT_BELOW = 0.8
-REASONS = get_args(FinishReason)
 
 
 class HfEngine(LocalEngine):
@@ -55,141 +39,110 @@ class HfEngine(LocalEngine):
         self.roles, self.tokenizer, self.settings, self.merged = roles, tokenizer, settings, merged
         self.name, self.max_rows = "hf-merged" if merged else "hf", settings.max_rows
         self.exact = roles.causal.dtype == torch.float32
-        self.look_every = LOOK_EVERY[roles.device.type]  # a number read from a GPU is waited for
-        self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
+        self.look_every = LOOK_EVERY[roles.device.type]
+        self.eos = eos_token_ids(roles, tokenizer)
         layers = roles.adapted_layers(POLICY_ADAPTER) if merged else []
         self.copy_bytes = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
 
-    def sample(
-        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
-        def attempt(rows: int) -> list[list[Completion]]:
-            acting = self.roles.acting_merged if self.merged else self.roles.acting
-            with acting(options.get("role", "policy")) as model:
-                flat = [
-                    completion
-                    for batch, group in split(requests, samples_per_request, max_rows=rows)
-                    for completion in Decoding(self, model, batch, group, options).run()
-                ]
-            return grouped(flat, samples_per_request)
-
-        return self.in_fewer_rows(max(1, len(requests) * samples_per_request), attempt)
-
-    def on_token(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
-        """Told of the tokens of a step as they are drawn, of which rows they are, and which of these still go on. An
-        engine that is listened to overrides it.
-        """
+    @contextmanager
+    def scheduler(
+        self, role: SampledRole, *, rows: int, width: int, serving: bool = False
+    ) -> Iterator[LibraryScheduler]:
+        acting = self.roles.acting_merged if self.merged else self.roles.acting
+        with acting(role) as model:
+            yield LibraryScheduler(self, model, capacity=rows)
 
 
-def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tuple[list[Request], int]]:
-    """Batches of at most `max_rows` rows, in order: (requests, samples of each). A group stays together, and shares
-    the prefill of its prompt, unless it is larger than that.
+class LibraryScheduler:
+    """Sequences in batches: `capacity` of those that wait begin together when all of the batch before have ended.
+    Otherwise as scheduler.Scheduler.
     """
-    if group <= max_rows:
-        together = max_rows // group
-        for start in range(0, len(requests), together):
-            yield requests[start : start + together], group
-        return
-    for request in requests:
-        for start in range(0, group, max_rows):
-            part = replace(request, first_sample=request.first_sample + start)
-            yield [part], min(max_rows, group - start)
 
+    width = 1 << 60  # its cache grows
 
-class Decoding:
-    def __init__(
-        self, engine: HfEngine, model: torch.nn.Module, requests: list[Request], group: int, options: SampleOptions
-    ) -> None:
-        self.engine, self.settings, self.requests, self.group = engine, engine.settings, requests, group
-        self.greedy = options.get("greedy", False)
+    def __init__(self, engine: HfEngine, model: PreTrainedModel, *, capacity: int) -> None:
+        self.engine, self.capacity, self.device = engine, capacity, engine.roles.device
         self.backbone, self.head = backbone_of(model), head_of(model)
-        self.device = engine.roles.device
-        self.num_rows = len(requests) * group
-        keys, first = row_keys(requests, group, seed=options["seed"], step=options["step"])
-        limits = torch.tensor([max_new_tokens(r, self.settings) for r in requests]).repeat_interleave(group)
-        self.width = int(limits.max())
-        self.limits = to_device(limits, self.device)
-        self.uniforms = to_device(uniforms(keys, num_tokens=self.width, first=first), self.device)
-        self.tokens = torch.zeros(self.num_rows, self.width, dtype=torch.long, device=self.device)
-        self.logprobs = torch.zeros(self.num_rows, self.width, device=self.device)
-        self.lengths = self.limits.clone()
-        self.reasons = torch.full((self.num_rows,), REASONS.index("length"), device=self.device)
+        self.waiting: deque[Sequence] = deque()
+        self.rows: list[Sequence] = []  # of the batch; some may have ended
 
-    def run(self) -> list[Completion]:
-        logits, cache, mask = self._prefill()
-        rows = torch.arange(self.num_rows, device=self.device)  # which rows are still in the batch
-        alive = torch.ones_like(rows, dtype=torch.bool)  # and which of those are still going
-        for t in range(self.width):
-            check_stop()
-            token, logprob = self._draw(logits, self.uniforms[rows, t])
-            self.tokens[rows, t] = torch.where(alive, token, 0)
-            self.logprobs[rows, t] = torch.where(alive, logprob, 0.0)
-            self.engine.on_token(rows, alive, token)
-            alive = self._still_going(t, rows, alive, token)
-            if t + 1 == self.width:
-                break
-            if (t + 1) % self.engine.look_every == 0:
-                going = int(alive.sum())
-                if going == 0:
-                    break
-                if going < COMPACT_BELOW * len(rows):
-                    keep = alive.nonzero().squeeze(-1)
-                    _take_rows(cache, keep)
-                    rows, mask, token, alive = rows[keep], mask[keep], token[keep], alive[keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            logits = self._forward(token.unsqueeze(-1), mask, cache)
-        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
-        ends = zip(self.lengths.tolist(), self.reasons.tolist(), strict=True)
-        return [Completion(tokens[r][:n], logprobs[r][:n], REASONS[why]) for r, (n, why) in enumerate(ends)]
+    def add(self, sequences: list[Sequence]) -> None:
+        self.waiting += sequences
 
-    def _prefill(self) -> tuple[Tensor, DynamicCache, Tensor]:
-        width = max(len(r.prompt_tokens) for r in self.requests)
-        ids = torch.zeros(len(self.requests), width, dtype=torch.long)
+    @property
+    def busy(self) -> bool:
+        return bool(self.rows or self.waiting)
+
+    def step(self) -> list[Sequence]:
+        """Decode every row by one token, or on a GPU by a few; returns the sequences that have ended."""
+        if not self.rows:
+            self.rows = [self.waiting.popleft() for _ in range(min(self.capacity, len(self.waiting)))]
+            self.params = RowParams.of([s.params for s in self.rows], self.device)
+            logits = self._prefill()
+        else:
+            logits = self._forward_tokens()
+        look, going = self.engine.look_every, [s.finish_reason is None and not s.cancelled for s in self.rows]
+        keys, counts = np.array([s.key for s in self.rows], dtype=np.uint64), [len(s.tokens) for s in self.rows]
+        u = to_device(uniforms(keys, num_tokens=look, first=np.array(counts)), self.device)
+        drawn = [self._draw(logits, u[:, 0])]
+        for t in range(1, look):
+            drawn.append(self._draw(self._forward_tokens(), u[:, t]))
+        tokens, logprobs = (torch.stack(columns, 1).tolist() for columns in zip(*drawn, strict=True))
+        for sequence, t, p in zip(self.rows, tokens, logprobs, strict=True):
+            sequence.append(t, p, eos=self.engine.eos, tokenizer=self.engine.tokenizer)
+        stay = [i for i, s in enumerate(self.rows) if s.finish_reason is None and not s.cancelled]
+        ended = [s for i, s in enumerate(self.rows) if going[i] and i not in set(stay)]
+        if not stay:
+            self.rows = []
+        elif len(stay) < COMPACT_BELOW * len(self.rows):
+            keep = to_device(torch.tensor(stay), self.device)
+            _take_rows(self.cache, keep)
+            self.rows, self.mask, self.token = [self.rows[i] for i in stay], self.mask[keep], self.token[keep]
+            self.params = RowParams.of([s.params for s in self.rows], self.device)
+        return ended
+
+    def _prefill(self) -> Tensor:
+        """Logits (R, V) after the prompts; one that several rows have in common is prefilled once."""
+        prompts, source = list[list[int]](), list[int]()
+        for row in self.rows:
+            if not prompts or row.prompt != prompts[-1]:
+                prompts.append(row.prompt)
+            source.append(len(prompts) - 1)
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for i, request in enumerate(self.requests):
-            ids[i, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
-            mask[i, width - len(request.prompt_tokens) :] = 1
-        ids, mask = to_device(ids, self.device), to_device(mask, self.device)
-        cache = DynamicCache(config=self.backbone.config)  # pyright: ignore
-        logits = self._forward(ids, mask, cache)
-        source = torch.arange(self.num_rows, device=self.device) // self.group
-        _take_rows(cache, source)
-        return logits[source], cache, mask[source]
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = torch.tensor(prompt), 1
+        self.cache, self.mask = DynamicCache(config=self.backbone.config), to_device(mask, self.device)  # pyright: ignore
+        logits, rows = self._forward(to_device(ids, self.device)), to_device(torch.tensor(source), self.device)
+        _take_rows(self.cache, rows)
+        self.mask = self.mask[rows]
+        return logits[rows]
 
-    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits (rows, V) after the last position of `ids`, over the temperature."""
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    def _forward_tokens(self) -> Tensor:
+        """Logits (R, V) after the last token of each row."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1)
+        return self._forward(self.token.unsqueeze(-1))
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = self.backbone(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         )
-        return self.head.logits(output.last_hidden_state[:, -1]) / self.settings.temperature
+        return self.head.logits(output.last_hidden_state[:, -1])
 
     def _draw(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row, and its log-probability under the distribution that training scores."""
-        log_p = logits.log_softmax(-1)
-        if self.greedy:
-            token = log_p.argmax(-1)
-        else:
-            probs = log_p.exp()
-            if self.settings.top_k or self.settings.top_p < 1:
-                probs = truncate(probs, top_k=self.settings.top_k, top_p=self.settings.top_p)
-            token = draw(probs, u)[0]
-        return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-
-    def _still_going(self, t: int, rows: Tensor, alive: Tensor, token: Tensor) -> Tensor:
-        alive = self._finish(t, rows, alive, torch.isin(token, self.engine.eos), "eos")
-        if stop := self.settings.stop:
-            texts = zip(self.tokens[rows, : t + 1].tolist(), alive.tolist(), strict=True)
-            tokenizer = self.engine.tokenizer
-            said = [going and stop_said_at(tokens, stop, tokenizer, look_at=1) is not None for tokens, going in texts]
-            alive = self._finish(t, rows, alive, to_device(torch.tensor(said), self.device), "stop")
-        return alive & (self.limits[rows] > t + 1)
-
-    def _finish(self, t: int, rows: Tensor, alive: Tensor, ended: Tensor, reason: FinishReason) -> Tensor:
-        ended = alive & ended
-        self.lengths[rows] = torch.where(ended, t + 1, self.lengths[rows])
-        self.reasons[rows] = torch.where(ended, REASONS.index(reason), self.reasons[rows])
-        return alive & ~ended
+        params = self.params
+        z = logits if params.temperature is None else logits / params.temperature.unsqueeze(-1)
+        log_p = z.log_softmax(-1)
+        probs, likeliest = log_p.exp(), log_p.argmax(-1)
+        if params.top_k is not None and params.top_p is not None:
+            probs = truncate(probs, top_k=params.top_k, top_p=params.top_p)
+        self.token = likeliest if params.all_greedy else draw(probs, u)[0]
+        if params.greedy is not None:
+            self.token = torch.where(params.greedy, likeliest, self.token)
+        return self.token, log_p.gather(-1, self.token.unsqueeze(-1)).squeeze(-1)
 
 
 def _take_rows(cache: DynamicCache, rows: Tensor) -> None:

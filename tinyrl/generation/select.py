@@ -23,8 +23,9 @@ from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
-from tinyrl.models.fused_backbone import reads_like_llama
+from tinyrl.models.checks import as_exact, in_float32, ordinary_ids
+from tinyrl.models.device import HALVES, free_bytes
+from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
 from tinyrl.models.memory import weight_bytes
@@ -59,17 +60,14 @@ def engine_of(
     longest = config.max_prompt_tokens + longest_response
     if config.engine == "server":
         assert config.url is not None, "the configuration has checked it"
-        server = ServerClient(config.url, timeout_s=config.timeout_s)
+        server = ServerClient(config.url)
         sleeps = config.server_sleep
         engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest, sleeps=sleeps)
         return engine, f"generation.url={masked(config.url)}"
-    dtype = sampling_dtype(config, roles)
     tried = min(longest_prompt + longest_response, positions_of(roles.causal.config.get_text_config()))
-    return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest, tried=tried)
-
-
-def sampling_dtype(config: GenerationConfig, roles: Roles) -> torch.dtype:
-    return roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
+    return select_engine(
+        roles, tokenizer, settings, wanted=config.engine, dtype=roles.dtype, longest=longest, tried=tried
+    )
 
 
 def how_held(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> Held | None:
@@ -154,9 +152,6 @@ def _choice(
         return "fused", ""
     if wanted == "fused":
         raise ValueError(f"generation.engine=fused: {no_fused}; use auto")
-    if dtype not in (roles.causal.dtype, roles.dtype):
-        named = str(dtype).removeprefix("torch.")
-        raise ValueError(f"generation.dtype={named} needs the fused engine, but {no_fused}; use auto")
     no_merging = _why_not_merged(roles, quantized=quantized, free=free)
     if no_merging is None:
         return "hf-merged", no_fused

@@ -8,21 +8,18 @@ never sees a prompt, a tool's answer or a padding position.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from tinyrl.models.device import as_exact, autocast_dtype, in_float32, ordinary_ids, to_device
-from tinyrl.models.fused_backbone import can_fuse_now, could_fuse, fused_states
-from tinyrl.models.packing import CannotPack, Packing, attending, pack, shared_start
+from tinyrl.models.checks import supports_fused_layers
+from tinyrl.models.device import to_device
+from tinyrl.models.layers import fused_states
+from tinyrl.models.packing import Packing, attending, pack, shared_start
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
 
@@ -160,8 +157,8 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 def all_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
     """Hidden states of every position, flat (b * L, H)."""
-    if batch.packing is not None and fuses(backbone):
-        return _our_states(backbone, batch)
+    if batch.packing is not None and supports_fused_layers(backbone):
+        return fused_states(backbone, batch.input_ids, batch.position_ids, batch.packing)
     return library_states(backbone, batch)
 
 
@@ -192,135 +189,3 @@ def last_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
     """The hidden state of each row's last token, (b, H): what a reward model scores."""
     assert batch.last_index is not None, "the batch was packed without its last tokens"
     return states_at(all_states(backbone, batch), batch.last_index)
-
-
-@torch.no_grad()
-def packs_exactly(backbone: nn.Module) -> bool:
-    """Whether the decoder's packed states equal its padded ones, tested on a few tokens.
-
-    Always False for eager attention, which stays as asked, and for attention windows: those longer than the test would
-    not show, so the config decides.
-    """
-    config: Any = backbone.config
-    full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
-    if (
-        not getattr(backbone, "_supports_attention_backend", False)
-        or config._attn_implementation == "eager"
-        or not full
-    ):
-        return False
-    padded, packed = (_few_rows(backbone, make) for make in (make_batch, partial(make_packed_batch, last_tokens=True)))
-    try:
-        ours = _read(library_states(backbone, packed), packed)
-    except CannotPack:
-        return False
-    return _alike([ours], lambda: [_read(library_states(backbone, padded), padded)], backbone)
-
-
-TRIED_LAYERS = 2  # whose derivatives are compared
-SMALL = 1e-3  # of the largest norm: the least that an error is relative to
-_fuses: WeakKeyDictionary[nn.Module, dict[torch.dtype | None, bool]] = WeakKeyDictionary()  # that have been tried
-States = Callable[[nn.Module, SequenceBatch], Tensor]
-
-
-def fuses(backbone: nn.Module) -> bool:
-    """Whether fused_backbone.py computes what the decoder does, as things are. Its numbers are compared once, in each
-    dtype of autocast, on few packed tokens.
-    """
-    tried = _fuses.setdefault(backbone, {})
-    low = autocast_dtype(next(backbone.parameters()).device.type)
-    if low not in tried and not could_fuse(backbone):
-        tried[low] = False
-    if not tried.get(low, True) or not can_fuse_now(backbone):
-        return False
-    if low not in tried:
-        tried[low] = _fuses_exactly(backbone)
-    return tried[low]
-
-
-@torch.no_grad()
-def _fuses_exactly(backbone: nn.Module) -> bool:
-    """Whether states are those of the library, and the derivatives of a few layers."""
-    batch = _few_rows(backbone, partial(make_packed_batch, last_tokens=True))
-    try:
-        states, few = _read(_our_states(backbone, batch), batch), _first_layers(backbone, TRIED_LAYERS)
-        return _alike([states], lambda: [_read(library_states(backbone, batch), batch)], backbone) and _alike(
-            _gradients(_our_states, few, batch), lambda: _gradients(library_states, few, batch), few
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, CannotPack, LookupError, RuntimeError, TypeError, ValueError):  # parts of another shape
-        return False
-
-
-def _our_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
-    assert batch.packing is not None
-    return fused_states(backbone, batch.input_ids, batch.position_ids, batch.packing)
-
-
-def _few_rows(backbone: nn.Module, make: Callable[..., SequenceBatch]) -> SequenceBatch:
-    """A prompt of three responses, and another of one."""
-    config: Any = backbone.config
-    ids = ordinary_ids(config.get_text_config().vocab_size, 14)
-    prompts = [ids[:4], ids[:4], ids[:4], ids[4:6]]
-    responses = [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
-    return make(prompts, responses, device=next(backbone.parameters()).device)
-
-
-def _read(states: Tensor, batch: SequenceBatch) -> Tensor:
-    """Of all states those that are used."""
-    assert batch.last_index is not None
-    return torch.cat([states_at(states, index) for index in (batch.state_index, batch.last_index)])
-
-
-def _first_layers(backbone: Any, count: int) -> nn.Module:
-    """The decoder with fewer layers, the same ones, none of which is recomputed."""
-    few = copy.copy(backbone)
-    layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:count]]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
-    return few
-
-
-def _gradients(states: States, backbone: nn.Module, batch: SequenceBatch) -> list[Tensor]:
-    """Of the embedded tokens, and of the parameters that are trained: those of a sum of the states that are used, each
-    number with a weight of its own.
-    """
-    leaves: list[Tensor] = []
-
-    def as_leaf(_layer: nn.Module, _ids: object, embedded: Tensor) -> Tensor:
-        leaves.append(embedded.detach().requires_grad_())
-        return leaves[-1]
-
-    hook = backbone.embed_tokens.register_forward_hook(as_leaf)  # pyright: ignore
-    try:  # weights as they are while a layer runs: in_float32 changes them
-        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda kept: kept):
-            found = _read(states(backbone, batch), batch).float()
-            weights = torch.arange(found.numel(), device=found.device).cos().view_as(found)
-            loss = (found * weights).sum()
-    finally:
-        hook.remove()
-    trained = [p for p in backbone.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, [*leaves, *trained], allow_unused=True)
-    return [gradient.float().reshape(1, -1) for gradient in found if gradient is not None]
-
-
-def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn.Module) -> bool:
-    """Whether these are the numbers that the library's modules compute: the same in float32, as near to float32 in
-    half precision. By rows (K, n), the error of a row is relative to its norm.
-    """
-    kind = ours[0].device.type
-    theirs = library()
-    if autocast_dtype(kind) is None and ours[0].dtype == torch.float32:
-        return bool((_errors(ours, theirs) <= 1e-4).all())
-    with torch.autocast(kind, enabled=False), in_float32(backbone):
-        exact = library()
-    error, of_library = (float(_errors(x, exact).mean()) for x in (ours, theirs))
-    return as_exact(error, of_library)
-
-
-def _errors(found: list[Tensor], exact: list[Tensor]) -> Tensor:
-    gaps = torch.cat([(x.float() - y.float()).norm(dim=1) for x, y in zip(found, exact, strict=True)])
-    norms = torch.cat([x.float().norm(dim=1) for x in exact])
-    return gaps / norms.clamp(min=SMALL * float(norms.max()))  # what should be zero is what rounding leaves

@@ -15,7 +15,6 @@ which is what critic.warmup is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import NoHead, check_vocabulary, few_tokens, load_causal_lm, load_tokenizer
+from tinyrl.models.checks import few_tokens
+from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_tokenizer
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -51,8 +50,6 @@ from tinyrl.models.reward_model import (
 from tinyrl.models.roles import MODEL, VALUE_HEAD, Roles, load_backbone, load_critic, load_head
 from tinyrl.runs.resolve import critic_run
 from tinyrl.text import shortened
-
-KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def build_roles(
@@ -100,7 +97,6 @@ def add_teacher(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remot
         model = load_causal_lm(
             path,
             dtype=dtype,
-            attention=config.model.attention,
             quantization=config.teacher.quantization,
             trust_remote_code=trust_remote_code,
         )
@@ -136,33 +132,6 @@ def build_reward_model(
     return load_reward_model(path, dtype=dtype, label=label, device=device, trust_remote_code=trust_remote_code)
 
 
-def check_reference(
-    roles: Roles, prompts: list[list[int]], *, temperature: float, autocast: Callable[..., Any]
-) -> None:
-    """Check that policy and reference agree before the first step. Raises ValueError, naming the reference, if not."""
-    if not roles.has_reference:
-        return
-    shortened = [prompt[:32] for prompt in prompts[:4]]
-    batch = make_batch(shortened, [prompt[-8:] for prompt in shortened], device=roles.device)
-    logprobs = []
-    for role in ("policy", "reference"):
-        with torch.no_grad(), roles.acting(role), autocast():
-            logprobs.append(roles.logprobs(role, batch, temperature=temperature)[0])
-    gap = float((logprobs[0] - logprobs[1]).abs().max())
-    if not gap <= KL_AT_START.get(roles.dtype, 1e-5):
-        raise ValueError(
-            f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); "
-            f"the reference is {reference_of(roles)}; reference.kind=none trains without one, and model.dtype=float32 "
-            "shows whether rounding is the reason"
-        )
-
-
-def reference_of(roles: Roles) -> str:
-    if roles.reference_model is not None:
-        return "a frozen copy of the model"
-    return f"adapter `{roles.reference_adapter}`" if roles.reference_adapter else "the base without adapters"
-
-
 ScoreHead = tuple[Tensor, Tensor | None]  # weight (1, H), bias (1,)
 
 
@@ -176,7 +145,6 @@ def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_cod
     return load_causal_lm(
         path,
         dtype=dtype,
-        attention=config.model.attention,
         quantization=config.model.quantization,
         random_init=config.model.random_init,
         revision=config.model.revision if path == config.model.path else None,

@@ -1,14 +1,14 @@
 """Chunked distances between a student's and a teacher's distributions, from hidden states.
 
-Neither (tokens, vocabulary) matrix outlives its chunk. Of a teacher the states (N, H) are kept, not the logits: they
-are exact, and 896 numbers a token where the vocabulary has 151,936; a teacher that says less (a server, a file) gives
-its K most likely tokens. With a frozen head the derivative with respect to the student's state, (N, H), is formed while
-a chunk is at hand; with a trainable one (full fine-tuning) backward recomputes each chunk.
+Neither (tokens, vocabulary) matrix outlives its chunk. A teacher is given by its states (N, H), not its logits: they
+are exact, and 896 numbers a token where the vocabulary has 151,936; one on a server gives its K most likely tokens.
+With a frozen head the derivative with respect to the student's state, (N, H), is formed while a chunk is at hand; with
+a trainable one (full fine-tuning) backward recomputes each chunk. No gradient reaches the teacher.
 
 With z the student's logits over the temperature, p = softmax(z), and G_v = dD / dp_v:
     dD / dz_v = p_v (G_v - sum_u p_u G_u)
     forward KL: G = -q / p        reverse KL: G = log p - log q        between: G = (1 - beta) (log p - log m)
-where a tail bin's G is that of every token in it. No gradient reaches the teacher.
+where a tail bin's G is that of every token in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tinyrl.models.logprobs import Head, chunks_of, finite
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """What a teacher says of N tokens, as its hidden states (N, H) and its head."""
+    """A teacher's distributions at N tokens, as its hidden states (N, H) and its head."""
 
     states: Tensor
     head: Head
@@ -38,8 +38,8 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """What a teacher says of N tokens: its K most likely next tokens, int ids (N, K), and log-probabilities (N, K + 1)
-    of these and of all others together, at the temperature of the distance.
+    """A teacher's K most likely next tokens at N tokens: int ids (N, K), and log-probabilities (N, K + 1) of these and
+    of all others together, at the temperature of the distance.
     """
 
     ids: Tensor
@@ -53,7 +53,7 @@ Teaching = TeacherStates | TeacherTopK
 
 
 class Distance(NamedTuple):
-    """Of N tokens, each (N,) float32: the divergence, and the student's entropy, which has no gradient."""
+    """The divergence at each of N tokens, and the student's entropy, which has no gradient; both (N,) float32."""
 
     divergence: Tensor
     entropy: Tensor
@@ -64,20 +64,20 @@ def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: flo
 
     states (N, H) of the student; both heads are of the same tokens. `beta`: algorithms/distillation.py.
     """
-    if head.weight.requires_grad and torch.is_grad_enabled():
-        parts = [
-            checkpoint(
-                dense_distances, states[chunk], head, teacher[chunk], temperature, beta,
-                use_reentrant=False, preserve_rng_state=False,
-            )
-            for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
-        ]  # fmt: skip
-        return Distance(*(torch.cat(columns) for columns in zip(*parts, strict=True)))  # pyright: ignore
-    return Distance(*_FrozenHead.apply(states, head, teacher, temperature, beta))  # pyright: ignore
+    if not (head.weight.requires_grad and torch.is_grad_enabled()):
+        return Distance(*_FrozenHead.apply(states, head, teacher, temperature, beta))  # pyright: ignore
+    parts = [
+        checkpoint(
+            dense_distances, states[chunk], head, teacher[chunk], temperature, beta,
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
+    ]  # fmt: skip
+    return Distance(*(torch.cat(columns) for columns in zip(*parts, strict=True)))  # pyright: ignore
 
 
 def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> TeacherTopK:
-    """The K most likely tokens of the distributions at states (N, H)."""
+    """Return the K most likely tokens of the distributions at states (N, H)."""
     ids = torch.empty(len(states), top_k, dtype=torch.int32, device=states.device)
     logprobs = torch.empty(len(states), top_k + 1, device=states.device)
     for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device):
@@ -93,7 +93,7 @@ def log_softmax(states: Tensor, head: Head, temperature: float) -> Tensor:
 
 
 def dense_distances(states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float) -> Distance:
-    """The plain formula on one chunk."""
+    """Compute one chunk by the plain formula."""
     log_p = log_softmax(states, head, temperature)
     if isinstance(teacher, TeacherTopK):
         divergence = jensen_shannon(top_bins(log_p, teacher.ids.long()), teacher.logprobs, beta=beta)
@@ -105,7 +105,7 @@ def dense_distances(states: Tensor, head: Head, teacher: Teaching, temperature: 
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Forward keeps d divergence / d state, formed chunk by chunk; backward is one product by row."""
+    """Forward saves d divergence / d state, formed chunk by chunk; backward is one product by row."""
 
     @staticmethod
     def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):  # pyright: ignore
@@ -143,8 +143,8 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float, masks: bool) -> tuple[Tensor, Tensor]:
-    """(divergences (n,), their derivatives with respect to the logits (n, V)); the arguments are used up. masks: some
-    tokens may have probability 0, and add nothing.
+    """Return divergences (n,) and their derivatives with respect to the logits (n, V), and overwrite the arguments.
+    masks: some tokens may have probability 0, and add nothing.
     """
 
     def gap(mass: Tensor, of: Tensor, other: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float, ma
 
 
 def _over_bins(p: Tensor, log_p: Tensor, teacher: TeacherTopK, *, beta: float) -> tuple[Tensor, Tensor]:
-    """The same over K tokens and a tail of mass t: with c = dD / d log of a bin, dD / dz_v = c_v - p_v sum c for one of
-    the K, and (p_v / t) c_tail - p_v sum c for the others.
+    """Return the same over K tokens and a tail of mass t. With c = dD / d log of a bin, dD / dz_v is c_v - p_v sum c
+    for one of the K, and (p_v / t) c_tail - p_v sum c for the others.
     """
     ids = teacher.ids.long()
     with torch.enable_grad():

@@ -1,9 +1,9 @@
-"""Chunked log-probabilities and entropy from hidden states.
+"""Log-probabilities and entropy from hidden states, chunk by chunk, through a model's own head; and value heads.
 
 The (tokens, vocabulary) matrix of logits would be the largest tensor of a step (159 GB for 64 x 8 responses of 512
-tokens at Qwen's vocabulary); here nothing of that size outlives its chunk, forward or backward. With a frozen head
-(LoRA) the derivatives with respect to the state, (N, H) each, are formed while a chunk's probabilities are at hand, so
-backward needs no logits at all. With a trainable head (full fine-tuning) backward recomputes each chunk.
+tokens at Qwen's vocabulary); nothing of that size outlives its chunk, forward or backward. With a frozen head (LoRA)
+the derivatives with respect to the state, (N, H) each, are formed while a chunk's probabilities are at hand, so
+backward needs no logits. With a trainable head (full fine-tuning) backward recomputes each chunk.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from tinyrl.algorithms.distillation import LOWEST
 from tinyrl.models.device import CHUNK_ELEMENTS, autocast_dtype
-from tinyrl.models.loading import few_ids, few_tokens
 
 WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
 
@@ -33,8 +31,10 @@ class Head:
     softcap: float | None = None
 
     def logits(self, states: Tensor) -> Tensor:
-        """(N, H) -> (N, V) float32 logits, before the temperature."""
-        dtype = compute_dtype(states, self.weight)
+        """(N, H) -> (N, V) float32 logits, before the temperature. Computed in the dtype of autocast, else in the wider
+        of states and weight: float32 states of a model with a half-precision head come from a float32 pass of it.
+        """
+        dtype = autocast_dtype(self.weight.device.type) or torch.promote_types(states.dtype, self.weight.dtype)
         if dtype == torch.float32:
             bias = None if self.bias is None else self.bias.to(dtype)
             z = nn.functional.linear(states.to(dtype), self.weight.to(dtype), bias)
@@ -45,24 +45,23 @@ class Head:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def compute_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
-    """What a product of these is computed in: the dtype of autocast, else the wider of the two (float32 states of a
-    model with a half-precision head come from a float32 pass of it).
-    """
-    return autocast_dtype(weight.device.type) or torch.promote_types(states.dtype, weight.dtype)
-
-
 class HalfProduct(torch.autograd.Function):
-    """h W^T of half-precision operands, kept in float32 as it is summed: a bfloat16 logit of 20 is rounded by 0.06."""
+    """h W^T of half-precision operands, (N, H), (V, H) -> (N, V), kept in float32 as it is summed: a bfloat16 logit of
+    20 is rounded by 0.06.
+    """
 
     @staticmethod
     def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(N, H), (V, H) -> (N, V) float32."""
         ctx.save_for_backward(states, weight)
         if weight.device.type == "cuda":
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
+        out = states.new_empty(len(states), len(weight), dtype=torch.float32)
+        size, wide = max(1, WIDENED_ELEMENTS // weight.shape[1]), states.float()
         with torch.autocast(weight.device.type, enabled=False):
-            return widened_product(states.float(), weight)
+            for start in range(0, len(weight), size):  # rows that, widened, fit into a cache
+                rows = weight[start : start + size].float()
+                torch.mm(wide, rows.t(), out=out[:, start : start + len(rows)])
+        return out
 
     @staticmethod
     @once_differentiable
@@ -72,20 +71,8 @@ class HalfProduct(torch.autograd.Function):
         return grad @ weight, grad.t() @ states if ctx.needs_input_grad[1] else None
 
 
-def widened_product(states: Tensor, weight: Tensor) -> Tensor:
-    """h W^T in float32 of a half-precision weight, of which a block is widened at a time: what fits into a cache."""
-    out = states.new_empty(len(states), len(weight))
-    size = max(1, WIDENED_ELEMENTS // weight.shape[1])
-    wide = states.new_empty(min(size, len(weight)), weight.shape[1])
-    for start in range(0, len(weight), size):
-        rows = weight[start : start + size]
-        block = wide[: len(rows)].copy_(rows)
-        torch.mm(states, block.t(), out=out[:, start : start + len(rows)])
-    return out
-
-
 def head_of(model: nn.Module) -> Head:
-    """Read a causal LM's head with its soft-cap (Gemma-2) or scale (Cohere, Granite)."""
+    """Return a causal LM's head with its soft-cap (Gemma-2) or scale (Cohere, Granite)."""
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if hasattr(output, "base_layer"):
         raise ValueError("lora.target_modules names the language-model head, which has to stay as it is; leave it out")
@@ -102,23 +89,6 @@ def head_of(model: nn.Module) -> Head:
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
-def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
-    """Compare head(states) with the model's own logits on a few tokens; raises ValueError when they differ.
-
-    A model that changes its logits in a way unknown here would otherwise silently train on wrong probabilities.
-    """
-    own = few_tokens(model, path=str(model.config.name_or_path))
-    with torch.no_grad():
-        ours = head.logits(backbone(input_ids=few_ids(model)).last_hidden_state[0])
-    tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
-    there = own.isfinite()  # a bias of -inf says that a token never comes
-    gap = (own - ours)[there].abs().max().item() / max(1.0, own[there].abs().max().item())
-    if not (gap < tolerance and torch.equal(there, ours.isfinite())):
-        raise ValueError(
-            f"{type(model).__name__} changes its logits in a way tinyrl does not know (relative difference {gap:.2g})"
-        )
-
-
 def token_logprobs(
     states: Tensor, head: Head, *, targets: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -126,9 +96,24 @@ def token_logprobs(
 
     states (N, H), targets (N,). The entropy carries a gradient only when entropy_grad is set.
     """
-    if head.weight.requires_grad and torch.is_grad_enabled():
-        return _recomputed(states, head, targets, temperature, entropy_grad)
-    return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+    if not (head.weight.requires_grad and torch.is_grad_enabled()):
+        return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+    parts: list[tuple[Tensor, Tensor]] = [
+        checkpoint(
+            dense_logprobs, states[chunk], head, targets[chunk], temperature,
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
+    ]  # fmt: skip  # pyright: ignore
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies if entropy_grad else [entropy.detach() for entropy in entropies])
+
+
+def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute one chunk by the plain formula: (log-probabilities (n,), entropies (n,))."""
+    log_p = (head.logits(states) / temperature).log_softmax(-1)
+    entropy = -(log_p.exp() * finite(log_p, head)).sum(-1)
+    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def finite(log_p: Tensor, head: Head) -> Tensor:
@@ -137,27 +122,9 @@ def finite(log_p: Tensor, head: Head) -> Tensor:
 
 
 def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
-    """Slices of tokens whose logits are at most CHUNK_ELEMENTS; for no tokens one empty slice."""
+    """Return slices of tokens whose logits are at most CHUNK_ELEMENTS; for no tokens one empty slice."""
     size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
     return [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
-
-
-def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The plain formula on one chunk: (log-probabilities (n,), entropies (n,))."""
-    log_p = (head.logits(states) / temperature).log_softmax(-1)
-    entropy = -(log_p.exp() * finite(log_p, head)).sum(-1)
-    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
-
-
-def _recomputed(
-    states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
-    parts = []
-    for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device):
-        of_chunk = states[chunk], head, targets[chunk], temperature
-        logprobs, entropy = checkpoint(dense_logprobs, *of_chunk, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
-        parts.append((logprobs, entropy if entropy_grad else entropy.detach()))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
 class _FrozenHead(torch.autograd.Function):

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
@@ -35,15 +34,20 @@ CHANGES_BASE = {
 }  # fmt: skip
 
 
+# ---- adapters on a base ----
+
+
 def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
-    """LoRA (2106.09685): W + (alpha / r) B A on every module in `target_modules`; `all-linear` leaves the head out."""
+    """Configure LoRA (2106.09685): W + (alpha / r) B A on every module in `target_modules`; `all-linear` leaves the
+    head out.
+    """
     return LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
 
 
 def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Add the policy's adapter. Raises ValueError, with the names there are, when target_modules match nothing.
+    """Add the policy's adapter; of a classification model (a critic that starts from a reward model) the head stays.
 
-    A classification model (a critic that starts from a reward model) is wrapped too; its head stays as it is.
+    Raises ValueError, with the names there are, when target_modules match nothing.
     """
     if not hasattr(model, "prepare_inputs_for_generation"):
         config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
@@ -53,22 +57,68 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
         return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
     except ValueError as error:
-        linear = sorted({n.rsplit(".", 1)[-1] for n in linear_layers(model)})
-        targets = config.target_modules
-        wanted = targets if isinstance(targets, str) else sorted(targets or ())
-        there = f"Linear layers there are: {', '.join(linear)}"
-        raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\n{there}") from error
+        there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name, _ in linear_layers(model)}))
+        wanted = (
+            config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
+        )
+        message = f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers there are: {there}"
+        raise ValueError(message) from error
+
+
+def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None:
+    """Raise ValueError for a rank above that of every layer, which only costs memory (at 10^9, all there is)."""
+    most = max((min(layer.get_parameter("weight").shape) for _, layer in linear_layers(model)), default=0)
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if rank > most > 0:
+        raise ValueError(f"{what}={rank} is more than the rank of any layer of this model, which is {most} at most")
+
+
+def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 def load_start_adapter(model: PreTrainedModel, path: str, *, dropout: float = 0.0) -> PeftModel:
-    """Continue from a LoRA adapter that exists (plain PEFT files). Raises ValueError when it does not fit the base."""
-    config, file = read_lora_config(path, model), check_folder_adapter(path) / ADAPTER_FILE
+    """Continue from a LoRA adapter (plain PEFT files). Raises ValueError when it does not fit the base."""
+    config = read_lora_config(path, model)
     config.lora_dropout = dropout
     config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
     with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
-    load_adapter_weights(wrapped, POLICY_ADAPTER, file)  # pyright: ignore[reportArgumentType]
+    load_adapter_weights(wrapped, POLICY_ADAPTER, Path(path).expanduser() / ADAPTER_FILE)  # pyright: ignore[reportArgumentType]
     return wrapped  # pyright: ignore[reportReturnType]
+
+
+# ---- files ----
+
+
+def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
+    """Read the configuration of the adapter at `path`, ready to be put on `model` and to be given its weights.
+
+    Raises ValueError where files are missing or damaged, and where the adapter is more than LoRA matrices: whole
+    modules, token rows, biases and a changed base would stay when adapters are switched off, or could not be merged.
+    """
+    folder = Path(path).expanduser()
+    for name in ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise ValueError(f"adapter {path!r}: {name} is missing (a folder with {' and '.join(ADAPTER_FILES)})")
+    damage = damage_in(folder, (ADAPTER_CONFIG,))
+    if damage is not None:
+        raise ValueError(f"adapter {path!r}: {damage}")
+    values = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if values.get("peft_type") != "LORA":
+        raise ValueError(f"adapter {path!r} is of type {values.get('peft_type')}; tinyrl knows LORA")
+    for key, harmless in CHANGES_BASE.items():
+        if values.get(key) not in (harmless, None, []):
+            raise ValueError(f"adapter {path!r} has {key}={values[key]}; tinyrl needs one of LoRA matrices only")
+    drawn = values.get("init_lora_weights", True)
+    if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
+        raise ValueError(f"adapter {path!r} has init_lora_weights={drawn}, which changes the base")
+    with reading(f"adapter {path!r}", folder=folder, files=ADAPTER_FILES, otherwise=ADAPTER_CONFIG):
+        config = LoraConfig.from_pretrained(str(folder))
+        assert isinstance(config, LoraConfig)
+        config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
+        check_rank(model, config, what="r")
+    return config
 
 
 def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
@@ -85,71 +135,22 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises ValueError where it is damaged."""
+    """Read a safetensors file. Raises ValueError where it is damaged."""
     with reading(f"cannot read {str(file.parent)!r}", folder=file.parent, files=(file.name,), otherwise=file.name):
         return load_file(file)
 
 
 def read_finite(file: Path) -> dict[str, Tensor]:
-    """`read_tensors` of a small file (an adapter, a head); ValueError for numbers that are not finite, too."""
+    """Read a small safetensors file (an adapter, a head). Raises ValueError for numbers that are not finite, too."""
     tensors = read_tensors(file)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.isfinite().all():
-            what = "numbers that are not finite" if tensor.is_floating_point() else "whole numbers"
-            raise ValueError(f"{file}: {name} holds {what}")
+            raise ValueError(f"{file}: {name} holds numbers that are not finite, or whole numbers")
     return tensors
 
 
-def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
-    """The configuration of the adapter at `path`, ready to be put on `model` and to be given its weights."""
-    with reading(f"adapter {path!r}", folder=check_folder_adapter(path), files=ADAPTER_FILES, otherwise=ADAPTER_CONFIG):
-        config = LoraConfig.from_pretrained(path)
-        assert isinstance(config, LoraConfig)
-        config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
-        check_rank(model, config, what="r")
-    return config
-
-
-def check_folder_adapter(path: str) -> Path:
-    """The folder of a LoRA adapter. Raises ValueError where files are missing, or where the adapter is more than LoRA
-    matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off, or
-    could not be merged.
-    """
-    folder = Path(path).expanduser()
-    for name in ADAPTER_FILES:
-        if not (folder / name).is_file():
-            raise ValueError(f"adapter {path!r}: {name} is missing (a folder with {' and '.join(ADAPTER_FILES)})")
-    damage = damage_in(folder, (ADAPTER_CONFIG,))
-    if damage is not None:
-        raise ValueError(f"adapter {path!r}: {damage}")
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"adapter {path!r} is of type {config.get('peft_type')}; tinyrl knows LORA")
-    for key, harmless in CHANGES_BASE.items():
-        if config.get(key) not in (harmless, None, []):
-            raise ValueError(f"adapter {path!r} has {key}={config[key]}; tinyrl needs one of LoRA matrices only")
-    drawn = config.get("init_lora_weights", True)
-    if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
-        raise ValueError(f"adapter {path!r} has init_lora_weights={drawn}, which changes the base")
-    return folder
-
-
-def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-
-
-def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None:
-    """Raise ValueError for a rank above that of every layer: it would add memory (at 10^9, all there is) and nothing
-    else.
-    """
-    most = max((min(layer.get_parameter("weight").shape) for layer in linear_layers(model).values()), default=0)
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
-    if rank > most > 0:
-        raise ValueError(f"{what}={rank} is more than the rank of any layer of this model, which is {most} at most")
-
-
 def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
-    """One adapter as plain PEFT: adapter_model.safetensors and adapter_config.json."""
+    """Save one adapter as plain PEFT: adapter_model.safetensors and adapter_config.json."""
     folder.mkdir(exist_ok=True)
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
@@ -161,20 +162,23 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
+# ---- matrices ----
+
+
 def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:
-    """The module below an adapter and the name of its parameter that is adapted: `weight` of a linear layer; of
-    experts that stand in one tensor (Qwen3-MoE) PEFT adapts the tensor itself.
+    """Return the module below an adapter and the name of its adapted parameter: `weight` of a linear layer; where
+    experts are one tensor (Qwen3-MoE) PEFT adapts the tensor itself.
     """
     return layer.get_base_layer(), layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
 
 
 def is_plain_lora(layer: LoraLayer) -> bool:
-    """Whether W + (alpha / r) B A is all that the layer's adapters compute (DoRA scales columns)."""
+    """Return whether W + (alpha / r) B A is all that the layer's adapters compute (DoRA scales columns)."""
     return not layer.lora_variant
 
 
 def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of a linear layer as `adapter` sees it: W + (alpha / r) B A, added in float32. W itself, not a
+    """Return (weight, bias) of a linear layer under `adapter`: W + (alpha / r) B A, added in float32. W itself, not a
     copy, where the adapter does not touch the layer.
     """
     base = module.get_base_layer() if isinstance(module, LoraLayer) else module
@@ -185,7 +189,7 @@ def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
 
 
 def dense_weight(weight: Tensor) -> Tensor:
-    """W itself, or of one that is held in 4 bits what these stand for."""
+    """Return W, dequantised where it is in 4 bits."""
     if (state := getattr(weight, "quant_state", None)) is None:
         return weight
     from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
@@ -194,13 +198,13 @@ def dense_weight(weight: Tensor) -> Tensor:
 
 
 def lora_rank(module: nn.Module) -> int:
-    """The largest rank of the adapters on a layer; 0 where there is none."""
+    """Return the largest rank of the adapters on a layer; 0 where there is none."""
     return max(module.r.values(), default=0) if isinstance(module, LoraLayer) else 0
 
 
 def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor] | None:
-    """A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32: with them it computes W + B A. None where the
-    adapter does not touch the layer.
+    """Return A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32; None where the adapter does not touch
+    it.
     """
     if adapter is None or not isinstance(module, LoraLayer) or adapter not in module.lora_A:
         return None
@@ -210,7 +214,7 @@ def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
 
 @contextmanager
 def merged_layers(layers: Sequence[LoraLayer], adapter: str) -> Iterator[None]:
-    """Inside, the layers compute with merged copies in place of base and branch. No gradients."""
+    """Have the layers compute with merged copies in place of base and branch. No gradients."""
     originals: list[tuple[LoraLayer, nn.Module, str, Tensor]] = []
     try:
         for layer in layers:

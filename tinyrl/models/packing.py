@@ -1,11 +1,10 @@
-"""Packed attention: rows end to end without padding, one copy of a group's prompt and of what all prompts share.
+"""Packed attention: rows end to end without padding; each group's prompt, and the prefix of all prompts, stored once.
 
 A flat sequence [start | prompt 1 | response 1.1 | response 1.2 | ... | prompt 2 | ...] goes through the model as one
-row, so everything but attention does no work twice and none for padding; the start (a system prompt, the descriptions
-of tools) and a group's prompt are read once. Attention is swapped by name in the library's own table of attention
-functions: no module is touched, and adapters work as usual. Here the flat queries, keys and values are laid into blocks
-of similar length, padded on the right; a row sees itself, and in front of it the keys of the start and, for a response,
-of its prompt. No tensor is as large as the flat sequence squared.
+row, so everything but attention does no work twice and none for padding. Attention is swapped by name in the library's
+own table of attention functions: no module is touched, and adapters work as usual. Flat queries, keys and values are
+laid into blocks of similar length, padded on the right; a row attends to itself, and to the keys in front of it: the
+start and, for a response, its prompt. No tensor is as large as the flat sequence squared.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from tinyrl.models.device import to_device
 ATTENTION = "tinyrl_packed"
 # Options that some models pass to attention beyond softmax(q k) v, and that this attention does not support.
 REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
-LEAST_START = 8  # tokens: a shorter start of all prompts is not worth the calls of attention that it takes
+LEAST_START = 8  # tokens: a shorter common prefix is not worth the attention calls that it takes
 
 
 class CannotPack(ValueError):
@@ -48,17 +48,13 @@ class Packing:
     """How a flat sequence of N tokens is laid into blocks.
 
     slots (N,): where each token stands in the blocks laid end to end; pieces: lengths into which the flat sequence
-    splits, so that what several rows read the keys of is a piece of its own. State: the blocks' masks, by dtype.
+    splits, so that keys shared by several rows are a piece of their own. State: the blocks' masks, by dtype.
     """
 
     slots: Tensor
     blocks: list[Block]
     pieces: list[int]
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [block.num_rows * block.width for block in self.blocks]
 
     def mask(self, index: int, dtype: torch.dtype) -> Tensor:
         """(width, keys in front + width) of 0 and -inf for a block behind others, made once for all layers."""
@@ -71,28 +67,28 @@ class Packing:
 
 
 def shared_start(prompts: Iterable[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, one less than the shortest has at most; 0 where that is hardly any."""
+    """Return the length of the prefix common to all prompts, shorter than the shortest one; 0 if below LEAST_START."""
     prompts = list(prompts)
     start = min(common_length(prompts), min(map(len, prompts)) - 1)
     return start if start >= LEAST_START else 0
 
 
 def common_length(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens one or more texts begin with alike. The first and the last in order differ as early as any."""
+    """Return the length of the prefix common to one or more texts: that of the lexicographically first and last."""
     first, last = min(texts, key=tuple), max(texts, key=tuple)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device: torch.device | str = "cpu") -> Packing:
     """Lay out groups of (tokens of the prompt, tokens of each response), which stand in this order in the sequence,
-    behind `start` tokens that all prompts go on from.
+    behind `start` tokens that all prompts continue.
 
     A group with at most one non-empty response is a single causal row; otherwise its prompt is a row of its own.
     """
     pieces = [start] if start else []
-    all_behind = tuple(range(len(pieces)))
-    alone: list[tuple[int, int]] = []  # (at, length) of rows that see themselves and the start
-    families: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (what stands in front, responses)
+    prefix = tuple(range(len(pieces)))
+    standalone: list[tuple[int, int]] = []  # (at, length) of rows that attend to themselves and the start
+    families: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (pieces in front, responses)
     at = start
     for prompt, responses in groups:
         rows, end = [], at + prompt
@@ -100,66 +96,53 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
             rows += [(end, length)] if length else []
             end += length
         if len(rows) > 1:
-            alone.append((at, prompt))
-            families.append(((*all_behind, len(pieces)), rows))
+            standalone.append((at, prompt))
+            families.append(((*prefix, len(pieces)), rows))
             pieces += [prompt, end - at - prompt]
         else:
-            alone.append((at, end - at))
+            standalone.append((at, end - at))
             pieces.append(end - at)
         at = end
     slots, blocks, offset = torch.empty(at, dtype=torch.long), [], 0
-    for behind, rows in [((), [(0, start)] if start else []), (all_behind, alone), *families]:
-        for bucket in _buckets(rows):
+    for behind, rows in [((), [(0, start)] if start else []), (prefix, standalone), *families]:
+        buckets: list[list[tuple[int, int]]] = []  # the shortest row of one is more than half as long as its longest
+        for row in sorted(rows, key=lambda row: -row[1]):
+            if buckets and 2 * row[1] > buckets[-1][0][1]:
+                buckets[-1].append(row)
+            else:
+                buckets.append([row])
+        for bucket in buckets:
             width = bucket[0][1]
-            for i, (first, length) in enumerate(bucket):
-                slot = offset + i * width
-                slots[first : first + length] = torch.arange(slot, slot + length)
+            for first, length in bucket:
+                slots[first : first + length] = torch.arange(offset, offset + length)
+                offset += width
             blocks.append(Block(len(bucket), width, behind))
-            offset += len(bucket) * width
     return Packing(to_device(slots, device), blocks, pieces)
 
 
-def _buckets(rows: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Rows (start, length) by length, longest first; a bucket's shortest is more than half as long as its longest."""
-    buckets: list[list[tuple[int, int]]] = []
-    for row in sorted(rows, key=lambda row: -row[1]):
-        if buckets and 2 * row[1] > buckets[-1][0][1]:
-            buckets[-1].append(row)
-        else:
-            buckets.append([row])
-    return buckets
-
-
-# The packing in use, and the configs that name the attention function. Not a context variable: with gradient
-# checkpointing a layer runs again in backward, on a thread of autograd's own.
-_in_use: list[tuple[Packing, Any]] = []
+# The packing in use, and the decoder. Not a context variable: with gradient checkpointing a layer runs again in
+# backward, on a thread of autograd's own.
+_in_use: list[tuple[Any, Packing]] = []
 
 
 @contextmanager
-def attending(backbone: nn.Module, packing: Packing | None) -> Iterator[None]:
-    """Inside, the decoder's attention is the packed one (nothing happens where packing is None)."""
-    with nullcontext() if packing is None else _swapped(packing, backbone.config):
+def attending(backbone: Any, packing: Packing | None) -> Iterator[None]:
+    """Replace the decoder's attention by the packed one (nothing happens where packing is None)."""
+    if packing is None:
         yield
-
-
-@contextmanager
-def _swapped(packing: Packing, config: Any) -> Iterator[None]:
-    was = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    _in_use.append((packing, config))
+        return
+    own, backbone.config._attn_implementation = backbone.config._attn_implementation, ATTENTION
+    _in_use.append((backbone, packing))
     try:
         yield
     finally:
         _in_use.pop()
-        config._attn_implementation = was
+        backbone.config._attn_implementation = own
 
 
 def attending_as_now() -> Callable[[], AbstractContextManager[None]]:
-    """A way to restore the current attention later, for a layer that is recomputed in backward."""
-    if not _in_use:
-        return nullcontext
-    packing, config = _in_use[-1]
-    return lambda: _swapped(packing, config)
+    """Return a way to restore the current attention later, for a layer that is recomputed in backward."""
+    return partial(attending, *_in_use[-1]) if _in_use else nullcontext
 
 
 class _Read(torch.autograd.Function):
@@ -180,7 +163,7 @@ class _Read(torch.autograd.Function):
 
 def _into_blocks(flat: Tensor, packing: Packing) -> list[Tensor]:
     """(N, heads, d) -> for each block (rows, heads, width, d), 0 where no token stands."""
-    sizes = packing.sizes
+    sizes = [block.num_rows * block.width for block in packing.blocks]
     padded = flat.new_zeros(sum(sizes), *flat.shape[1:]).index_copy(0, packing.slots, flat)
     return [
         part.view(block.num_rows, block.width, *flat.shape[1:]).transpose(1, 2)
@@ -198,17 +181,17 @@ def packed_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The library's attention function: (1, heads, N, d) queries, keys and values -> (1, N, heads, d)."""
+    """Attend as the library's attention functions do: (1, heads, N, d) queries, keys and values -> (1, N, heads, d)."""
     refused = [name for name in REFUSED if options.get(name) is not None]
     if refused or dropout or attention_mask is not None:
         raise CannotPack(f"{type(module).__name__} asks for {', '.join(refused) or 'dropout or a mask'}")
-    packing, _ = _in_use[-1]
+    _, packing = _in_use[-1]
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     return attend(q, k, v, packing, scaling).unsqueeze(0), None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    """Attention of flat queries (N, heads, d) to keys and values (N, kv heads, d): (N, heads, d)."""
+    """Attend with flat queries (N, heads, d) to keys and values (N, kv heads, d); return (N, heads, d)."""
     queries, keys, values = (_into_blocks(x, packing) for x in (query, key, value))
     pieces = [x.split(packing.pieces) for x in (key, value)]
     outputs = []
@@ -218,13 +201,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
             shape = (block.num_rows, -1, -1, -1)  # keys (P, heads, d) that stand in front of every row
             in_front = [[x[piece].transpose(0, 1).expand(shape) for piece in block.behind] for x in pieces]
             k, v = (torch.cat([*front, own], 2) for front, own in zip(in_front, (k, v), strict=True))
-        out = _attend(queries[i], k, v, scaling, packing, i)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        outputs.append(_attend(queries[i], k, v, scaling, packing, i).transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Packing, index: int) -> Tensor:
-    """Query i of a block sees the keys in front of the rows and keys 0..i of its row; padding comes last."""
+    """Attend with query i of a block to the keys in front of the rows and to keys 0..i of its row; padding is last."""
     if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
         heads = q.shape[1]
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))

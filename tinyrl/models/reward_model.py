@@ -1,9 +1,9 @@
 """Reward models: a classification model of its own, or an adapter and a head on the shared base.
 
-A classification model has its own tokenizer and template; what it reads of a prompt and a completion is decided in
-rewards/model_text.py, and this file is handed the tokens. Decoder models are scored at the last token of each row,
-whose position is known from lengths: the library looks for the last token that is not padding, which is the wrong one
-when pad == eos. Encoder models (a `classifier` over a pooled state) are called as they are.
+A classification model has its own tokenizer and template; rewards/model_text.py makes the tokens that it is given.
+Decoder models are scored at the last token of each row, by its length: the library looks for the last token that is not
+padding, which is the wrong one when pad == eos. Encoder models (a `classifier` over a pooled state) are called as they
+are.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from transformers import (
 )
 
 from tinyrl.models.batches import backbone_of, last_states, make_batch
+from tinyrl.models.checks import few_tokens
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
-    check_classifier,
     check_size,
     check_vocabulary,
+    check_weights,
     embedding_rows,
-    few_tokens,
     load_tokenizer,
-    local_folder,
     resolve_model_path,
 )
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    check_folder_adapter,
     load_adapter_weights,
     read_lora_config,
 )
@@ -66,13 +64,13 @@ class SequenceRewardModel:
         self.tokenizer, self.device = tokenizer, device
         self.label = find_label(model.config, label)
         self.offset = float(getattr(model.config, SCORE_OFFSET, 0.0))
-        self.max_tokens = classifier_room(model.config, tokenizer)
+        self.max_tokens = classifier_max_tokens(model.config, tokenizer)
         self.num_ids = embedding_rows(model)
 
     @torch.inference_mode()
     def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE) -> list[float]:
-        """The chosen label's logit for each row of tokens; micro-batches are sorted by length, so the order does not
-        matter. Tokens that only the tokenizer knows (an image's, beside a text model) are left out.
+        """Return the chosen label's logit for each row of tokens. Tokens that only the tokenizer knows (an image's,
+        beside a text model) are left out.
         """
         tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
         scores = torch.zeros(len(tokens), dtype=torch.float64)
@@ -105,16 +103,15 @@ def positions_of(config: Any) -> int:
     most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # of all layers, or by their types
-    originals = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-    return min(most, *originals) if originals else most
+    return min(most, *(k["original_max_position_embeddings"] for k in kinds if k.get("rope_type") == "longrope"), most)
 
 
-def classifier_room(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+def classifier_max_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     return min(positions_of(config), int(tokenizer.model_max_length))
 
 
 def find_label(config: Any, label: int | str | None) -> int:
-    """The index of `reward.model_label` (an index or a name); a one-label model needs none."""
+    """Return the index of `reward.model_label` (an index or a name); a one-label model needs none."""
     names = {int(i): str(name) for i, name in (getattr(config, "id2label", None) or {}).items()}
     count = int(getattr(config, "num_labels", len(names)))
     if label is None and count == 1:
@@ -127,14 +124,14 @@ def find_label(config: Any, label: int | str | None) -> int:
 
 
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A sequence-classification model from safetensors. Raises ValueError when it cannot be read or is not all there,
+    """Load a sequence-classification model from safetensors. Raises ValueError when it cannot be read or is incomplete,
     and its subclass NoHead when the folder holds a language model.
     """
     resolved = resolve_model_path(path)
     what = f"cannot load a classification model from {path!r}"
     with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
         config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
-        check_size(config, folder=local_folder(resolved))
+        check_size(config, resolved)
         loaded: Any = None
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             loaded = AutoModelForSequenceClassification.from_pretrained(
@@ -143,7 +140,10 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
     if loaded is None:
         raise NoHead(f"{path!r} is no reward model: {type(config).__name__} has no classification model")
     model, found = loaded
-    check_classifier(model, found, path=path)
+    missing = sorted(found["missing_keys"])
+    if missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+        raise NoHead(f"{path!r} is no reward model: its weights have no {missing[-1]} (is it a language model?)")
+    check_weights(model, found, path=path)
     return model
 
 
@@ -159,14 +159,15 @@ def load_reward_model(
 
 
 def is_reward_adapter(path: str) -> bool:
-    """Whether `reward.model` is an adapter for the shared base rather than a model of its own."""
+    """Return whether `reward.model` is an adapter for the shared base rather than a model of its own."""
     return (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
 
 
 def attach_reward_adapter(roles: Roles, path: str) -> None:
     """Put a reward adapter and its head (written by `tinyrl train reward`) on the policy's base, frozen."""
     config = read_lora_config(path, roles.causal)
-    head_file = check_folder_adapter(path) / SCORE_HEAD
+    folder = Path(path).expanduser()
+    head_file = folder / SCORE_HEAD
     if not head_file.is_file():
         raise ValueError(f"reward.model={path}: {SCORE_HEAD} is missing, so this adapter is a policy")
     if roles.peft is None:
@@ -174,7 +175,7 @@ def attach_reward_adapter(roles: Roles, path: str) -> None:
     with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         roles.add_adapter("reward", config=config)
     head = ValueHead(roles.hidden_size("policy"))
-    load_adapter_weights(roles.peft, "reward", head_file.with_name(ADAPTER_FILE))
+    load_adapter_weights(roles.peft, "reward", folder / ADAPTER_FILE)
     load_head(head, head_file)
     roles.score_head = head.to(roles.device).requires_grad_(False)
     roles.keep_trainable()

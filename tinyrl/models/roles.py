@@ -49,11 +49,11 @@ from tinyrl.models.batches import (
     last_states,
     make_batch,
     make_packed_batch,
-    packs_exactly,
     response_states,
 )
+from tinyrl.models.checks import check_head, packs_exactly
 from tinyrl.models.loading import embedding_rows, save_tokenizer
-from tinyrl.models.logprobs import Head, ValueHead, check_head, head_of, token_logprobs
+from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
     POLICY_ADAPTER,
@@ -307,11 +307,6 @@ class Roles:
     def value_role(self) -> Role:
         """Whose weights act when values are computed: the critic's own, or the policy's with a head on its states."""
         return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
-
-    def final_values(self, batch: SequenceBatch) -> Tensor:
-        """Values (b,) of the states after each row's last token; `value_role` must be acting."""
-        assert self.value_head is not None
-        return self.value_head(last_states(self.backbone("critic"), self._read_by_critic(batch)))
 
     def scores(self, batch: SequenceBatch) -> Tensor:
         """Scores (b,) of a score head on the shared base, read at each row's last token; the reward role must be

@@ -1,8 +1,8 @@
 """Text to token ids: markers are tokens only where a chat template wrote them (huggingface/transformers#29279).
 
-A marker is an added token such as <|im_end|> or <tool_call>. `disguised` puts stand-ins for those in contents before
-they are rendered, and `token_ids` reads a rendering in one piece: a stand-in is ordinary text where it stands, the
-template's own markers are their ids. A text without a stand-in is read as the tokenizer reads it.
+A marker is an added token such as <|im_end|> or <tool_call>. `disguised` replaces those in contents by stand-ins before
+they are rendered, and `token_ids` encodes a rendering in one piece: a stand-in becomes ordinary text, the template's
+own markers their ids. A text without a stand-in is encoded as the tokenizer does it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTEXT = 64  # characters before a text that may change its tokens
 
 
 class Markers(NamedTuple):
-    """everywhere, own: find those that are text in any content, and in one that the policy wrote."""
+    """Patterns: `everywhere` matches the markers that are text in any content, `own` those in what the policy wrote."""
 
     ids: dict[str, int]
     texts: dict[int, str]
@@ -34,8 +34,8 @@ class Markers(NamedTuple):
 
 
 def markers_of(tokenizer: PreTrainedTokenizerBase) -> Markers:
-    """Special tokens, and of the other added ones those in brackets that the chat template writes or that stand beside
-    the vocabulary; the rest are pieces of text: runs of spaces, <table>. A policy itself writes those that are not
+    """Collect the markers: special tokens, and added ones in brackets that the chat template writes or that are not in
+    the vocabulary; the rest are pieces of text (runs of spaces, <table>). A policy itself writes those that are not
     special, and those around thoughts.
     """
     return _markers(tokenizer, len(tokenizer), str(tokenizer.chat_template))
@@ -61,7 +61,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def disguised(tokenizer: PreTrainedTokenizerBase, value: Any, *, own: bool = False) -> Any:
-    """`value` (a text, messages, tools, ...) with stand-ins for the markers in its texts. In what the policy wrote
+    """Replace the markers in the texts of `value` (a text, messages, tools, ...) by stand-ins. In what the policy wrote
     (`own`, and messages of the assistant) those that it writes itself stay.
     """
     if isinstance(value, str):
@@ -76,19 +76,19 @@ def disguised(tokenizer: PreTrainedTokenizerBase, value: Any, *, own: bool = Fal
 
 
 def undisguised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text with the markers that stand-ins are for."""
+    """Replace stand-ins by the markers that they stand for."""
     return _STAND_IN.sub(lambda m: markers_of(tokenizer).texts[int(m[1])], text) if STAND_IN in text else text
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """Tokens for people: decoded, and as pieces where decoding would hide a space."""
+    """Decode tokens for people; as pieces where decoding would hide a space."""
     if reads_parts_alike(tokenizer):
         return str(tokenizer.decode(tokens))
     return " ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of `text` as it stands, without the special tokens a tokenizer adds around it."""
+    """Encode `text` without the special tokens that a tokenizer adds around it."""
     if STAND_IN not in text:
         return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
     markers = markers_of(tokenizer)
@@ -96,14 +96,14 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         named = markers.everywhere.sub(lambda m: f"{NAME}{markers.ids[m[0]]}z", text)
         renamed = _renamed(tokenizer, tuple(markers.ids.items()))
         return renamed.encode(undisguised(tokenizer, named), add_special_tokens=False).ids
-    # A tokenizer in Python: a marker that is read in two parts is none.
+    # A tokenizer in Python: a marker that is encoded in two parts is none.
     parted = _STAND_IN.sub(lambda m: f"{markers.texts[int(m[1])][0]}{STAND_IN}{markers.texts[int(m[1])][1:]}", text)
     return [token for part in parted.split(STAND_IN) for token in token_ids(tokenizer, part)]
 
 
 @lru_cache(maxsize=8)
 def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that a tokenizer adds before and behind a text."""
+    """Return the special tokens that a tokenizer adds before and behind a text."""
     full, bare = [int(i) for i in tokenizer("a")["input_ids"]], token_ids(tokenizer, "a")  # pyright: ignore
     starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
     start = next(starts, None)
@@ -112,7 +112,7 @@ def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[in
 
 @lru_cache(maxsize=2)
 def _renamed(tokenizer: Any, markers: tuple[tuple[str, int], ...]) -> Tokenizer:
-    """The tokenizer with names in place of its markers, with the same ids, so that the markers themselves are text."""
+    """Copy the tokenizer with names in place of its markers, with the same ids, so that the markers are text."""
     from tokenizers import Tokenizer
 
     names = {text: f"{NAME}{i}z" for text, i in markers}
@@ -133,7 +133,7 @@ def _renamed(tokenizer: Any, markers: tuple[tuple[str, int], ...]) -> Tokenizer:
 
 
 def tokens_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """The tokens of `text` where it stands behind `before`: what follows the tokens of `before` in those of both. Read
+    """Encode `text` where it follows `before`: the tokens behind those of `before` in the encoding of both. Encoded
     alone it would begin with a space under some tokenizers (SentencePiece's).
     """
     if before and not reads_parts_alike(tokenizer):
@@ -145,7 +145,7 @@ def tokens_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
 
 
 def reads_parts_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text has the same tokens alone as behind another, as under byte-level tokenizers."""
+    """Return whether a text has the same tokens alone as behind another, as under byte-level tokenizers."""
     return _reads_parts_alike(tokenizer, len(tokenizer))
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
@@ -13,14 +13,16 @@ from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted, said
 
 SETTING = "reward.functions: use"
+MAX_BAD_BATCHES = 3
+PROMPT_CHARS = 80
 
 
 @dataclass
 class RewardCall:
-    """One score for each row. NaN: the function said None ("does not apply"), or the row is among the failures.
+    """One score for each row. NaN: the function returned None ("does not apply"), or the row is among the failures.
 
-    retried: why the rows were tried one by one, also where all of them then succeeded; whys: what the function said of
-    each row beside its score, none where it said nothing of any.
+    retried: why the rows were tried one by one, also where all of them then succeeded; whys: the function's comment on
+    each row, an empty list without any.
     """
 
     scores: list[float]
@@ -30,10 +32,7 @@ class RewardCall:
 
 
 class FunctionReward(WorkerFunction):
-    """A user's reward function in a worker process.
-
-    timeout_s: for a call; memory_gb: for each process of it.
-    """
+    """A user's reward function in a worker process; timeout_s is for a call."""
 
     def __init__(
         self,
@@ -41,10 +40,9 @@ class FunctionReward(WorkerFunction):
         *,
         weight: float = 1.0,
         timeout_s: float = 60.0,
-        memory_gb: Literal["auto"] | float = "auto",
     ) -> None:
         source = parse_use(use, setting=SETTING)
-        super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s, "memory_gb": memory_gb})
+        super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s})
         self.weight = weight
 
     @property
@@ -57,7 +55,8 @@ class FunctionReward(WorkerFunction):
 
         Raises Interrupted soon after a stop was asked for.
         """
-        rows = self.rows(_arguments(prompts, completions, columns), len(prompts))
+        arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
+        rows = self.rows(arguments, len(prompts))
         return _reward_call(rows.values, rows.failures, rows.retried)
 
 
@@ -69,7 +68,7 @@ def call_in_process(
     columns: dict[str, list[Any]],
 ) -> RewardCall:
     """Score a batch with trusted code, here and without a time limit; an exception fails all rows."""
-    arguments = _arguments(prompts, completions, columns)
+    arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     reply = worker.call(function, arguments, num_rows=len(prompts), file=file)
     if "error" in reply:
@@ -86,28 +85,12 @@ def _reward_call(values: list[Any], failures: list[RowFailure], retried: str | N
     return RewardCall(scores, failures, retried, whys if any(whys) else [])
 
 
-def _arguments(
-    prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]
-) -> dict[str, list[Any]]:
-    arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
-    assert len(arguments) == len(columns) + 2, "a column is called prompts or completions; tasks refuse those"
-    return arguments
-
-
-# ---- The guard against rewards that keep failing ----
-# A dropped row is a nuisance; losing a fifth of every batch changes the task, and one without a reward trains nothing.
-
-
-MAX_BAD_BATCHES = 3
-PROMPT_CHARS = 80
-
-
 def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
     """Count the bad batches in a row (more than 20 % of the rows failed, or none got a reward), with this one.
-    Raises GuardStop at the third; `first_failure` is describe_failure() of a failed row.
+
+    A dropped row is a nuisance; losing a fifth of every batch changes the task. Raises GuardStop at the third;
+    `first_failure` is describe_failure() of a failed row.
     """
-    assert 0 <= failed <= rows, (failed, rows)
-    assert 0 <= rewarded <= rows, (rewarded, rows)
     failing = failed > MAX_FAILED_SHARE * rows
     bad = before + 1 if failing or (rows > 0 and rewarded == 0) else 0
     if bad < MAX_BAD_BATCHES:
@@ -124,6 +107,6 @@ def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, fir
 
 
 def describe_failure(prompt: str | list[dict[str, str]], reason: str) -> str:
-    """One line for a person: which prompt's reward failed, and why. A chat is named by its last message."""
+    """Describe in one line which prompt's reward failed, and why. A chat is named by its last message."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
     return f"Prompt '{one_line(text, PROMPT_CHARS)}': {reason}"

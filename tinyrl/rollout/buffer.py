@@ -33,7 +33,7 @@ _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept"
 _TEXTS = ("transcripts", "whys")
 _OPTIONAL = (
     "parent", "hinted", "teacher_logprobs", "teacher_states", "teacher_head", "teacher_head_bias", "teacher_top_ids",
-    "teacher_top_logprobs", "final_values",
+    "teacher_top_logprobs",
 )  # fmt: skip
 _SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # of a batch that is not finite
 
@@ -75,7 +75,6 @@ class Rollout:
                         old_logprobs; else None
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
-    final_values        (B,) bootstrap value after the last token of a cut-off response, 0 for others; or None
     scores              (B, R) of each reward function, NaN = does not apply
     rewards             (B,) weighted sum of the scores, less length penalties; NaN = none
     finish_reasons      (B,) index into FINISH_REASONS
@@ -110,7 +109,6 @@ class Rollout:
     rescored_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
-    final_values: Tensor | None = None
     turn_rewards: Tensor | None = None
     turns: Tensor | None = None
     invalid_turns: Tensor | None = None

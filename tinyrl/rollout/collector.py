@@ -19,7 +19,6 @@ from tinyrl.generation.turns import play
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, new_rollout, sampled_fields
 from tinyrl.rollout.components import SamplingParts
-from tinyrl.rollout.thinking import sample_within_budget
 from tinyrl.tasks.prompts import PreparedPrompt
 
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
@@ -80,18 +79,7 @@ def _sampled(
     assert not isinstance(runner, AgentRunner)
     own, episodes = world.own(range(len(requests))), None
     prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
-    if parts.thinking_budget is not None:
-        completions = sample_within_budget(
-            requests,
-            group_size,
-            engine=engine,
-            tokenizer=parts.tokenizer,
-            opened=[prompt.opened for prompt in prompts],
-            budget=parts.thinking_budget,
-            max_new_tokens=parts.config.generation.max_new_tokens,
-            **options,
-        )
-    elif runner is None:
+    if runner is None:
         completions = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
     elif own:
         completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
@@ -120,7 +108,7 @@ def apply_length_rules(rollout: Rollout, reward: RewardConfig, *, max_new_tokens
         completion = other.completion
         truncated[other.episode] |= completion.finish_reason == "length"
         num_actions[other.episode] += sum(completion.action_mask or [True] * len(completion.tokens))
-    penalty = torch.where(truncated, reward.truncated_penalty if reward.truncated == "penalize" else 0.0, 0.0)
+    penalty = torch.where(truncated, float(reward.truncated == "penalize"), 0.0)
     if buffer := reward.overlong_tokens:
         penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
     rollout.rewards = rollout.rewards - penalty

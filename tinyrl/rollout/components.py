@@ -22,7 +22,8 @@ from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_
 from tinyrl.generation.select import engine_of
 from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.build import build_reward_model, build_roles, check_reference
+from tinyrl.models.build import build_reward_model, build_roles
+from tinyrl.models.checks import check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.distributed import World, world
 from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
@@ -206,7 +207,7 @@ class SamplingParts(Parts):
         if judge is None:
             self.scorer = load_scorer(config, self.task, parts=self, options=options, runner=self.runner)
         else:
-            self.scorer = judge.reading(self.tokenizer)
+            self.scorer = judge.with_tokenizer(self.tokenizer)
         stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
         prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
@@ -250,11 +251,6 @@ class SamplingParts(Parts):
     def longest_response(self) -> int:
         """Tokens of a response, with what is read between its turns."""
         return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
-
-    @property
-    def thinking_budget(self) -> int | None:
-        """The most tokens of thinking, where that is limited: not in episodes."""
-        return self.config.generation.max_thinking_tokens if self.runner is None else None
 
     def _prompts(self, rows: list[Row]) -> list[PreparedPrompt]:
         generation, runner = self.config.generation, self.runner

@@ -1,4 +1,4 @@
-"""What `tinyrl doctor RUN` says of a run, with completions that show it, and what a run warns of while it trains."""
+"""Findings as text and JSON, with completions that show them; and those that a run warns of while it trains."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tinyrl.runs.findings import AT_ONCE, CHECKS, Finding, Row, has_steps
+from tinyrl.runs.findings import FEWEST_STEPS, Finding, Row, find
 from tinyrl.runs.records import Run, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 
 NUM_SHOWN = 3  # completions of each finding
 SHOWN_CHARACTERS = 200
-MOST_LINES = 1000  # that a run keeps in memory, of steps with an evaluation and of others
-
-
-def findings(run: Run) -> list[Finding]:
-    """What is wrong with a run, as far as its metrics say; [] for one that goes well, or is too short to tell."""
-    return [found for check in (CHECKS if has_steps(run) else AT_ONCE) if (found := check(run)) is not None]
+MOST_LINES = 2000  # without an evaluation, that a run keeps in memory
 
 
 def examples(rows: Iterable[Row], finding: Finding) -> list[Row]:
-    """Up to three of `rows`, lines of samples.jsonl in order, that show a finding; of the last step that has any."""
+    """Return up to three of `rows`, lines of samples.jsonl, that show a finding; of the last step that has any."""
     step, best = -1, list[Row]()
     for row in rows:
         if row.get("step", 0) < step:
@@ -37,8 +32,8 @@ def examples(rows: Iterable[Row], finding: Finding) -> list[Row]:
     return best
 
 
-def _of_run(run: Run, finding: Finding) -> list[Row]:
-    return examples(samples_of(run.path / "samples.jsonl", [], kind=finding.kind), finding)
+def examples_in(run: Run) -> Callable[[Finding], list[Row]]:
+    return lambda finding: examples(samples_of(run.path / "samples.jsonl", [], kind=finding.kind), finding)
 
 
 def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> list[dict[str, Any]]:
@@ -54,16 +49,12 @@ def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> li
     ]
 
 
-def run_as_json(run: Run, found: list[Finding]) -> list[dict[str, Any]]:
-    return as_json(found, partial(_of_run, run))
-
-
-def render(run: Run, found: list[Finding], *, width: int | None = None) -> str:
+def render(run: Run, found: list[Finding]) -> str:
     last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
-    if not found:
-        short = "" if has_steps(run) or not run.finite("reward/mean") else "; it is too short for most that could be"
-        return f"{last}, nothing found{short}."
-    return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, partial(_of_run, run), width=width)])
+    if found:
+        return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, examples_in(run))])
+    short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
+    return f"{last}, nothing found{'; it is too short for most that could be' * short}."
 
 
 def counted(found: list[Finding]) -> str:
@@ -71,24 +62,21 @@ def counted(found: list[Finding]) -> str:
 
 
 def columns() -> int:
-    """Of the terminal, within what can be read."""
+    """Return the columns of the terminal, 60 to 110."""
     return max(60, min(shutil.get_terminal_size().columns, 110))
 
 
-def in_words(
-    found: list[Finding], rows_of: Callable[[Finding], list[Row]], *, width: int | None = None
-) -> Iterator[str]:
-    """A paragraph for each finding, with completions that show it."""
-    width = width or columns()
-    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).wrap
+def in_words(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> Iterator[str]:
+    """Yield a paragraph for each finding, with completions that show it."""
+    width = columns()
+    wrap = partial(textwrap.wrap, width=width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     for one in found:
         lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
-        lines += [row_line(row, width) for row in rows_of(one)]
-        yield "\n".join(map(visible, lines))
+        yield "\n".join(map(visible, [*lines, *(row_line(row, width) for row in rows_of(one))]))
 
 
 def row_line(row: Row, width: int) -> str:
-    """A completion on one line: step, prompt, reward, and how it begins."""
+    """Return a completion on one line: step, prompt, reward, and how it begins."""
     reward, index = number(row.get("reward")), row.get("prompt_index")
     value = "-" if math.isnan(reward) else shown(reward)
     when = f"step {row['step']}, " if "step" in row else ""
@@ -98,41 +86,32 @@ def row_line(row: Row, width: int) -> str:
 
 
 class Watch:
-    """The findings of a run while it trains, each said once. Looks are farther apart the longer the run is, and of many
-    lines between the first and the last ones every second is let go, so that neither time nor memory grows with it.
+    """The findings of a run while it trains, each reported once. Looks are farther apart the longer the run is, and
+    lines between the first 25 and the last 50 are thinned out, so that neither time nor memory grows with it.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config, self._steps = config, dict[int, dict[str, Any]]()
-        self._next, self._told = 0, set[str]()
-        self._kept: dict[bool, list[int]] = {False: [], True: []}  # steps without and with an evaluation
+        self._next, self._warned = 0, set[str]()
 
     def know(self, steps: dict[int, dict[str, Any]]) -> None:
-        """Take over the metrics of a run that is resumed; what they say has been said."""
-        for step, line in steps.items():
-            self._keep(step, line)
+        """Take over the metrics of a run that is resumed; their findings have been reported."""
+        self._steps |= steps
         self._new()
 
     def look(self, step: int, line: dict[str, Any]) -> list[str]:
-        """Warnings that the metrics of this step, with those before, are the first to give."""
-        self._keep(step, {"step": step, **line})
+        """Return warnings that the metrics of this step, with those before, are the first to give."""
+        self._steps[step] = {"step": step, **line}
         if step < self._next:
             return []
         self._next = step + max(5, step // 20)
         return [f"{one.name}: {one.what} {one.change}" for one in self._new()]
 
     def _new(self) -> list[Finding]:
-        found = findings(Run(Path(), self._steps, self._config))
-        new = [one for one in found if one.name not in self._told]
-        self._told |= {one.name for one in new}
+        plain = [step for step, line in self._steps.items() if not any(key.startswith("eval/") for key in line)]
+        if len(plain) > MOST_LINES:
+            for step in plain[25:-50:2]:
+                del self._steps[step]
+        new = [one for one in find(Run(Path(), self._steps, self._config)) if one.name not in self._warned]
+        self._warned |= {one.name for one in new}
         return new
-
-    def _keep(self, step: int, line: dict[str, Any]) -> None:
-        """Take in a line; the windows of a finding (findings.py), the first 25 and the last 50, stay whole."""
-        self._steps[step] = line
-        kept = self._kept[any(key.startswith("eval/") for key in line)]
-        kept.append(step)
-        if len(kept) > MOST_LINES:
-            for at in kept[25:-50:2]:
-                self._steps.pop(at, None)
-            del kept[25:-50:2]

@@ -1,8 +1,8 @@
-"""Findings of a run: what is wrong with it, with figures, what shows it, and one thing to change.
+"""Findings of a run: what is wrong with it, with figures, completions that show it, and one setting to change.
 
-Each is a pure function of the rows of metrics.jsonl and the configuration, so that `tinyrl doctor RUN` says of files
-what a run says of itself as warnings. Windows: the first tenth of the steps (5 to 25 of them) against the last quarter
-(10 to 50). Thresholds are where runs that go well never are, by some margin.
+TABLE has a line for each: name, condition, sentence, change. `find` evaluates it on figures of metrics.jsonl, for
+`tinyrl doctor RUN` and for the warnings of a run that is training. Windows: the first tenth of the steps (5 to 25)
+against the last quarter (10 to 50). Thresholds are where runs that go well never are, by some margin.
 """
 
 from __future__ import annotations
@@ -10,416 +10,294 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from string import Formatter
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 from tinyrl.runs.records import Points, Run, known, number
 from tinyrl.text import one_line
 
 FEWEST_STEPS = 12  # of training, before windows are compared
-MOST_GAP = 0.05  # mean difference of log-probabilities; bfloat16 with other kernels comes to some 0.01
-MOST_KL = 10.0  # nats per response, and half a nat per token
-LEAST_LIKELY = -3.0  # mean log-probability of the policy's tokens under a teacher: 5 %
-MOST_NONFINITE = 2  # optimizer steps that were skipped lately; three in a row stop a run
-CRITIC_STEPS = 60  # after which a critic should explain something; a third of that where it is worse than none
 NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept"}
 Row = dict[str, Any]
+Figures = SimpleNamespace
 
 
 @dataclass(frozen=True)
 class Finding:
     """name: what it is called; what: a sentence with figures; change: one thing to change; figures: by name.
 
-    kind and rank say which lines of samples.jsonl show it: of the last step with lines of that kind, those that rank
-    highest.
+    kind (None: any) and rank say which lines of samples.jsonl show it: of the last step with lines of that kind, those
+    that rank highest.
     """
 
     name: str
     what: str
     change: str
     figures: dict[str, float]
-    kind: Literal["train", "eval"] = "train"
+    kind: Literal["train", "eval"] | None = "train"
     rank: Callable[[Row], float] = field(default=lambda row: 0.0, repr=False, compare=False)
 
 
-# ---- windows ----
+# ---- figures ----
 
 
-def _mean(points: Points) -> float:
+def mean(points: Points) -> float:
     return fmean(value for _, value in points) if points else math.nan
 
 
-def early(points: Points) -> float:
-    """The mean of the first tenth of the points, 5 to 25 of them; NaN where there are none."""
-    return _mean(points[: min(25, max(5, len(points) // 10))])
+def early(points: Points, start: int = 0) -> float:
+    """Return the mean of a tenth of the points, 5 to 25 of them, from `start` on; NaN where there are none."""
+    return mean(points[start : start + min(25, max(5, len(points) // 10))])
 
 
 def halfway(points: Points) -> float:
-    """The mean of the points before the middle, as many as `early` takes."""
-    return early(points[max(0, len(points) // 2 - min(25, max(5, len(points) // 10))) :])
+    return early(points, max(0, len(points) // 2 - min(25, max(5, len(points) // 10))))
 
 
-def recent_points(points: Points) -> Points:
-    """The last quarter of the points, 10 to 50 of them."""
+def last_quarter(points: Points) -> Points:
+    """Return the last quarter of the points, 10 to 50 of them."""
     return points[-min(50, max(10, len(points) // 4)) :]
 
 
 def recent(points: Points) -> float:
-    """The mean of the last quarter of the points; NaN where there are none."""
-    return _mean(recent_points(points))
+    return mean(last_quarter(points))
 
 
-def noise(points: Points) -> float:
-    """The standard error of `recent`, from how far neighbouring points differ."""
-    last = recent_points(points)
-    steps = [(b - a) ** 2 for (_, a), (_, b) in pairwise(last)]
-    return math.sqrt(fmean(steps) / 2 / len(last)) if steps else math.inf
+def standard_error(points: Points) -> float:
+    """Return the standard error of `recent`, from how far neighbouring points differ."""
+    last = last_quarter(points)
+    squares = [(b - a) ** 2 for (_, a), (_, b) in pairwise(last)]
+    return math.sqrt(fmean(squares) / 2 / len(last)) if squares else math.inf
 
 
-def has_steps(run: Run) -> bool:
-    """Whether a run has trained for long enough that windows of it can be compared."""
-    return len(run.finite("reward/mean")) >= FEWEST_STEPS
+def figures(run: Run) -> Figures:
+    """Compute what TABLE needs. NaN, for which no condition holds, where the run has no such metric or setting."""
+    points, setting = run.finite, lambda name: number(run.setting(name))
+    means, std, lengths = points("reward/mean"), points("reward/std"), points("completion/mean_length")
+    f = Figures(steps=len(means), section=run.setting("method") or "grpo", agent=run.setting("environment.agent"))
 
+    # A reward between 0 and 1 is solved at 0.9; on another scale the top is a deviation above the start.
+    f.reward, f.reward_std, f.largest_std = recent(means), recent(std), max((value for _, value in std), default=0.0)
+    of_unit_scale = all(0 <= value <= 1 for _, value in means) and early(std) <= 0.6
+    f.solved = of_unit_scale and f.reward >= 0.9
+    f.near_top = f.solved or (not of_unit_scale and f.reward > early(means) + early(std))
+    f.zero_spread_groups = recent(points("reward/zero_spread_groups"))
 
-def of_unit_scale(run: Run) -> bool:
-    """Whether the reward looks like one between 0 and 1."""
-    means = run.finite("reward/mean")
-    return all(0 <= value <= 1 for _, value in means) and early(run.finite("reward/std")) <= 0.6
+    f.truncated, f.max_new_tokens = recent(points("completion/truncated")), setting("generation.max_new_tokens")
+    f.doubled = 2 * f.max_new_tokens
+    f.length_start, f.length = early(lengths), recent(lengths)
+    f.growth = f.length / max(halfway(lengths), 1e-9) - 1
+    f.reward_gain, f.little_gain = f.reward - halfway(means), 0.1 * early(std)
 
+    shares = []  # of the completions of a step; their number follows from their tokens
+    for step, line in run.steps.items():
+        count = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
+        if (dropped := number(line.get("reward/dropped"))) >= 0:
+            shares.append((step, min(1.0, dropped / count) if count >= 1 else 0.0))
+    f.dropped = recent(shares)
 
-def solved(run: Run) -> bool:
-    """Whether a reward between 0 and 1 is 0.9 or more."""
-    return of_unit_scale(run) and recent(run.finite("reward/mean")) >= 0.9
+    before = "" if points("environment/turns") else "eval/"  # before training: held-out episodes
+    f.turns, f.max_turns = recent(points(f"{before}environment/turns")), setting("environment.max_turns")
+    f.turns_cut = recent(points(f"{before or 'completion/'}truncated"))
 
+    f.entropy_start, f.entropy = early(points("policy/entropy")[:5]), recent(points("policy/entropy"))
+    kl = points("objective/kl") or points("eval/kl")
+    f.kl = recent(kl) if len(kl) > 10 else kl[-1][1] if kl else math.nan
+    f.kl_per_token = f.kl / max(f.length, 1e-9)
+    f.kl_coef = 2 * known(run.setting(f"{f.section}.kl_coef"), 0.0) or 0.02
+    f.sampling_gap = recent(points("policy/sampling_gap"))
+    f.capped_weights = known(recent(points("policy/capped_weights")), 0.0)
 
-def near_top(run: Run) -> bool:
-    """Whether the reward is about as high as it can be: solved, or on another scale a deviation above the start."""
-    points, spread = run.finite("reward/mean"), early(run.finite("reward/std"))
-    return solved(run) or (not of_unit_scale(run) and recent(points) > early(points) + spread)
+    explained = points("value/explained_variance")
+    f.explained_variance, f.critic_steps = recent(explained), len(explained)
+    f.critic_rate, f.lower_rate = 3 * setting("optim.critic_learning_rate"), setting("optim.learning_rate") / 3
+    teacher = points("teacher/logprob")
+    f.teacher_logprob = recent(teacher) if len(teacher) >= FEWEST_STEPS else math.nan
+    f.teacher_probability = math.exp(f.teacher_logprob)
 
+    # The step that a run stopped in has no line; the batches that were kept show how often it skipped.
+    skipped = [(0, 0.0), *points("optim/skipped_steps")]
+    (f.since, first), (_, now) = skipped[-len(last_quarter(skipped[1:])) - 1], skipped[-1]
+    f.skipped_steps = max(now - first, sum(step >= f.since for step in run.nonfinite))
 
-# ---- sampling and rewards ----
-
-
-def zero_spread(run: Run) -> Finding | None:
-    share, reward = recent(run.finite("reward/zero_spread_groups")), recent(run.finite("reward/mean"))
-    if not share >= 0.75 or near_top(run):
-        return None
-    hard = of_unit_scale(run) and reward < 0.2
-    easier = "Take easier prompts, or a reward that is given in steps."
-    return Finding(
-        "zero-spread groups",
-        f"{share:.0%} of the groups have the same reward for all their completions, which teaches nothing; the mean "
-        f"reward is {reward:.3g}.",
-        easier if hard else "Replace such groups by fresh prompts: grpo.refill_rounds=2.",
-        {"zero_spread_groups": share, "reward": reward},
-        rank=lambda row: -abs(known(row.get("advantage"), 1.0)),
-    )
-
-
-def ceiling(run: Run) -> Finding | None:
-    """The reward has been as high as it goes for a quarter of the run, so there is nothing left to learn."""
-    shares, std = run.finite("reward/zero_spread_groups"), run.finite("reward/std")
-    reward, spread, share = recent(run.finite("reward/mean")), recent(std), recent(shares)
-    if shares:
-        reached = share >= 0.9 and near_top(run)
-    else:
-        most = max((value for _, value in std), default=0.0)
-        reached = (solved(run) and reward >= 0.98) or (near_top(run) and spread <= 0.1 * most)
-    if not reached:
-        return None
-    same = f" and {share:.0%} of the groups have no spread" if shares else ""
-    return Finding(
-        "reward at its ceiling",
-        f"The reward is {reward:.3g} with a spread of {spread:.2g}{same}: there is hardly anything left to learn here.",
-        "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
-        {"reward": reward, "reward_std": spread},
-        rank=lambda row: known(row.get("reward"), -math.inf),
-    )
-
-
-def truncation(run: Run) -> Finding | None:
-    share, limit = recent(run.finite("completion/truncated")), number(run.setting("generation.max_new_tokens"))
-    if not share >= 0.2:
-        return None
-    at = f" at {limit:.0f} tokens (generation.max_new_tokens)" if math.isfinite(limit) else ""
-    instead = f"generation.max_new_tokens={2 * limit:.0f}" if math.isfinite(limit) else "generation.max_new_tokens"
-    never_ends = "See whether the end-of-text token is one that this model writes: tinyrl doctor MODEL."
-    return Finding(
-        "truncation",
-        f"{share:.0%} of the completions are cut off{at} before they end, and are scored as they stand.",
-        f"Raise the limit: {instead}." if share < 0.98 else never_ends,
-        {"truncated": share},
-        rank=lambda row: float(row.get("finish_reason") == "length"),
-    )
-
-
-def length_creep(run: Run) -> Finding | None:
-    """Completions grow while the reward does not: in the second half by 30 % or more, in all by half or more."""
-    lengths, rewards = run.finite("completion/mean_length"), run.finite("reward/mean")
-    start, middle, end = early(lengths), halfway(lengths), recent(lengths)
-    gain = recent(rewards) - halfway(rewards)
-    if not (end >= 1.5 * start and end >= 1.3 * middle and gain < 0.1 * early(run.finite("reward/std"))):
-        return None
-    return Finding(
-        "length creep",
-        f"Completions have grown from {start:.0f} to {end:.0f} tokens, {end / middle - 1:.0%} of it since halfway, "
-        f"while the reward changed by {gain:+.2g} since then.",
-        "Charge for length: a reward function of len(completion_ids), with a small negative weight.",
-        {"length_start": start, "length": end, "reward_gain": gain},
-        rank=lambda row: len(str(row.get("completion", ""))),
-    )
-
-
-def dropped_rewards(run: Run) -> Finding | None:
-    shares = [(step, _dropped(line)) for step, line in run.steps.items() if number(line.get("reward/dropped")) >= 0]
-    share = recent(shares)
-    if not share >= 0.25:
-        return None
-    return Finding(
-        "rewards dropped",
-        f"{share:.0%} of the completions have no reward: its functions failed, or said that they do not apply.",
-        "See failed_rewards.jsonl, which has the reasons; without a line there every function gave None.",
-        {"dropped": share},
-        rank=lambda row: float(math.isnan(number(row.get("reward")))),
-    )
-
-
-def _dropped(line: Row) -> float:
-    """The share of a step's completions without a reward; how many there are follows from their tokens."""
-    dropped = number(line["reward/dropped"])
-    rows = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
-    if rows >= 1:
-        return min(1.0, dropped / rows)
-    functions = any(key.startswith("reward/") for key in line.keys() - NOT_FUNCTIONS)
-    return float(dropped > 0 and not functions)
-
-
-def hardly_asked(run: Run) -> Finding | None:
-    """Fewer than one episode in five has a second turn, where more are allowed; before training by held-out ones."""
-    before = "" if run.finite("environment/turns") else "eval/"
-    turns = recent(run.finite(f"{before}environment/turns"))
-    cut = recent(run.finite(f"{before or 'completion/'}truncated"))
-    most = known(run.setting("environment.max_turns"), 0.0)
-    if not (turns <= 1.2 and most >= 2) or run.setting("environment.agent"):
-        return None
-    endless = cut >= 0.5
-    why = f"{cut:.0%} are cut at generation.max_new_tokens before their turn ends" if endless else "most answer at once"
-    return Finding(
-        "environment hardly asked",
-        f"An episode has {turns:.3g} of {most:.0f} turns: {why}, so the environment says next to nothing.",
-        "Let turns end: a string that closes a question in generation.stop, or `tinyrl train sft` on episodes first."
-        if endless
-        else "Show how to ask, in task.system_prompt or by `tinyrl train sft` on episodes first; where one turn is "
-        "all, environment.max_turns=1.",
-        {"turns": turns, "max_turns": most},
-        kind="eval" if before else "train",
-        rank=lambda row: float(row.get("finish_reason") == "length"),
-    )
-
-
-def reward_conflict(run: Run) -> Finding | None:
-    """One reward function rises while another falls: by a tenth of its size at least, and beyond the noise."""
-    moves: dict[str, float] = {}
-    keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
-    for key in sorted(key for key in keys - NOT_FUNCTIONS):
-        points, name = run.finite(key), key.removeprefix("reward/")
-        if len(points) >= FEWEST_STEPS:
-            size = max(abs(value) for _, value in points)
-            change = (recent(points) - early(points)) * _sign(run, name)
-            if abs(change) > max(0.1 * size, 4 * noise(points)):
-                moves[name] = change
-    if not moves or max(moves.values()) <= 0 or min(moves.values()) >= 0:
-        return None
-    up, down = max(moves, key=lambda name: moves[name]), min(moves, key=lambda name: moves[name])
-    a, b = run.finite(f"reward/{up}"), run.finite(f"reward/{down}")
-    rising, falling = one_line(up, 40), one_line(down, 40)
-
-    def gap(row: Row) -> float:
-        rewards = row.get("rewards")
-        return known(rewards.get(up), 0.0) - known(rewards.get(down), 0.0) if isinstance(rewards, dict) else 0.0
-
-    return Finding(
-        "one reward up, another down",
-        f"{rising} went from {early(a):.3g} to {recent(a):.3g} while {falling} went from {early(b):.3g} to "
-        f"{recent(b):.3g}: the policy may be gaming the first.",
-        f"Give {falling} a larger weight in reward.functions.",
-        {f"{up}_change": moves[up], f"{down}_change": moves[down]},
-        rank=gap,
-    )
-
-
-def _sign(run: Run, name: str) -> float:
-    """-1 for a function whose weight is negative: its fall is what is rewarded."""
-    functions = run.setting("reward.functions")
-    for function in functions if isinstance(functions, list) else []:
-        if isinstance(function, dict) and str(function.get("use", "")).rpartition(":")[2] == name:
-            return -1.0 if number(function.get("weight")) < 0 else 1.0
-    return 1.0
-
-
-# ---- policy and critic ----
-
-
-def entropy_collapse(run: Run) -> Finding | None:
-    """The entropy is below a tenth of what it was, and the prompts are not solved: nothing new is tried."""
-    points = run.finite("policy/entropy")
-    start, end = early(points[:5]), recent(points)
-    if not end < 0.1 * start or solved(run):
-        return None
-    reward, section = recent(run.finite("reward/mean")), run.setting("method") or "grpo"
-    return Finding(
-        "entropy collapse",
-        f"The entropy has fallen from {start:.3g} to {end:.2g} nats a token, with the reward at {reward:.3g}: samples "
-        "hardly differ, so nothing better can be found.",
-        f"Keep some of it, from an earlier checkpoint on: {section}.entropy_coef=0.01.",
-        {"entropy_start": start, "entropy": end},
-        rank=lambda row: -abs(known(row.get("advantage"), 1.0)),
-    )
-
-
-def kl_blow_up(run: Run) -> Finding | None:
-    points = run.finite("objective/kl") or run.finite("eval/kl")
-    lengths = run.finite("completion/mean_length")
-    if not points or not lengths:
-        return None
-    kl, a_token = recent(points) if len(points) > 10 else points[-1][1], recent(lengths)
-    if not (kl >= MOST_KL and kl >= 0.5 * a_token):
-        return None
-    section = run.setting("method") or "grpo"
-    coef = known(run.setting(f"{section}.kl_coef"), 0.0)
-    return Finding(
-        "KL blow-up",
-        f"The KL to the reference is {kl:.3g} nats a response ({kl / a_token:.2g} a token): the text is no longer "
-        "that of the model it started from.",
-        f"Hold it closer: {section}.kl_coef={2 * coef if coef > 0 else 0.02:.3g}.",
-        {"kl": kl, "kl_per_token": kl / a_token},
-        kind="eval",
-    )
-
-
-def held_out_falls(run: Run) -> Finding | None:
-    """Held-out reward is below its best, by more than its interval says is chance, while training's went on rising; for
-    methods with a loss: the loss falls on the rows trained on and has risen on the others.
-    """
-    return _falls(run, "reward/mean", "eval/reward_mean", sign=1.0) or _falls(run, "loss", "eval/loss", sign=-1.0)
-
-
-def _falls(run: Run, trained: str, held: str, *, sign: float) -> Finding | None:
-    train, held_out = run.finite(trained), run.finite(held)
-    if len(held_out) < 3 or len(train) < FEWEST_STEPS:
-        return None
-    at, best = max(held_out, key=lambda point: (sign * point[1], point[0]))
-    last, end = held_out[-1]
-    around, since = _mean(sorted(train, key=lambda point: abs(point[0] - at))[:5]), recent(train)
-    interval = run.interval("eval/reward_ci", last)
-    margin = (interval[1] - interval[0]) / 2 if sign > 0 and interval else 0.05 * abs(best)
-    scale = max(abs(around), known(early(run.finite("reward/std")), 0.0) if sign > 0 else 0.0)
-    if not (sign * (best - end) > margin and sign * (since - around) > 0.05 * scale):
-        return None
-    return Finding(
-        "train up, held-out down" if sign > 0 else "overfitting",
-        f"The held-out {'reward' if sign > 0 else 'loss'} was {best:.3g} at step {at} and is {end:.3g} at step {last}, "
-        f"while training's went from {around:.3g} to {since:.3g}.",
-        f"Take a checkpoint of about step {at}; tinyrl show RUN lists those that were kept.",
-        {"best_step": float(at), "best": best, "last": end, "train_then": around, "train": since},
-        kind="eval",
-        rank=lambda row: -known(row.get("reward"), 0.0),
-    )
-
-
-def idle_critic(run: Run) -> Finding | None:
-    """The critic explains none of the returns after 60 steps, or is much worse than no critic after 20."""
-    points = run.finite("value/explained_variance")
-    explained = recent(points)
-    worse = explained < -0.2
-    if not (explained < 0.02 and len(points) >= CRITIC_STEPS // (3 if worse else 1)):
-        return None
-    rate = number(run.setting("optim.critic_learning_rate"))
-    faster = f"={3 * rate:.2g}" if math.isfinite(rate) else ""
-    return Finding(
-        "critic explains nothing",
-        f"The critic explains {explained:.0%} of the variance of the returns after {len(points)} steps, so advantages "
-        "are little else than the rewards' noise.",
-        "Let it learn first: critic.warmup=10."  # values of one that has never seen a return are noise
-        if worse
-        else f"Let it learn faster: optim.critic_learning_rate{faster}.",
-        {"explained_variance": explained},
-        rank=lambda row: abs(known(row.get("advantage"), 0.0)),
-    )
-
-
-def mismatch(run: Run) -> Finding | None:
-    """Sampling and training give a token other probabilities, or many weights that correct for it are capped."""
-    gap, capped = recent(run.finite("policy/sampling_gap")), recent(run.finite("policy/capped_weights"))
-    if not (gap > MOST_GAP or capped > 0.05):
-        return None
-    share = f"; {capped:.0%} of the weights that correct it are at their cap" if capped > 0 else ""
-    return Finding(
-        "mismatch",
-        f"Log-probabilities of sampling and of training differ by {gap:.2g} a token{share}: the policy that learns is "
-        "not the one that wrote.",
-        "Sample with the modules that train: generation.engine=hf.",
-        {"sampling_gap": gap, "capped_weights": capped},
-    )
-
-
-def nonfinite_steps(run: Run) -> Finding | None:
-    """Optimizer steps were lately skipped. The step that a run stopped in has no line: its kept batches tell of it."""
-    points = [(0, 0.0), *run.finite("optim/skipped_steps")]
-    (since, before), (_, now) = points[-len(recent_points(points[1:])) - 1], points[-1]
-    skipped = max(now - before, sum(step >= since for step in run.nonfinite))
-    if not skipped > MOST_NONFINITE:
-        return None
-    rate = number(run.setting("optim.learning_rate"))
-    lower = f"optim.learning_rate={rate / 3:.2g}" if math.isfinite(rate) else "a lower optim.learning_rate"
-    return Finding(
-        "non-finite steps",
-        f"{skipped:.0f} optimizer steps after step {since} had a loss or a gradient that is not finite and changed no "
-        "weight; the batches are in nonfinite/.",
-        f"Take {'model.dtype=float32' if run.setting('model.dtype') == 'float16' else lower}.",
-        {"skipped_steps": skipped},
-    )
-
-
-def loss_is_none(run: Run) -> Finding | None:
-    """A loss of training or of held-out rows was no finite number in the last ten lines that have it."""
-    values: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     for line in [*run.steps.values()][-500:]:
         for key in (key for key in line if key.endswith("loss")):
-            values.setdefault(key, []).append(number(line[key]))
-    bad = sorted(key for key, found in values.items() if all(map(math.isnan, found[-10:])))
-    if not bad:
-        return None
-    lines = len(values[bad[0]])
-    return Finding(
-        "loss is no number",
-        f"{', '.join(one_line(key, 40) for key in bad)}: not a finite number in any of the last {min(10, lines)} "
-        "lines, so nothing is learnt from it, or it cannot be told whether.",
-        "Look for what overflows: model.dtype=float32, and `tinyrl doctor MODEL`.",
-        {"lines": float(lines)},
-        kind="eval" if bad[0].startswith("eval/") else "train",
-    )
+            losses.setdefault(key, []).append(number(line[key]))
+    f.losses = ", ".join(one_line(key, 40) for key in sorted(losses) if all(map(math.isnan, losses[key][-10:])))
+
+    compare_held_out(run, f)
+    compare_functions(run, f)
+    return f
 
 
-def far_from_teacher(run: Run) -> Finding | None:
-    """The teacher finds the policy's own tokens unlikely, so it says of texts that it would never write."""
-    said = recent(run.finite("teacher/logprob"))
-    if not (said < LEAST_LIKELY and len(run.finite("teacher/logprob")) >= FEWEST_STEPS):
-        return None
-    return Finding(
-        "far from the teacher",
-        f"The teacher gives the policy's tokens a probability of {math.exp(said):.1%} (geometric mean): it is asked "
-        "about texts that it would never write, where it knows little.",
-        "Begin nearer to it: answers of the teacher's first (distill.on_policy=0.5, or `tinyrl train sft` on them).",
-        {"teacher_logprob": said},
-    )
+def compare_held_out(run: Run, f: Figures) -> None:
+    """Set fell: the held-out metric that is worse than its best, by more than its interval says is chance, while the
+    same one of training has gone on improving since; "" where there is none.
+    """
+    f.fell = ""
+    kinds = (("loss", "loss", "eval/loss", -1), ("reward", "reward/mean", "eval/reward_mean", 1))
+    for fell, trained, held, sign in kinds:
+        train, held_out = run.finite(trained), run.finite(held)
+        if len(held_out) < 3 or len(train) < FEWEST_STEPS:
+            continue
+        at, best = max(held_out, key=lambda point: (sign * point[1], point[0]))
+        last_step, last = held_out[-1]
+        then, now = mean(sorted(train, key=lambda point: abs(point[0] - at))[:5]), recent(train)
+        interval = run.interval("eval/reward_ci", last_step) if sign > 0 else None
+        margin = (interval[1] - interval[0]) / 2 if interval else 0.05 * abs(best)
+        scale = max(abs(then), known(early(run.finite("reward/std")), 0.0) if sign > 0 else 0.0)
+        if sign * (best - last) > margin and sign * (now - then) > 0.05 * scale:
+            f.fell, f.best_step, f.best, f.last_step, f.last = fell, at, best, last_step, last
+            f.train_then, f.train = then, now
 
 
-# Most telling first. Those AT_ONCE compare no windows of the reward.
-CHECKS = (
-    nonfinite_steps, dropped_rewards, hardly_asked, zero_spread, ceiling, loss_is_none, held_out_falls, reward_conflict,
-    far_from_teacher, kl_blow_up, entropy_collapse, length_creep, truncation, idle_critic, mismatch,
+def compare_functions(run: Run, f: Figures) -> None:
+    """Set up and down: the reward functions that rose and fell most, by a tenth of their size and beyond the noise; of
+    one with a negative weight the fall is what is rewarded. "" where they do not part.
+    """
+    functions = run.setting("reward.functions")
+    functions = [each for each in functions if isinstance(each, dict)] if isinstance(functions, list) else []
+    punished = {str(each.get("use")).rpartition(":")[2] for each in functions if number(each.get("weight")) < 0}
+    moves: dict[str, float] = {}
+    keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
+    for key in sorted(keys - NOT_FUNCTIONS):
+        points, name = run.finite(key), key.removeprefix("reward/")
+        change = recent(points) - early(points)
+        enough = max(0.1 * max((abs(value) for _, value in points), default=0.0), 4 * standard_error(points))
+        if len(points) >= FEWEST_STEPS and abs(change) > enough:
+            moves[name] = -change if name in punished else change
+    f.up = f.down = ""
+    if moves and min(moves.values()) < 0 < max(moves.values()):
+        f.up, f.down = max(moves, key=lambda name: moves[name]), min(moves, key=lambda name: moves[name])
+        f.up_name, f.down_name = one_line(f.up, 40), one_line(f.down, 40)
+        up, down = run.finite(f"reward/{f.up}"), run.finite(f"reward/{f.down}")
+        f.up_from, f.up_to, f.down_from, f.down_to = early(up), recent(up), early(down), recent(down)
+
+
+# ---- which completions show a finding: those with the highest of these numbers ----
+
+
+def alike(f: Figures, row: Row) -> float:
+    return -abs(known(row.get("advantage"), 1.0))
+
+
+def cut(f: Figures, row: Row) -> float:
+    return float(row.get("finish_reason") == "length")
+
+
+def parting(f: Figures, row: Row) -> float:
+    rewards = row.get("rewards")
+    return known(rewards.get(f.up), 0.0) - known(rewards.get(f.down), 0.0) if isinstance(rewards, dict) else 0.0
+
+
+# ---- the table ----
+
+
+class Rule(NamedTuple):
+    """A line of TABLE. `what` and `change` are formatted with the figures; `shows` ranks lines of samples.jsonl."""
+
+    name: str
+    when: Callable[[Figures], bool]
+    what: str
+    change: str
+    shows: Callable[[Figures, Row], float] = lambda f, row: 0.0
+    kind: Literal["train", "eval"] | None = "train"
+    at_once: bool = False  # compares no windows of the reward, so that it holds after any step
+
+
+def _at_ceiling(f: Figures) -> bool:
+    if not math.isnan(f.zero_spread_groups):
+        return f.zero_spread_groups >= 0.9 and f.near_top
+    return (f.solved and f.reward >= 0.98) or (f.near_top and f.reward_std <= 0.1 * f.largest_std)
+
+
+FELL = (
+    "The held-out {fell} was {best:.3g} at step {best_step} and is {last:.3g} at step {last_step}, while that of "
+    "training went from {train_then:.3g} to {train:.3g}."
+)
+EARLIER = "Take a checkpoint of about step {best_step}; tinyrl show RUN lists those that were kept."
+
+TABLE = (  # most telling first
+    Rule("non-finite steps", lambda f: f.skipped_steps > 2,  # three in a row stop a run
+        "{skipped_steps:.0f} optimizer steps after step {since} had a loss or a gradient that is not finite and "
+        "changed no weight; the batches are in nonfinite/.",
+        "Take a lower optim.learning_rate, such as {lower_rate:.2g}, and no model.dtype=float16.", at_once=True),
+    Rule("rewards dropped", lambda f: f.dropped >= 0.25,
+        "{dropped:.0%} of the completions have no reward: its functions failed, or returned None.",
+        "See failed_rewards.jsonl, which has the reasons; without a line there every function returned None.",
+        lambda f, row: float(math.isnan(number(row.get("reward")))), at_once=True),
+    Rule("environment hardly asked", lambda f: f.turns <= 1.2 and f.max_turns >= 2 and not f.agent,
+        "An episode has {turns:.3g} of {max_turns:.0f} turns, and {turns_cut:.0%} are cut at "
+        "generation.max_new_tokens.",
+        "Show how to ask (task.system_prompt, or `tinyrl train sft` on episodes first). Where turns are cut, let them "
+        "end: a string that closes a question in generation.stop.", cut, kind=None, at_once=True),
+    Rule("zero-spread groups", lambda f: f.zero_spread_groups >= 0.75 and not f.near_top,
+        "{zero_spread_groups:.0%} of the groups have the same reward for all their completions, which teaches nothing; "
+        "the mean reward is {reward:.3g}.",
+        "Replace such groups by fresh prompts: grpo.refill_rounds=2. Where the reward is near its lowest: easier "
+        "prompts, or a reward that is given in steps.", alike),
+    Rule("reward at its ceiling", _at_ceiling,
+        "The reward is {reward:.3g} with a spread of {reward_std:.2g}: there is hardly anything left to learn here.",
+        "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
+        lambda f, row: known(row.get("reward"), -math.inf)),
+    Rule("loss is no number", lambda f: bool(f.losses),
+        "{losses}: not a finite number in any of the last ten lines, so nothing is learnt from it.",
+        "Look for what overflows: model.dtype=float32, and `tinyrl doctor MODEL`.", kind=None, at_once=True),
+    Rule("train up, held-out down", lambda f: f.fell == "reward", FELL, EARLIER,
+        lambda f, row: -known(row.get("reward"), 0.0), kind="eval", at_once=True),
+    Rule("overfitting", lambda f: f.fell == "loss", FELL, EARLIER, kind="eval", at_once=True),
+    Rule("one reward up, another down", lambda f: bool(f.up),
+        "{up_name} went from {up_from:.3g} to {up_to:.3g} while {down_name} went from {down_from:.3g} to "
+        "{down_to:.3g}: the policy may be gaming the first.",
+        "Give {down_name} a larger weight in reward.functions.", parting),
+    Rule("far from the teacher", lambda f: f.teacher_logprob < -3,  # 5 %
+        "The teacher gives the policy's tokens a probability of {teacher_probability:.1%} (geometric mean): it scores "
+        "texts that it would never write, where it knows little.",
+        "Begin nearer to it: answers of the teacher's first (distill.on_policy=0.5, or `tinyrl train sft` on them)."),
+    Rule("KL blow-up", lambda f: f.kl >= 10 and f.kl_per_token >= 0.5,
+        "The KL to the reference is {kl:.3g} nats a response ({kl_per_token:.2g} a token): the text is no longer that "
+        "of the model it started from.", "Hold it closer: {section}.kl_coef={kl_coef:.3g}.", kind="eval"),
+    Rule("entropy collapse", lambda f: f.entropy < 0.1 * f.entropy_start and not f.solved,
+        "The entropy has fallen from {entropy_start:.3g} to {entropy:.2g} nats a token, with the reward at "
+        "{reward:.3g}: samples hardly differ, so nothing better can be found.",
+        "Keep some of it, from an earlier checkpoint on: {section}.entropy_coef=0.01.", alike),
+    Rule("length creep",
+        lambda f: f.length >= 1.5 * f.length_start and f.growth >= 0.3 and f.reward_gain < f.little_gain,
+        "Completions have grown from {length_start:.0f} to {length:.0f} tokens, by {growth:.0%} since halfway, while "
+        "the reward changed by {reward_gain:+.2g} since then.",
+        "Charge for length: a reward function of len(completion_ids), with a small negative weight.",
+        lambda f, row: len(str(row.get("completion", "")))),
+    Rule("truncation", lambda f: f.truncated >= 0.2,
+        "{truncated:.0%} of the completions are cut off at {max_new_tokens:.0f} tokens (generation.max_new_tokens) "
+        "before they end, and are scored as they stand.",
+        "Raise the limit: generation.max_new_tokens={doubled:.0f}. Where nearly all are cut, see whether this model "
+        "writes its end-of-text token: tinyrl doctor MODEL.", cut),
+    Rule("critic explains nothing",
+        lambda f: f.explained_variance < (0.02 if f.critic_steps >= 60 else -0.2) and f.critic_steps >= 20,
+        "The critic explains {explained_variance:.0%} of the variance of the returns after {critic_steps} steps, so "
+        "advantages are little else than the rewards' noise.",
+        "Let it learn first (critic.warmup=10) or faster (optim.critic_learning_rate={critic_rate:.2g}).",
+        lambda f, row: abs(known(row.get("advantage"), 0.0))),
+    Rule("mismatch", lambda f: f.sampling_gap > 0.05 or f.capped_weights > 0.05,  # in bfloat16 the gap is some 0.01
+        "Log-probabilities of sampling and of training differ by {sampling_gap:.2g} a token, and {capped_weights:.0%} "
+        "of the weights that correct it are at their cap: the policy that learns is not the one that wrote.",
+        "Sample with the modules that train: generation.engine=hf."),
 )  # fmt: skip
-AT_ONCE = (nonfinite_steps, dropped_rewards, hardly_asked, loss_is_none, held_out_falls)
+
+
+def find(run: Run) -> list[Finding]:
+    """Return what is wrong with a run, as far as its metrics show; [] for one that goes well, or is too short."""
+    f, found = figures(run), list[Finding]()
+    for rule in TABLE:
+        if not (rule.at_once or f.steps >= FEWEST_STEPS) or not rule.when(f):
+            continue
+        named = [name for _, name, _, _ in Formatter().parse(rule.what) if name]
+        numbers = {name: float(value) for name in named if isinstance(value := getattr(f, name), int | float)}
+        what, change = rule.what.format_map(vars(f)), rule.change.format_map(vars(f))
+        found.append(Finding(rule.name, what, change, numbers, rule.kind, partial(rule.shows, f)))
+    return found

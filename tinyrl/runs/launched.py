@@ -7,11 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SHARDED = {
-    "FSDP": "ACCELERATE_USE_FSDP",
-    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
-    "Megatron": "ACCELERATE_USE_MEGATRON_LM",
-}
 
 
 @dataclass
@@ -33,25 +28,27 @@ class Launched:
 
 
 def launched() -> Launched:
-    """The processes of this launch; one where nothing launched several. Raises ValueError for half of the variables,
-    and where the launcher is told to shard a model.
+    """Return the processes of this launch; one where nothing launched several. Raises ValueError for half of the
+    variables, and where the launcher would shard the model.
     """
-    world_size = _number("WORLD_SIZE", 1)
-    if world_size <= 1:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = {name: int(text) for name in names if (text := os.environ.get(name, "")).isdigit()}
+    count = numbers.get("WORLD_SIZE", 1)
+    if count <= 1:
         return Launched()
-    if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
+    command = f"--num_processes {count} -m tinyrl ...`"
+    if "RANK" not in numbers or "LOCAL_RANK" not in numbers:
         raise ValueError(
-            f"WORLD_SIZE={world_size} is set, but not RANK and LOCAL_RANK: start the processes with `accelerate launch "
-            f"--num_processes {world_size} -m tinyrl ...`, or unset WORLD_SIZE for a single one"
+            f"WORLD_SIZE={count} is set, but RANK and LOCAL_RANK are no numbers: start the processes with `accelerate "
+            f"launch {command}, or unset WORLD_SIZE for a single one"
         )
-    for name, variable in SHARDED.items():
-        if os.environ.get(variable, "false").lower() in ("true", "1"):
+    for name, variable in (("FSDP", "FSDP"), ("DeepSpeed", "DEEPSPEED"), ("Megatron", "MEGATRON_LM")):
+        if os.environ.get(f"ACCELERATE_USE_{variable}", "false").lower() in ("true", "1"):
             raise ValueError(
-                f"accelerate's configuration asks for {name}, and here every process holds the whole model: "
-                f"`accelerate launch --multi_gpu --num_processes {world_size} -m tinyrl ...`"
+                f"accelerate's configuration asks for {name}, and every process here holds the model: `accelerate "
+                f"launch --multi_gpu {command}"
             )
-    rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
-    return Launched(rank, world_size, local_rank, _number("LOCAL_WORLD_SIZE", 1))
+    return Launched(numbers["RANK"], count, numbers["LOCAL_RANK"], numbers.get("LOCAL_WORLD_SIZE", 1))
 
 
 def launched_rank() -> int:
@@ -79,10 +76,3 @@ class Voice:
 
 
 VOICE = Voice()
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if text and not text.isdigit():
-        raise ValueError(f"{name}={text!r} in the environment is no number")
-    return int(text or default)

@@ -1,6 +1,6 @@
 """The table of metrics: what each means, when it is healthy, and where it is shown.
 
-docs/glossary.md has every key of metrics.jsonl with its formula.
+docs/runs.md has every key of metrics.jsonl with its formula.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Metric:
         """Its key in training and held out; "" where there is none."""
         return ("", self.key) if self.key.startswith("eval/") else (self.key, self.held)
 
+
+BEST = "eval/reward_mean"  # its highest value marks the best checkpoint
 
 TABLE = (
     Metric("reward/mean", "The mean score.",
@@ -87,9 +89,6 @@ TABLE = (
     Metric("completion/truncated", "Completions cut at generation.max_new_tokens.",
         "below 5 %; what is cut is scored unfinished.", held="eval/truncated", title="Cut at the length limit",
         unit="share of completions", share=True, from_zero=True, skip_zero=True, label="Cut at the limit"),
-    Metric("completion/thinking_tokens", "Tokens until thinking ends.", "below generation.max_thinking_tokens."),
-    Metric("completion/thinking_closed", "Responses whose thinking was closed for them.",
-        "falls; else allow more thinking, or make it pay to think less."),
     Metric("environment/turns", "How often the policy speaks in an episode.", "as many as the task needs.",
         held="eval/environment/turns", title="Turns", unit="the policy's in an episode", from_zero=True, greedy=True,
         label="Turns"),
@@ -136,7 +135,6 @@ TABLE = (
     Metric("tokens_per_second", column="tokens/s"),
     Metric("time", "", "the same from step to step; sampling and update take most of it."),
 )  # fmt: skip
-METRICS = {metric.key: metric for metric in TABLE}
 
 
 def meaning_of(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The reader of run folders: metrics, held-out samples and tokens of a run that goes on, was killed, or lacks files.
+"""The reader of run folders: records and metrics of a run that is going on, was killed, or lacks files.
 
 A record is JSON, a line a step or a completion. A last line without its line break is being written, so it is left out
 when it does not parse; any other line that does not parse is counted and reported, and so are lines with LOST, which
@@ -6,33 +6,28 @@ take the place of lines that a resume did not find any more. Numbers that are nu
 a chart, never a zero.
 """
 
-import functools
+from __future__ import annotations
+
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinyrl.text import Excerpt, did_you_mean, excerpt, one_line
+from tinyrl.text import Excerpt, excerpt, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 Item = TypeVar("Item")
 
 LARGEST = 1e100
 LOST = "lost_bytes"
-MOST_OF_A_MARK = 1 << 20  # bytes
-MOST_BYTES = 2_000_000  # of config.yaml and env.json
-
-# Of samples and tokens, what a page shows. A record may hold thousands of steps: of those between the first and the
-# last, some are kept, with the first prompts.
-PROMPT_CHARACTERS = 500
+PROMPT_CHARACTERS = 500  # of samples and tokens, what a page shows
 CHARACTERS = {"policy": 900, "environment": 500}
-MOST_MESSAGES = 16  # of an episode, an even number
-MOST_STEPS = 64
-MOST_PROMPTS = 16  # at a step that is neither the first nor the last
+MOST_MESSAGES = 16  # of an episode
 MOST_COMPLETIONS = 8  # token by token
-MOST_TOKENS = 400  # of a completion; of longer ones, the start and the end
+MOST_TOKENS = 400  # of a completion
 NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")
 
 
@@ -40,27 +35,27 @@ NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
-    is_number = type(value) is float or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    """Return a JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST else math.nan
 
 
 def known(value: Any, otherwise: float) -> float:
-    """A JSON value as a number; `otherwise` where it is none."""
+    """Return a JSON value as a number; `otherwise` where it is none."""
     found = number(value)
     return otherwise if math.isnan(found) else found
 
 
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The lines of a record that hold a step; none where there is no such file. Others are left out and, but for a
-    cut-off last one, noted at the end, as is what was lost.
+    """Yield the lines of a record that hold a step; none where there is no such file. Others are left out and, but for
+    a cut-off last one, noted at the end, as is what was lost.
     """
     if not path.is_file():
         return
-    broken, lost, mark = 0, dict[int, int](), LOST.encode()
+    broken, lost = 0, dict[int, int]()
     with path.open("rb") as file:
         for line in file:
-            if (containing not in line and mark not in line[:64]) or not line.strip():
+            if (containing not in line and LOST.encode() not in line[:64]) or not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8", "replace"))
@@ -80,18 +75,16 @@ def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iter
         notes.append(f"{path.name}: {size:,} bytes of up to step {step} were lost before a resume: a gap.")
 
 
-def lost_lines(step: int, size: int) -> Iterator[bytes]:
-    """Lines of `size` bytes together that say that as many, of up to `step`, are lost. Being as long as what they stand
-    for, they leave the lengths true that checkpoints have of a record.
+def lost_line(step: int, size: int) -> bytes:
+    """Return a line of `size` bytes that marks as many, of up to `step`, as lost. Being as long as they were, it leaves
+    the lengths true that older checkpoints have of the record.
     """
-    while size:
-        now = size if size < 2 * MOST_OF_A_MARK else MOST_OF_A_MARK
-        line = json.dumps({"step": step, LOST: now}).encode()
-        yield (line if len(line) < now else b"").ljust(now - 1) + b"\n"
-        size -= now
+    mark = json.dumps({"step": step, LOST: size}).encode()
+    return (mark if len(mark) < size else b"").ljust(size - 1) + b"\n"
 
 
 def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+    """Read metrics.jsonl: step to metrics, by step."""
     steps: dict[int, dict[str, Any]] = {}
     for row in json_lines(path, notes):
         steps.setdefault(row["step"], {}).update(row)
@@ -101,14 +94,14 @@ def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 def samples_of(
     path: Path, notes: list[str], *, kind: str | None = None, step: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The lines of samples.jsonl of a step and a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
+    """Yield lines of samples.jsonl of a step and a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
     rows = json_lines(path, notes, containing=f'"{kind}"'.encode() if kind else b"")
     return (row for row in rows if kind in (None, row.get("kind")) and step in (None, row["step"]))
 
 
 def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a line of samples.jsonl holds after the prompt, by turns: "policy" or "environment", and the text. Without
-    an environment that is the completion.
+    """Return the turns after the prompt in a line of samples.jsonl: "policy" or "environment", and the text. Without an
+    environment that is the completion.
     """
     episode = row.get("episode")
     if not isinstance(episode, list):
@@ -118,19 +111,19 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def evenly(items: list[Item], most: int) -> list[Item]:
-    """At most so many of them: the first, the last, and evenly between; none where two are too many."""
+    """Return at most so many: the first, the last, and evenly between; none where two are too many."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
 def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
-    """At most so many, an even number, from both ends, and how many are left out."""
+    """Return at most so many, an even number, from both ends, and how many are left out."""
     omitted = max(0, len(items) - most)
     return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
 
 
-# ---- held-out samples ----
+# ---- held-out samples, and single tokens ----
 
 
 @dataclass(frozen=True)
@@ -166,56 +159,37 @@ class HeldOut:
 
 
 def read_held_out(path: Path, notes: list[str]) -> HeldOut:
-    """The samples of kind "eval" in a samples.jsonl."""
+    """Read the samples of kind "eval" of a samples.jsonl."""
     by_step: dict[int, dict[int, Sample]] = {}
-    last: list[Sample] = []
+    last = list[Sample]()
     for row in samples_of(path, notes, kind="eval"):
-        step, index = row["step"], row.get("prompt_index")
-        if not isinstance(index, int):
+        if not isinstance(index := row.get("prompt_index"), int):
             continue
-        if step not in by_step:
-            by_step[step] = {}
-            last = [] if step == max(by_step) else last
-            _thin(by_step)
-        sample = _sample(row, index)
-        if step == max(by_step):
+        turns = messages_of(row)
+        messages, omitted = _without_middle(turns, MOST_MESSAGES)
+        sample = Sample(
+            prompt_index=index,
+            sample=which if isinstance(which := row.get("sample"), int) else 0,
+            prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
+            messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in messages),
+            omitted=omitted,
+            reward=number(row.get("reward")),
+            finish_reason=str(row.get("finish_reason", "")),
+            length=sum(len(text) for who, text in turns if who == "policy"),
+        )
+        if row["step"] > max(by_step, default=-1):
+            last = []
+        firsts = by_step.setdefault(row["step"], {})
+        if row["step"] == max(by_step):
             last.append(sample)
-        kept = by_step.setdefault(step, {}).get(index)
-        if kept is None or sample.sample < kept.sample:
-            by_step[step][index] = sample
+        if index not in firsts or sample.sample < firsts[index].sample:
+            firsts[index] = sample
     return HeldOut(dict(sorted(by_step.items())), tuple(last))
 
 
-def _thin(by_step: dict[int, dict[int, Sample]]) -> None:
-    """Drop prompts of the steps in the middle, and every second of these steps where they are too many."""
-    between = sorted(by_step)[1:-1]
-    for step in between:
-        by_step[step] = dict(sorted(by_step[step].items())[:MOST_PROMPTS])
-    for step in between[::2] if len(between) > 2 * MOST_STEPS else ():
-        del by_step[step]
-
-
-def _sample(row: dict[str, Any], index: int) -> Sample:
-    said = messages_of(row)
-    shown, omitted = _without_middle(said, MOST_MESSAGES)
-    return Sample(
-        prompt_index=index,
-        sample=which if isinstance(which := row.get("sample"), int) else 0,
-        prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
-        messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in shown),
-        omitted=omitted,
-        reward=number(row.get("reward")),
-        finish_reason=str(row.get("finish_reason", "")),
-        length=sum(len(text) for who, text in said if who == "policy"),
-    )
-
-
-# ---- token by token ----
-
-
 def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The completions of the last step in tokens.jsonl that has any, at most MOST_COMPLETIONS; of each token `piece`,
-    whether the policy has `chosen` it, and the NUMBERS that are known. `omitted` tokens are left out in the middle.
+    """Read the completions of the last step in tokens.jsonl, at most MOST_COMPLETIONS; of each token `piece`, whether
+    the policy has `chosen` it, and the NUMBERS that are known. `omitted` tokens are left out in the middle.
     """
     step, kept = -1, list[dict[str, Any]]()
     for row in json_lines(path, notes):
@@ -257,30 +231,20 @@ class Run:
         return max(self.steps)
 
     def metric_names(self) -> list[str]:
-        """Every metric that has at least one finite number, sorted."""
-        return self._names
-
-    @functools.cached_property
-    def _names(self) -> list[str]:
+        """Return every metric that has at least one finite number, sorted."""
         return sorted(filter(self.points, set[str]().union(*self.steps.values())))
 
     def points(self, key: str) -> Points:
-        """The metric by step, NaN where its line says null; empty when it never has a finite number."""
-        if key not in self._points:  # a run is asked for most metrics several times
-            found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
-            self._points[key] = found if any(math.isfinite(value) for _, value in found) else []
-        return self._points[key]
+        """Return the metric by step, NaN where its line has null; empty when it never has a finite number."""
+        found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
+        return found if any(math.isfinite(value) for _, value in found) else []
 
     def finite(self, key: str) -> Points:
-        """The metric by step, finite values only."""
+        """Return the metric by step, finite values only."""
         return [point for point in self.points(key) if math.isfinite(point[1])]
 
-    @functools.cached_property
-    def _points(self) -> dict[str, Points]:
-        return {}
-
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
-        """A metric that is [low, high], at one step."""
+        """Return a metric that is [low, high], at one step."""
         pair = self.steps.get(step, {}).get(key)
         if not isinstance(pair, list) or len(pair) != 2:
             return None
@@ -288,7 +252,7 @@ class Run:
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:
-        """config.yaml's value at `section.key`; None where there is none."""
+        """Return the value of config.yaml at `section.key`; None where there is none."""
         value: Any = self.config
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -296,64 +260,32 @@ class Run:
 
 
 def read_run(run_dir: Path) -> Run:
-    """Read a run folder. ValueError, with what to do instead, when it is not one or has no metrics yet."""
-    from tinyrl.config.schema import without_secrets
+    """Read a run folder. Raises ValueError when it is not one or has no metrics yet."""
     from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
+    from tinyrl.runs.run_dir import nearest_run
 
-    metrics = run_dir / "metrics.jsonl"
+    metrics, notes = run_dir / "metrics.jsonl", list[str]()
     if not metrics.is_file():
-        raise ValueError(_not_a_run(run_dir))
-    notes: list[str] = []
+        raise ValueError(f"{run_dir} is not a run: it has no metrics.jsonl.{nearest_run(run_dir)}")
     steps = read_steps(metrics, notes)
     if not steps:
-        raise ValueError(f"{metrics} holds no complete line yet. A report needs at least one step; try again after it.")
-    held_out = read_held_out(run_dir / "samples.jsonl", notes)
-    folders = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
+        raise ValueError(f"{metrics} holds no complete line yet; try again after the first step")
+    found: dict[str, Any] = {}
+    for name, parse in (("config.yaml", lambda text: parse_plain(text, str)[0]), ("env.json", json.loads)):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                values = parse((run_dir / name).read_bytes().decode("utf-8", "replace"))
+                found[name] = values if isinstance(values, dict) else {}
+            except (ValueError, RecursionError):
+                notes.append(f"{name} could not be read and is left out.")
     kept = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
-    nonfinite = tuple(sorted(int(step) for step in kept if step.isdecimal()))
-    config = _mapping(run_dir / "config.yaml", lambda text: parse_plain(text, str)[0], "settings", notes)
-    env = _mapping(run_dir / "env.json", json.loads, "versions", notes)
-    notes += _gaps(steps)
-    return Run(run_dir, steps, without_secrets(config), env, held_out, tuple(folders), nonfinite, tuple(notes))
-
-
-def _not_a_run(run_dir: Path) -> str:
-    if runs := sorted(run_dir.glob("*/metrics.jsonl")):
-        return f"{run_dir} is a folder of runs: name one of them, such as {runs[-1].parent}."
-    if run_dir.is_dir():
-        return f"{run_dir} has no metrics.jsonl, so there is nothing to report. A run's folder is runs/<name>."
-    if run_dir.exists():
-        return f"{run_dir} is a file. `tinyrl report` wants a run's folder, such as runs/<name>."
-    siblings = [path.parent.name for path in run_dir.parent.glob("*/metrics.jsonl")]
-    hint = did_you_mean(run_dir.name, siblings) or " A run's folder is runs/<name>."
-    return f"There is no run at {run_dir}.{hint}"
-
-
-def _mapping(path: Path, parse: Callable[[str], Any], what: str, notes: list[str]) -> dict[str, Any]:
-    """A mapping from a file; empty where there is none, or something else."""
-    try:
-        with path.open("rb") as file:
-            loaded = parse(file.read(MOST_BYTES).decode("utf-8", "replace"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError):
-        notes.append(f"{path.name} could not be read: {what} are missing from this report.")
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _gaps(steps: dict[int, dict[str, Any]]) -> list[str]:
-    """Metrics that are a number at some steps and null at others, so that a gap in a chart is not overlooked."""
-    gaps: dict[str, list[int]] = {}
-    measured: set[str] = set()
-    for step, line in steps.items():
-        for key, value in line.items():
-            if math.isfinite(number(value)):
-                measured.add(key)
-            elif not isinstance(value, list):
-                gaps.setdefault(key, []).append(step)
-    notes = []
-    for key in sorted(measured & gaps.keys())[:6]:
-        some = ", ".join(str(step) for step in gaps[key][:5]) + (", …" if len(gaps[key]) > 5 else "")
-        notes.append(f"{one_line(key, 60)} is not a finite number at step {some}: a gap in its chart.")
-    return notes
+    return Run(
+        run_dir,
+        steps,
+        found.get("config.yaml", {}),
+        found.get("env.json", {}),
+        read_held_out(run_dir / "samples.jsonl", notes),
+        tuple(sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())),
+        tuple(sorted(int(step) for step in kept if step.isdecimal())),
+        tuple(notes),
+    )

@@ -20,7 +20,7 @@ def seed_generators(seed: int) -> None:
 
 
 def torch_rng() -> dict[str, Tensor]:
-    """The states of torch's generators, which dropout draws from."""
+    """Return the states of torch's generators, which dropout draws from."""
     on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"torch": torch.get_rng_state(), **on_gpu}
 
@@ -32,13 +32,13 @@ def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
 
 
 def python_rng() -> list[Any]:
-    """The state of `random`, as JSON."""
+    """Return the state of `random`, as JSON."""
     kind, numbers, gauss = random.getstate()
     return [kind, list(numbers), gauss]
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """The states of NumPy's and torch's generators. MT19937's is 624 words, a position and a cached Gaussian."""
+    """Return the states of NumPy's and torch's generators. MT19937's is 624 words, a position and a cached Gaussian."""
     _, words, *rest = np.random.get_state()
     return torch_rng() | {
         "numpy_words": torch.from_numpy(np.asarray(words).astype(np.int64)),
@@ -47,7 +47,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: dict[str, Tensor], python_state: list[Any]) -> None:
-    """Put back what `rng_tensors` and `python_rng` gave."""
+    """Restore what `rng_tensors` and `python_rng` gave."""
     kind, numbers, gauss = python_state
     random.setstate((kind, tuple(numbers), gauss))
     restore_torch_rng(tensors)

@@ -2,14 +2,12 @@
 
 metrics.jsonl is the record of a run; samples.jsonl has texts, tokens.jsonl some of them token by token, prompts.jsonl
 which training prompts were tried and solved, failed_rewards.jsonl completions without a reward, reward_output.log what
-reward functions printed. One process at a time trains in a run: it holds an flock on .lock.
+reward functions printed. One process at a time trains in a run: it holds the lock .lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
@@ -23,94 +21,56 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import json_lines, lost_lines
-from tinyrl.text import HIDDEN, SECRET, did_you_mean, one_line, redact
+from tinyrl.runs.records import json_lines, lost_line
+from tinyrl.text import did_you_mean, one_line, redact
 
-BLOCK = 1 << 16  # bytes read at a time, from the end of a record
-_WRITING = ".writing"  # ends the name of a file that is not whole yet
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LOCK = ".lock"
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without them
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log, of which the later half is kept when there is more
-RESUMED = "--- resumed ---\n"
-CUT = "--- the beginning was left out ---\n"
+RESUMED = b"--- resumed ---\n"
+CUT = b"--- the beginning was left out ---\n"
 
 
 class RunLock:
-    """The lock of one run folder, which the system releases when the process ends: a kill, a crash or a power cut
-    leaves a file behind and no lock. To take it twice is to take it once; `with` takes and releases it.
+    """The lock of a run folder, released by the system when the process ends. Taking it twice is taking it once.
 
     `wanted`: False for a process beside the one that holds it; nothing is taken then.
     """
 
     def __init__(self, folder: Path, *, wanted: bool = True) -> None:
         self.folder, self.wanted = folder, wanted
-        self._file: BinaryIO | None = None
+        self._lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
 
-    def __enter__(self) -> RunLock:
-        self.take()
+    def take(self) -> RunLock:
+        """Raise ValueError, with the process that holds it, when another does; OSError where no file can be made."""
+        if self.wanted and not self._lock.is_locked:
+            file = self.folder / LOCK
+            try:
+                self._lock.acquire()
+            except Timeout:
+                holder = one_line(file.read_text("utf-8", "replace"), 200) or "another process"
+                raise ValueError(
+                    f"run {self.folder} is in use: {holder} trains in it. Stop it first, or wait for its end"
+                ) from None
+            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                file.write_text(
+                    f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+                )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def release(self, *_: object) -> None:
+        self._lock.release(force=True)
 
-    def take(self) -> None:
-        """Raise ValueError, with who holds it, when another process does; OSError where the folder takes no file."""
-        while self.wanted and self._file is None:
-            file = open(self.folder / LOCK, "r+b", buffering=0, opener=_open_own)  # noqa: SIM115  open while held
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with file:
-                    holder = _holder(file)
-                raise ValueError(f"run {self.folder} is in use: {holder}. Stop it first, or wait for its end") from None
-            except OSError as error:
-                if error.errno not in WITHOUT_LOCKS:
-                    raise
-                unsure = "its file system has no locks; see that no other process trains in it"
-                print(f"warning: {self.folder}: {unsure}", file=sys.stderr)
-            if self._is(file):  # else its holder deleted it, or the folder, after it was opened here
-                us = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-                with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-                    os.ftruncate(file.fileno(), 0)
-                    os.pwrite(file.fileno(), json.dumps(us).encode(), 0)
-                self._file = file
-
-    def release(self) -> None:
-        """Let others train in the folder. The file is deleted while it is locked, so nobody can hold a deleted one."""
-        file, self._file = self._file, None
-        if file is not None:
-            with file, contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
-                if self._is(file):
-                    (self.folder / LOCK).unlink()
-
-    def _is(self, file: BinaryIO) -> bool:
-        try:
-            return os.path.samestat((self.folder / LOCK).stat(), os.fstat(file.fileno()))
-        except FileNotFoundError:
-            return False
-
-
-def _open_own(path: str, flags: int) -> int:
-    """Open for reading and writing, made where it is not there, and never what a link points to."""
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-
-
-def _holder(file: BinaryIO) -> str:
-    """Return who holds a lock, from what the holder wrote into it."""
-    try:
-        holder: dict[str, Any] = json.loads(os.pread(file.fileno(), 4096, 0))
-        pid, host, since = (one_line(str(holder[name]), 80) for name in ("pid", "host", "since"))
-    except (ValueError, KeyError, TypeError):
-        return "another process trains in it"
-    return f"process {pid} on {host} trains in it since {since}"
+    __enter__, __exit__ = take, release
 
 
 class RunDir:
@@ -121,20 +81,15 @@ class RunDir:
     """
 
     def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None, writes: bool = True) -> None:
-        self.path, self.writes = path, writes
+        self.path, self.name, self.writes = path, path.name, writes
         self.lock = RunLock(path, wanted=writes)
         self.checkpoints = path / "checkpoints"
-        self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
-        self.tokens, self.prompts = path / "tokens.jsonl", path / "prompts.jsonl"
-        self.failed_rewards = path / "failed_rewards.jsonl"
-        self._records = (self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards)
+        names = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
+        self._records = [path / f"{name}.jsonl" for name in names]
+        self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards = self._records
         self.warn = warn or (lambda text: print(text, file=sys.stderr))
-        self._unwritten: dict[Path, str] = {}
-        self._resumed = self._refused = False  # reward_output.log: gone on with; not writable, and said
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+        self._unwritten: dict[Path, bytes] = {}
+        self._resumed = self._refused = False  # reward_output.log: continued; cannot be written, and warned of
 
     def write_config(self, config: Config) -> None:
         """Write config.yaml, which everything about the run can be rebuilt from."""
@@ -146,7 +101,7 @@ class RunDir:
         return load_written_config(self.path / "config.yaml", overrides=overrides)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
-        """Write env.json, what `environment` gives."""
+        """Write env.json, the result of `environment`."""
         if self.writes:
             write_whole(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
 
@@ -158,7 +113,7 @@ class RunDir:
         step has on average, only every 2nd, 4th, 8th ... `turn` has lines, and 0. That follows from the step alone, so
         a run that is resumed keeps the same ones.
         """
-        every, size = 1, sum(len(_as_line(row)) for row in samples) if turn else 0
+        every, size = 1, len(_lines(samples)) if turn else 0
         while size > every * most_bytes:
             every *= 2
         if turn % every == 0:
@@ -166,15 +121,12 @@ class RunDir:
 
     def append_tokens(self, lines: Iterable[dict[str, Any]], *, most_bytes: float) -> None:
         """Add lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
-        size = _length(self.tokens) + len(self._unwritten.get(self.tokens, ""))
-        fitting = []
+        size = _length(self.tokens) + len(self._unwritten.get(self.tokens, b""))
         for line in lines:  # lazily: a full file costs one line
-            size += len(_as_line(line))
+            size += len(_lines([line]))
             if size > most_bytes:
-                break
-            fitting.append(line)
-        if fitting:
-            self._append(self.tokens, fitting)
+                return
+            self._append(self.tokens, [line])
 
     def append_prompts(self, step: int, prompts: list[list[Any]]) -> None:
         """Add the line of a step to prompts.jsonl: of each prompt its index, its key, how often tried and solved."""
@@ -184,62 +136,79 @@ class RunDir:
         self._append(self.failed_rewards, rows)
 
     def append_reward_output(self, text: str) -> None:
-        """Add whole lines to reward_output.log, whose end is kept where there is too much, for people. A resume goes on
-        after a line that says so: unlike the records it is not cut, for it may hold the reason of a crash.
+        """Add whole lines to reward_output.log, of which the end is kept. A resume adds a mark and does not cut it, as
+        it may hold the reason of a crash.
         """
-        file = self.path / "reward_output.log"
         try:
-            there = _length(file)
-            text = text if self._resumed or not there else RESUMED + text
-            self._resumed = True
-            with file.open("ab+") as out:
+            with (self.path / "reward_output.log").open("ab+") as out:
+                if out.tell() and not self._resumed:
+                    out.write(RESUMED)
+                self._resumed = True
                 out.write(text.encode("utf-8", errors="replace"))
                 if out.tell() > MOST_OUTPUT:
                     out.seek(-MOST_OUTPUT // 2, os.SEEK_END)
-                    write_whole(file, CUT + out.read().partition(b"\n")[2].decode("utf-8", "replace"))
+                    end = out.read().partition(b"\n")[2]
+                    out.truncate(0)
+                    out.write(CUT + end)
         except OSError as error:
             if not self._refused:
-                self.warn(f"warning: what the reward prints cannot be written to {file}: {error.strerror}")
+                self.warn(f"warning: output of the reward cannot be written to reward_output.log: {error.strerror}")
             self._refused = True
 
     def lengths(self) -> dict[str, int]:
         """Bytes of the records for a checkpoint, flushed first: a power cut takes what is not on the disk itself."""
-        there = [file for file in self._records if file.exists()]
-        for file in there:
-            with file.open("rb") as record:
-                os.fsync(record.fileno())
+        for file in self._records:
+            if file.exists():
+                with file.open("rb") as record:
+                    os.fsync(record.fileno())
         return {file.name: _length(file) for file in self._records}
 
     def cut(self, lengths: dict[str, int], *, step: int = 0) -> list[str]:
-        """Forget what was recorded after a checkpoint, so that curves hold no step twice, and half a line at the end,
-        which would spoil the next. Where the checkpoint counts more than is left, marks take the place of what is lost.
+        """Truncate the records to their lengths at the checkpoint of `step`, so that curves hold no step twice, and to
+        whole lines. Where the checkpoint counts more than is left, a mark as long as what is lost takes its place.
 
-        `step`: the checkpoint's. A sentence for each record that lost something, or has lines that cannot be read.
+        Return a warning for each record that lost lines, or has lines that cannot be read.
         """
         self._unwritten.clear()
         self._resumed = False
-        return [note for file in self._records if self.writes for note in _cut(file, lengths.get(file.name, 0), step)]
+        notes = list[str]()
+        for file in self._records if self.writes else ():
+            length = lengths.get(file.name, 0)
+            if not file.exists() and not length:
+                continue
+            file.touch()
+            kept = file.read_bytes().rfind(b"\n", 0, length) + 1
+            os.truncate(file, kept)
+            for _ in json_lines(file, notes):
+                pass
+            if length > kept:
+                notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
+                try:
+                    with file.open("ab") as record:
+                        record.write(lost_line(step, length - kept))
+                except OSError as error:
+                    os.truncate(file, kept)
+                    notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
+        return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
         if not self.writes:
             return
-        text = "".join(_as_line(row) for row in rows)
-        told = bool(self._unwritten)
-        text = self._unwritten.pop(file, "") + text
-        length = _length(file)
+        warned, length = bool(self._unwritten), _length(file)
+        lines = self._unwritten.pop(file, b"") + _lines(rows)
         try:
-            with file.open("a", encoding="utf-8") as out:
-                out.write(text)
+            with file.open("ab") as out:
+                out.write(lines)
         except OSError as error:
             with contextlib.suppress(OSError):  # half a line would make the next one unreadable too
                 os.truncate(file, length)
-            if not told:
+            if not warned:
                 self.warn(f"warning: cannot write to {file}: {error.strerror}; its lines are kept until that works")
-            self._unwritten[file] = text
+            self._unwritten[file] = lines
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null, at any depth."""
+    """Replace NaN and infinity, which JSON does not have, by None at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -247,48 +216,17 @@ def finite(value: Any) -> Any:
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _as_line(row: dict[str, Any]) -> str:
-    return json.dumps(finite(row), ensure_ascii=True) + "\n"
+def _lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(finite(row), ensure_ascii=True) + "\n" for row in rows).encode()
 
 
 def _length(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _cut(file: Path, length: int, step: int) -> list[str]:
-    """Leave the whole lines of the first `length` bytes of a record, and marks in the place of what is missing."""
-    if not (file.exists() or length):
-        return []
-    notes = list[str]()
-    file.touch()
-    kept = _whole_lines(file, min(length, _length(file)))
-    os.truncate(file, kept)
-    for _ in json_lines(file, notes):
-        pass
-    if length > kept:
-        notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
-        try:
-            with file.open("ab") as record:
-                record.writelines(lost_lines(step, length - kept))
-        except OSError as error:
-            os.truncate(file, kept)
-            notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
-    return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
-
-
-def _whole_lines(file: Path, length: int) -> int:
-    """Count the bytes of the lines that are whole within the first `length` bytes of a file."""
-    with file.open("rb") as record:
-        for end in range(length, 0, -BLOCK):
-            record.seek(start := max(0, end - BLOCK))
-            if (at := record.read(end - start).rfind(b"\n")) >= 0:
-                return start + at + 1
-    return 0
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_suffix(path.suffix + _WRITING)
+    temporary = path.with_name(f"{path.name}.writing")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -300,42 +238,24 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """Versions, machine, git revision, command (secrets taken out): what repeats a run."""
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "git": _git_revision(),
-        "command": redact_command(command),
-        **facts,
-    }
+    """Versions, machine, git revision, and the command with logins and queries of URLs masked: what repeats a run."""
+    git = ["git", "rev-parse", "HEAD"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        revision = None
+    command_line = shlex.join(map(redact, command))
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
+    return {"versions": versions(), **machine, "git": revision, "command": command_line, **facts}
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the installed packages that numbers depend on."""
+    """Versions of Python and of the installed packages that numbers depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-def redact_command(command: list[str]) -> str:
-    """A command line as it would be typed again, without its secrets (`--token abc` among them)."""
-    words = []
-    for before, word in zip(["", *command], command, strict=False):
-        named = before.startswith("-") and "=" not in before and SECRET.search(before)
-        name, equals, _ = word.partition("=")
-        words.append(HIDDEN if named else f"{name}={HIDDEN}" if equals and SECRET.search(name) else redact(word))
-    return shlex.join(words)
-
-
-def _git_revision() -> str | None:
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 # ---- which folder is a run ----
@@ -355,17 +275,18 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     folder = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")
-    path = root / name if name is not None else None
-    if path is None or not os.path.lexists(path):
+    if name is None or not os.path.lexists(path := root / name):
         return
-    half_made = {LOCK, f"config.yaml{_WRITING}"}  # all that a run has which was killed before it had a config.yaml
     is_folder = path.is_dir() and not path.is_symlink()
-    ours = is_folder and (_is_run(path) or {file.name for file in path.iterdir()} <= half_made)
+    is_run = is_folder and _is_run(path)
+    half_made = {LOCK, "config.yaml.writing"}  # all that a run has which was killed before it had a config.yaml
+    replaceable = is_run or (is_folder and {file.name for file in path.iterdir()} <= half_made)
     if not overwrite:
-        resume = f"Resume it with `tinyrl train --resume {path}`, choose" if _is_run(path) else "Choose"
-        replace = ", or use --overwrite" if ours else ""
-        raise ValueError(f"run folder {path} exists. {resume} another --name{replace}")
-    if not ours:
+        resume = f"Resume it with `tinyrl train --resume {path}`, choose" if is_run else "Choose"
+        raise ValueError(
+            f"run folder {path} exists. {resume} another --name{', or use --overwrite' if replaceable else ''}"
+        )
+    if not replaceable:
         raise ValueError(f"--overwrite: {path} is not a tinyrl run (no config.yaml of one), so it is left alone")
     if (path / LOCK).exists():
         with RunLock(path):  # raises where somebody trains in it
@@ -383,7 +304,7 @@ def _is_run(path: Path) -> bool:
 
 def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
     """Make runs/<name>, locked; without a name <method>-<task>-<n>, counting up. A folder that exists is refused
-    unless told to overwrite, and always while somebody trains in it. Raises ValueError when it cannot be made.
+    without `overwrite`, and always while somebody trains in it. Raises ValueError when it cannot be made.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
     root, stem = Path(output_dir), f"{config.method}-{Path(config.task.name or '').stem}-"
@@ -392,8 +313,12 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
         last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
         run = RunDir(root / (name or f"{stem}{last + 1}"))
         try:
-            if name is not None and run.path.exists():
-                _delete_run(run.path)
+            if name is not None and run.path.exists():  # renamed before it is deleted: a kill leaves no half of a run
+                going = run.path.with_name(f".overwritten-{name}")
+                shutil.rmtree(going, ignore_errors=True)
+                with RunLock(run.path):
+                    run.path.rename(going)
+                shutil.rmtree(going)
             run.path.mkdir(parents=True)
             run.lock.take()
             return run
@@ -401,16 +326,6 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
             if name is None and isinstance(error, FileExistsError):
                 continue  # another run took the number at this moment
             raise ValueError(f"cannot create run folder {run.path}: {error.strerror}") from error
-
-
-def _delete_run(path: Path) -> None:
-    """Delete a run that nobody trains in, from its name first: whoever waits for its lock then holds no half of it."""
-    going = path.with_name(f".overwritten-{path.name}")
-    if going.exists():  # of a command that was killed here
-        shutil.rmtree(going)
-    with RunLock(path):
-        path.rename(going)
-        shutil.rmtree(going)
 
 
 def run_of(path: Path) -> Path | None:
@@ -438,8 +353,11 @@ def meant_a_run(name: str) -> bool:
 
 
 def nearest_run(path: str | Path) -> str:
-    """The end of a sentence that names a run beside `path` which may have been meant; empty where none is near."""
-    return did_you_mean(str(path), [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")])
+    """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
+    there = [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")]
+    if not there and os.path.isfile(Path("runs") / path / "config.yaml"):
+        return f" Did you mean `{Path('runs') / path}`?"
+    return did_you_mean(str(path), there)
 
 
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
@@ -448,8 +366,6 @@ def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
     if not os.path.isfile(folder / "config.yaml"):
         parent = run_of(folder)
         meant = f" Its run is {parent}" if parent else nearest_run(folder)
-        if not meant and os.path.isfile(Path("runs") / folder / "config.yaml"):
-            meant = f" Did you mean `{Path('runs') / folder}`?"
         what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"
         raise ValueError(f"{folder} is not a run: it {what}.{meant}")
     return RunDir(folder, writes=writes)

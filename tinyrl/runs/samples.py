@@ -1,6 +1,4 @@
-"""Samples and training prompts of a run for a terminal: which are shown, and as text, by role and by what became of
-them (`tinyrl show RUN --samples` and `--prompts`).
-"""
+"""Samples and training prompts of a run for a terminal (`tinyrl show RUN --samples` and `--prompts`)."""
 
 from __future__ import annotations
 
@@ -13,156 +11,94 @@ from typing import Any, Literal
 from tinyrl.runs.records import evenly, json_lines, messages_of, number, samples_of
 from tinyrl.text import excerpt, listed, one_line, visible
 
-Kind = Literal["train", "eval", "eval-greedy"]
 Line = dict[str, Any]
-INDENT = "  "
 MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text; what is in the middle of a longer one is left out
+MOST_TRIES = 8  # shown of a prompt
+PROMPT_CHARACTERS = 60
 
-Standing = Literal["never", "always", "forgotten", "sometimes"]
-MEANING: dict[Standing, str] = {
+Outcome = Literal["never", "always", "forgotten", "sometimes"]
+MEANING: dict[Outcome, str] = {
     "never": "never solved: every completion was wrong",
     "forgotten": "forgotten: solved once, and not at the last try",
     "sometimes": "in between",
     "always": "always solved: every completion was right",
 }
-HARD: tuple[Standing, ...] = ("never", "forgotten")
-SOLVED = "right, or solved: a completion whose reward is task.solved_reward or more"
-MOST_TRIES = 8  # shown of a prompt
-PROMPT_CHARACTERS = 60
-
-
-# ---- which samples ----
+HARD: tuple[Outcome, ...] = ("never", "forgotten")
 
 
 def select_samples(
     path: Path,
     notes: list[str],
     *,
-    kind: Kind | None = None,
+    kind: Literal["train", "eval", "eval-greedy"] | None = None,
     step: int | None = None,
     num: int | None = None,
     prompt: int | None = None,
     worst: bool = False,
-    most_changed: bool = False,
     unsolved: float | None = None,
 ) -> list[Line]:
-    """The first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has such
-    lines) and a prompt (None: any). What cannot be read is left out, and said in `notes`.
+    """Return the first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has
+    such lines) and a prompt (None: any; without a step its first sample at each of `num` steps).
 
-    worst: those with the lowest rewards, what has none last; unsolved: those to prompts with no sample at that step of
-    so high a reward; most_changed: pairs (`_pairs`); of a prompt without a step: one at each of `num` steps. Raises
-    ValueError where there is none, with the steps that there are.
+    worst: those with the lowest rewards first; unsolved: those to prompts without a sample at that step of so high a
+    reward. Raises ValueError where there is none, with the steps that there are.
     """
     by_step: dict[int, list[Line]] = {}
     for row in samples_of(path, notes, kind=kind):
         if prompt in (None, row.get("prompt_index")):
             by_step.setdefault(row["step"], []).append(row)
-    if most_changed:
-        return _pairs(path, by_step, kinds=(kind,) if kind else ("eval-greedy", "eval"), step=step, num=num)
-    rows = by_step.get(max(by_step, default=0) if step is None else step, [])
-    if not rows:
-        which = f" of kind {kind}" if kind else ""
-        which += "" if prompt is None else f" of prompt {prompt}"
-        which += "" if step is None else f" at step {step}"
+    if not by_step or step not in (None, *by_step):
+        asked = {"of kind ": kind, "of prompt ": prompt, "at step ": step}
+        which = "".join(f" {name}{value}" for name, value in asked.items() if value is not None)
         there = f"there are some of step {listed(map(str, sorted(by_step)))}" if by_step else "there are none"
         raise ValueError(f"{path}: no samples{which}; {there}")
-    if prompt is not None and step is None:
-        return _over_time(by_step, num or len(by_step))
+    rows = by_step[max(by_step) if step is None else step]
+    if prompt is not None and step is None:  # held-out ones where there are any: training numbers prompts otherwise
+        kinds = [row.get("kind") for rows in by_step.values() for row in rows]
+        one = "eval" if "eval" in kinds else kinds[0]
+        firsts = [next((r for r in rows if r.get("kind") == one), None) for _, rows in sorted(by_step.items())]
+        rows = [row for row in firsts if row is not None]
+        return evenly(rows, num or len(rows)) or rows[-1:]
     if worst:
-        rows = sorted(rows, key=lambda row: (math.isnan(_reward(row)), _reward(row)))
+        rows = sorted(rows, key=lambda row: (math.isnan(reward := number(row.get("reward"))), reward))
     if unsolved is not None:
-        solved = {_of(row, "kind", "prompt_index") for row in rows if _reward(row) >= unsolved}
-        rows = [row for row in rows if _of(row, "kind", "prompt_index") not in solved]
+        solved = {_prompt(row) for row in rows if number(row.get("reward")) >= unsolved}
+        rows = [row for row in rows if _prompt(row) not in solved]
     return rows[:num]
 
 
-def _pairs(
-    path: Path, by_step: dict[int, list[Line]], *, kinds: tuple[Kind, ...], step: int | None, num: int | None
-) -> list[Line]:
-    """A sample of the first step that has any, behind it the same sample at `step` (None: the last): `num` pairs, those
-    first whose rewards differ most, and of these whose texts agree least from their start. Greedy held-out ones, which
-    chance has no part in, where there are any.
-    """
-    for kind in kinds:
-        of_kind = {
-            at: {_of(row, "prompt_index", "sample"): row for row in rows if row.get("kind") == kind}
-            for at, rows in sorted(by_step.items())
-        }
-        steps = [at for at, rows in of_kind.items() if rows]
-        last = (steps or [0])[-1] if step is None else step
-        if len(steps) > 1 and last in steps[1:]:
-            first, then = of_kind[steps[0]], of_kind[last]
-            same = [key for key in then if key in first]
-            same.sort(key=lambda key: _change(first[key], then[key]), reverse=True)
-            if same:
-                return [row for key in same[:num] for row in (first[key], then[key])]
-    raise ValueError(f"{path}: no two steps have a sample of the same prompt ({' or '.join(kinds)})")
-
-
-def _over_time(by_step: dict[int, list[Line]], num: int) -> list[Line]:
-    """The first sample at `num` steps, the first and the last among them, evenly apart: held-out ones where there are
-    any, else those of training, whose numbers of prompts are others.
-    """
-    kinds = [row.get("kind") for rows in by_step.values() for row in rows]
-    kind = "eval" if "eval" in kinds else kinds[0]
-    firsts = [next((row for row in rows if row.get("kind") == kind), None) for _, rows in sorted(by_step.items())]
-    rows = [row for row in firsts if row is not None]
-    return evenly(rows, num) or rows[-1:]
-
-
-def _change(before: Line, after: Line) -> tuple[float, float]:
-    difference = abs(_reward(after) - _reward(before))
-    ours, theirs = (str(row.get("completion", "")) for row in (before, after))
-    both = zip(ours, theirs, strict=False)
-    same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(ours), len(theirs)))
-    return 0.0 if math.isnan(difference) else difference, 1.0 - same / max(1, len(ours), len(theirs))
-
-
-def _reward(row: Line) -> float:
-    return number(row.get("reward"))
-
-
-def _of(row: Line, *keys: str) -> tuple[Any, ...]:
-    """Values of a line, None where they are no key of anything."""
-    return tuple(value if isinstance(value := row.get(key), int | str) else None for key in keys)
-
-
-# ---- samples as text ----
+def _prompt(row: Line) -> tuple[str, str]:
+    return str(row.get("kind")), str(row.get("prompt_index"))
 
 
 def render(rows: list[Line], *, grey: Callable[[str], str]) -> str:
     """Sample after sample: what is known of it, the prompt, and its turns; `grey` is for what the policy only read."""
-    return "\n\n".join(_sample(row, grey) for row in rows)
-
-
-def _sample(row: Line, grey: Callable[[str], str]) -> str:
-    parts = [_heading(row), "prompt", _indented(str(row.get("prompt", "")))]
-    for speaker, text in messages_of(row):
-        shown = _indented(text) if text else f"{INDENT}(nothing)"
-        parts += [speaker, shown] if speaker == "policy" else [grey(speaker), grey(shown)]
-    return "\n".join(parts)
-
-
-def _heading(row: Line) -> str:
-    place = f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}"
-    said = [f"step {row['step']}", str(row.get("kind", "")), place, f"reward {_value(row.get('reward'))}"]
-    each = row.get("rewards")
-    if isinstance(each, dict) and len(each) > 1:
-        said[-1] += f" ({', '.join(f'{name} {_value(score)}' for name, score in each.items())})"
-    if row.get("advantage") is not None:
-        said.append(f"advantage {_value(row['advantage'])}")
-    return visible(" | ".join([*said, f"ended: {row.get('finish_reason', '')}"])).replace("\n", " ")
+    blocks = []
+    for row in rows:
+        rewards = row.get("rewards")
+        each = rewards if isinstance(rewards, dict) and len(rewards) > 1 else {}
+        each = ", ".join(f"{name} {_value(score)}" for name, score in each.items())
+        facts = [
+            f"step {row['step']}",
+            str(row.get("kind", "")),
+            f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}",
+            f"reward {_value(row.get('reward'))}{f' ({each})' if each else ''}",
+            *([f"advantage {_value(row['advantage'])}"] if row.get("advantage") is not None else []),
+            f"ended: {row.get('finish_reason', '')}",
+        ]
+        parts = [visible(" | ".join(facts)).replace("\n", " ")]
+        for speaker, text in [("prompt", str(row.get("prompt", ""))), *messages_of(row)]:
+            cut = excerpt(text or "(nothing)", MOST_CHARACTERS, lines=MOST_LINES)
+            shown = [cut.head, f"[{cut.omitted:,} characters left out]", cut.tail] if cut.omitted else [cut.head]
+            lines = [speaker, "\n".join(f"  {line}" for line in visible("\n".join(shown)).split("\n"))]
+            parts += map(grey, lines) if speaker == "environment" else lines
+        blocks.append("\n".join(parts))
+    return "\n\n".join(blocks)
 
 
 def _value(value: Any) -> str:
     found = number(value)
     return "-" if math.isnan(found) else str(int(found)) if found == int(found) else f"{found:.4g}"
-
-
-def _indented(text: str) -> str:
-    cut = excerpt(text, MOST_CHARACTERS, lines=MOST_LINES)
-    parts = [cut.head, f"[{cut.omitted:,} characters left out]", cut.tail] if cut.omitted else [cut.head]
-    return "\n".join(INDENT + line for line in visible("\n".join(parts)).split("\n"))
 
 
 # ---- training prompts ----
@@ -183,24 +119,21 @@ class PromptRecord:
         return sum(tried for _, tried, _ in self.tries)
 
     @property
-    def solved(self) -> int:
-        return sum(solved for _, _, solved in self.tries)
-
-    @property
-    def standing(self) -> Standing:
-        if self.solved in (0, self.tried):
-            return "always" if self.solved else "never"
+    def outcome(self) -> Outcome:
+        solved = sum(solved for _, _, solved in self.tries)
+        if solved in (0, self.tried):
+            return "always" if solved else "never"
         return "sometimes" if self.tries[-1][2] else "forgotten"
 
 
 def read_prompt_stats(path: Path, notes: list[str]) -> list[PromptRecord]:
-    """The prompts of prompts.jsonl that had a completion with a reward, by number. What cannot be read is left out, and
-    said in `notes`. Raises ValueError where there is nothing.
+    """Read the prompts of prompts.jsonl that had a completion with a reward, by number. Entries that cannot be read are
+    counted in `notes`. Raises ValueError where there is none.
     """
     found: dict[str, PromptRecord] = {}
     odd = 0
     for line in json_lines(path, notes):
-        entries: Any = line.get("prompts")
+        entries = line.get("prompts")
         for entry in entries if isinstance(entries, list) else [entries]:
             four: list[Any] = entry if isinstance(entry, list) and len(entry) == 4 else [None] * 4
             index, key, tried, solved = four
@@ -212,34 +145,33 @@ def read_prompt_stats(path: Path, notes: list[str]) -> list[PromptRecord]:
                 record.index = index
                 record.tries.append((line["step"], tried, solved))
     if odd:
-        notes.append(f"{path.name}: {odd} entr{'ies' if odd > 1 else 'y'} could not be read and are left out.")
+        notes.append(f"{path.name}: {odd} entries could not be read and are left out.")
     if not found:
         raise ValueError(f"{path}: no prompt was tried yet; runs of grpo and ppo keep this record")
     return sorted(found.values(), key=lambda record: record.index)
 
 
 def hard_keys(prompt_stats: Iterable[PromptRecord]) -> set[str]:
-    return {record.key for record in prompt_stats if record.standing in HARD}
+    return {record.key for record in prompt_stats if record.outcome in HARD}
 
 
 def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
-    """The texts of training prompts, as far as samples.jsonl has them."""
-    texts: dict[int, str] = {}
-    for row in samples_of(path, [], kind="train"):
-        index = row.get("prompt_index")
-        if isinstance(index, int) and index in indices:
-            texts.setdefault(index, str(row.get("prompt", "")))
-    return texts
+    """Return the texts of training prompts, as far as samples.jsonl has them."""
+    rows = samples_of(path, [], kind="train")
+    return {i: str(row.get("prompt", "")) for row in rows if type(i := row.get("prompt_index")) is int and i in indices}
 
 
 def render_prompt_stats(prompt_stats: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:
-    """How many prompts stand how, and the `num` hard ones of each kind that were tried most, with their last tries."""
+    """Count the prompts by outcome; list the `num` hard ones of each kind that were tried most, with their tries."""
     steps = [step for record in prompt_stats for step, _, _ in record.tries]
-    lines = [f"training prompts tried: {len(prompt_stats):,}, in steps {min(steps):,} to {max(steps):,}", SOLVED]
-    standing = {kind: [record for record in prompt_stats if record.standing == kind] for kind in MEANING}
-    lines += [f"{len(standing[kind]):7,}  {meaning}" for kind, meaning in MEANING.items()]
+    of = {kind: [record for record in prompt_stats if record.outcome == kind] for kind in MEANING}
+    lines = [
+        f"training prompts tried: {len(prompt_stats):,}, in steps {min(steps):,} to {max(steps):,}",
+        "right, or solved: a completion whose reward is task.solved_reward or more",
+        *(f"{len(of[kind]):7,}  {meaning}" for kind, meaning in MEANING.items()),
+    ]
     for kind in HARD:
-        records = sorted(standing[kind], key=lambda record: (-record.tried, record.index))
+        records = sorted(of[kind], key=lambda record: (-record.tried, record.index))
         if records:
             more = f" ({num} of {len(records):,})" if len(records) > num else ""
             lines += ["", f"{MEANING[kind].partition(':')[0]}{more}"]

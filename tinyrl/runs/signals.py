@@ -16,16 +16,13 @@ from typing import TypeVar
 from tinyrl.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-LEFT_BY_CTRL_C = 130
-SHOW_CURSOR = b"\x1b[?25h\n"  # a live bar hides it
 LOOK_EVERY_S = 1.0
-STOPPING = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
 
 Item = TypeVar("Item")
 
 
 class StopFlag:
-    """Set by a signal while inside a `with`, which puts the old handlers back.
+    """Set by a signal while inside a `with`, which restores the old handlers.
 
     Signals belong to the process: long work anywhere checks the innermost flag by `check_stop`.
     `signals`: which of them; `leaves`: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
@@ -49,7 +46,7 @@ class StopFlag:
     def __exit__(self, *_: object) -> None:
         _flags.remove(self)
         for number, handler in self._before.items():
-            # None: a handler that was not set from Python and cannot be put back
+            # None: a handler that was not set from Python and cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
 
     def check(self) -> None:
@@ -58,15 +55,15 @@ class StopFlag:
             raise Interrupted(self.by)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        on_terminal = number == signal.SIGINT and os.isatty(2)
+        message = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
         if self.by is not None and number == signal.SIGINT:
             if not self.leaves:
                 raise KeyboardInterrupt
-            if on_terminal:
-                os.write(2, SHOW_CURSOR)
-            os._exit(LEFT_BY_CTRL_C)
-        if on_terminal:
-            os.write(2, STOPPING)
+            message = b"\x1b[?25h\n"  # show the cursor, which a live bar hides
+        if number == signal.SIGINT and os.isatty(2):
+            os.write(2, message)
+        if self.by is not None and number == signal.SIGINT:
+            os._exit(130)
         self.by = self.by or signal.Signals(number).name
 
 
@@ -86,7 +83,7 @@ def check_stop() -> None:
 
 
 def watched(items: Iterable[Item]) -> Iterator[Item]:
-    """The items, one by one; about once a second `check_stop` is called in between."""
+    """Yield the items, and call `check_stop` about once a second."""
     due = time.monotonic() + LOOK_EVERY_S
     for item in items:
         if time.monotonic() > due:
@@ -97,8 +94,8 @@ def watched(items: Iterable[Item]) -> Iterator[Item]:
 
 @contextmanager
 def stop_held(tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Inside, `check_stop` never raises: what has begun (a checkpoint, which may run a model) is finished. `tell` is
-    called once, with the signal's name, where it would have raised.
+    """Keep `check_stop` from raising inside: what has begun (a checkpoint, which may run a model) is finished. `tell`
+    is called once, with the signal's name, where it would have raised.
     """
     _holding.append(tell)
     try:

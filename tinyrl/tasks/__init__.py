@@ -21,7 +21,7 @@ from tinyrl.config.sections import TaskConfig
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.messages import CONVERSATIONS, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import hold_out, row_key, rows_needed
+from tinyrl.data.rows import SPLIT_SEED, hold_out, row_key, rows_needed
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import did_you_mean, first_line, listed
@@ -164,13 +164,13 @@ def read_splits(task: Task, where: TaskConfig, splits: Sequence[str], *, verifie
 
     if data is not None and eval_data is None and task.generate is None:
         rows = read(data, rows_needed(most, split=True))
-        train, held_out = hold_out(rows, prompt=task.prompt, seed=where.split_seed)
+        train, held_out = hold_out(rows, prompt=task.prompt, seed=SPLIT_SEED)
         return [(train if split == "train" else held_out)[:most] for split in splits]
     parts = []
     for split in splits:
         source = data if split == "train" else eval_data or data
         if task.generate is not None:
-            parts.append(task.generate(source, split, where.split_seed)[:most])
+            parts.append(task.generate(source, split, SPLIT_SEED)[:most])
         else:
             parts.append(task.rows(split)[:most] if source is None else read(source, most))
     return parts

@@ -3,7 +3,7 @@
     task.data=leg_counting                                          one family
     task.data='leg_counting,chain_sum?min_terms=2&max_terms=3'      several, with the settings that make them harder
 
-Problems are drawn by task.split_seed; a problem that is held out is not trained on. Verifiers run in a worker process.
+Problems are drawn by a fixed seed; a problem that is held out is not trained on. Verifiers run in a worker process.
 """
 
 from __future__ import annotations

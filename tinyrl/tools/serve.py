@@ -11,12 +11,11 @@ from pathlib import Path
 import uvicorn
 
 from tinyrl.evaluation.targets import Target
+from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
-from tinyrl.generation.engine import SampledRole, SamplingSettings
-from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.live import Draw, LiveSampler
-from tinyrl.generation.select import sampling_dtype, select_engine
+from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings
+from tinyrl.generation.live import LiveScheduler
+from tinyrl.generation.select import select_engine
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 
@@ -75,22 +74,22 @@ def served(
         parts.tokenizer,
         SamplingSettings(generation.temperature, generation.max_new_tokens, max_rows=max_rows),
         wanted="auto" if generation.engine == "server" else generation.engine,
-        dtype=sampling_dtype(generation, parts.roles),
+        dtype=parts.roles.dtype,
         longest=parts.positions,
     )
-    assert isinstance(engine, FusedEngine | HfEngine)
+    assert isinstance(engine, LocalEngine)
     print(f"engine {engine.name}: {why}", flush=True)
     name = Path(target.name).name if Path(target.name).is_dir() else target.name
     names: dict[str, SampledRole] = {name: "base" if target.checkpoint is None else "policy"}
     if target.checkpoint is not None and config.lora.enabled:
         names[BASE] = "base"
     parts.tokenizer.name_or_path = name  # errors of its template go to clients, whom the folder does not concern
-    sampler = LiveSampler(engine, max_rows=max_rows)
+    scheduler = LiveScheduler(engine, max_rows=max_rows)
     try:
         yield Endpoint(
-            sampler,
+            scheduler,
             names,
-            defaults=Draw(temperature=generation.temperature, top_p=generation.top_p, top_k=generation.top_k),
+            defaults=SamplingParams(generation.temperature, generation.top_p, generation.top_k),
             max_new_tokens=generation.max_new_tokens,
             positions=parts.positions,
             variables=config.task.chat_template,
@@ -98,7 +97,7 @@ def served(
             hosts=hosts,
         )
     finally:
-        sampler.close()
+        scheduler.close()
 
 
 def serve(target: Target, address: Address, *, options: Options, max_rows: int) -> None:

@@ -21,6 +21,8 @@ from tinyrl.data.rows import PASS_RATE, batch_indices, row_key
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.state import Controllers
 
+UNIFORM = 0.1  # share of a step's prompts that comes in epochs
+HALF_LIFE = 200.0  # steps after which what was seen counts half
 PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
 
@@ -91,7 +93,7 @@ class PassRates(Choice):
     """Prompts by the pass rate that they are believed to have. On record is of rows how many completions were right and
     wrong, and the step that was; older ones count for less, as the policy moves.
 
-    Of a step's prompts the share task.sampler_uniform comes from shuffled epochs, so that every prompt is tried again.
+    Of a step's prompts the share UNIFORM comes from shuffled epochs, so that every prompt is tried again.
     The others are drawn without replacement in proportion to the expectation of p (1 - p) under Beta(right + PRIOR,
     wrong + PRIOR), that is a b / (n (n + 1)) of its two numbers and their sum; one that was never seen in proportion to
     the mean of those that were.
@@ -107,7 +109,7 @@ class PassRates(Choice):
     def _known(self, key: str, step: int) -> tuple[float, float]:
         """What counts in a step of the completions of a row that were right and wrong."""
         right, wrong, when = self.record.get(key, (0.0, 0.0, 0))
-        still = 0.5 ** (max(0, step - when) / self.task.sampler_half_life)
+        still = 0.5 ** (max(0, step - when) / HALF_LIFE)
         return still * right, still * wrong
 
     def worth(self, step: int) -> np.ndarray:
@@ -124,7 +126,7 @@ class PassRates(Choice):
 
     def draw(self, step: int) -> list[int]:
         count, total = self.num_prompts, len(self.prompts)
-        uniform = count if total <= count else round(count * self.task.sampler_uniform)
+        uniform = count if total <= count else round(count * UNIFORM)
         places = batch_indices(self.seed, step, num_prompts=uniform, num_rows=total)
         key = hashlib.sha256(f"difficulty {self.seed} {step}".encode()).digest()
         # the largest of u^(1/w) are a draw without replacement by weights w (Efraimidis and Spirakis, 2006)

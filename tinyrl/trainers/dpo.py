@@ -29,7 +29,7 @@ from tinyrl.data.formats import EQUAL, Side, described, leave_out, preference, q
 from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.build import check_reference, reference_of
+from tinyrl.models.checks import check_reference, reference_of
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
 from tinyrl.models.tokens import readable

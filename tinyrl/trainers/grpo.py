@@ -82,7 +82,7 @@ def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tu
 
 def kl_in_score(config: GrpoConfig) -> bool:
     """Whether the KL of a response is compared with its group: as in RLOO, unlike REINFORCE++, whose KL is by token."""
-    return config.kl_placement == "reward" and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
+    return config.kl_in_reward and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
 
 
 def episode_advantages(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:
@@ -102,21 +102,21 @@ def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | Non
     """
     scores, mask, group_size = rollout.rewards, rollout.loss_mask, config.group_size
     if config.advantage in ("discounted-return", "baseline-return"):
-        kl_coef = config.kl_coef if config.kl_placement == "reward" else 0.0
+        kl_coef = config.kl_coef if config.kl_in_reward else 0.0
         if config.advantage == "baseline-return":  # REINFORCE++-baseline: against the group first
             scores = group_advantages(scores, group_size=group_size, scale="none")
             rewards = token_rewards(torch.nan_to_num(scores), rollout.kl(), mask, kl_coef=kl_coef)
         else:
             scores = torch.nan_to_num(rollout.outcome_rewards)
             rewards = rollout.with_turn_rewards(token_rewards(scores, rollout.kl(), mask, kl_coef=kl_coef))
-        return masked_whiten(discounted_returns(rewards, mask, gamma=config.gamma), mask)
+        return masked_whiten(discounted_returns(rewards, mask, gamma=1.0), mask)
     penalties = torch.zeros_like(scores)
     if kl_in_score(config):
         penalties = config.kl_coef * rollout.kl(rollout.scored_mask).sum(1)
         penalties = torch.where(scores.isnan(), torch.nan, penalties)
     if config.advantage == "leave-one-out":
         return rloo_advantages(scores - penalties, group_size=group_size)
-    if config.normalize_rewards == "each":
+    if config.preset == "gdpo":
         assert weights is not None, "several rewards are weighed after each is normalised"
         each = group_scores(rollout, config)
         return decoupled_advantages(each, weights=weights, group_size=group_size, scale=config.advantage_scale)
@@ -126,7 +126,7 @@ def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | Non
 
 def group_scores(rollout: Rollout, config: GrpoConfig) -> Tensor:
     """(B, 1) or (B, R) what the responses of a group are compared by: the sum of their rewards, or each; NaN: none."""
-    if config.normalize_rewards == "sum":
+    if config.preset != "gdpo":
         return rollout.rewards.unsqueeze(1)
     return torch.where(rollout.rewards.isnan().unsqueeze(1), torch.nan, rollout.scores)
 
@@ -136,7 +136,7 @@ def zero_spread(rollout: Rollout, config: GrpoConfig, weights: Tensor) -> Tensor
     `weights` (R,) is compared in nothing.
     """
     scores = group_scores(rollout, config)
-    if config.normalize_rewards == "each":
+    if config.preset == "gdpo":
         scores = scores[:, weights != 0]
     groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)

@@ -27,14 +27,12 @@ from tinyrl.rollout.collector import (
     written,
 )
 from tinyrl.rollout.components import Options, SamplingParts
-from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.choice import Tried, choice_of
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
-from tinyrl.training.optim import rate_factor
-from tinyrl.training.session import Session
+from tinyrl.training.session import SAMPLES_BYTES, Session
 from tinyrl.training.state import RunState
 from tinyrl.training.trainer import Trainer
 from tinyrl.training.update import Pass
@@ -43,12 +41,20 @@ Named = Literal["policy", "reference"]
 # Sampling log-probabilities this close to a training pass's are used as old_logprobs: through 30 layers of a real model
 # float32 rounds by up to 2e-5.
 EXACT_TO = 1e-4
+SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
 
 
 class OnPolicyTrainer(SamplingParts, Trainer):
     """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
 
     def __init__(self, config: Config, *, options: Options) -> None:
+        generation = config.generation
+        if generation.top_p < 1 or generation.top_k:
+            name = "top_k" if generation.top_k else "top_p"
+            raise ValueError(
+                f"generation.{name}={getattr(generation, name)} cuts the distribution that is sampled, not the "
+                "one that is scored: KL turns negative, ratios lie. `tinyrl eval` takes it"
+            )
         super().__init__(config, options=options)
         self.teacher = teacher_of(self) if config.learns_from_teacher else None
         self.state = RunState()
@@ -228,7 +234,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def loss_settings(self, *, kl_coef: float) -> LossSettings:
         """The settings of the policy loss. A KL in the reward is not one in the loss: `kl_coef` is 0 there."""
         section, generation = self.config.on_policy, self.config.generation
-        in_loss = section.kl_placement == "loss" and self.roles.has_reference
+        in_loss = not section.kl_in_reward and self.roles.has_reference
         return LossSettings.of(
             section,
             temperature=generation.temperature,
@@ -240,8 +246,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     @property
     def teacher_coef(self) -> float:
-        step, num_steps, teacher = self.state.step, self.config.run.num_steps, self.config.teacher
-        return teacher.coef * rate_factor(teacher.coef_schedule, step, num_steps=num_steps, warmup_steps=0)
+        return self.config.teacher.coef if self.config.method != "distill" else 0.0
 
     def read_teacher(self, rollout: Rollout) -> dict[str, float]:
         """Let the teacher read a rollout, where there is one; its metrics."""
@@ -283,7 +288,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
                 lines = token_lines(rollout, rows, new_logprobs=now, rewards=rewards, tokenizer=self.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
-        shown = range(min(settings.keep_samples, rollout.num_episodes))
+        shown = range(min(SHOWN_SAMPLES, rollout.num_episodes))
         samples = sample_lines(
             rollout,
             [written(rollout, row, self.scorer) for row in shown],
@@ -296,7 +301,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         run.append_samples(
             [{"step": step + 1, **line} for line in samples],
             turn=0 if last else step + 1,
-            most_bytes=settings.samples_mb * 1e6 / 2 / settings.num_steps,
+            most_bytes=SAMPLES_BYTES / 2 / settings.num_steps,
         )
 
     def reward_metrics(self, rollout: Rollout) -> dict[str, float]:
@@ -326,17 +331,4 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         out = {**rollout.environment_metrics(), **rollout.completion_metrics()}
         if rollout.ref_logprobs is not None and rollout.kept.any():
             out["objective/kl"] = rollout.kl_per_response()
-        return out | (self._thinking_metrics(rollout) if self.thinking_budget is not None else {})
-
-    def _thinking_metrics(self, rollout: Rollout) -> dict[str, float]:
-        """Tokens until thinking ends, of the responses that think, and the share whose thinking was closed for them."""
-        opened = {prompt.index: prompt.opened for prompt in self.train_prompts}
-        rows = rollout.prompt_rows[rollout.prompt_index].tolist()
-        counts = [
-            thinking_tokens(rollout.response(row), opened=opened[index], tokenizer=self.tokenizer)
-            for row, index in enumerate(rows)
-        ]
-        thought = [count for count in counts if count is not None]
-        closed = (rollout.num_actions < rollout.response_lengths).float().mean()
-        mean = sum(thought) / len(thought) if thought else 0.0
-        return {"completion/thinking_tokens": mean, "completion/thinking_closed": float(closed)}
+        return out

@@ -18,11 +18,9 @@ from tinyrl.algorithms.kl import ESTIMATORS
 from tinyrl.algorithms.losses import (
     Metrics,
     Mismatch,
-    RatioLevel,
     cispo_loss,
     clipped_policy_loss,
     entropy_bonus,
-    importance_ratio,
     kl_loss,
     mismatch_weights,
 )
@@ -31,6 +29,9 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.buffer import PolicyBatch, Rollout
 from tinyrl.trainers.teaching import DistanceLoss
+
+MISMATCH_CAP = 2.0  # of the weights for inexact sampling (Yao et al. 2025)
+RATIO_CAP = 5.0  # of CISPO's importance weights
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,13 @@ class LossSettings:
     kl_coef: float
     weigh_mismatch: bool
     clip_eps: float
-    loss: Literal["clipped", "cispo"] = "clipped"
+    preset: str = ""
     clip_eps_high: float | None = None
-    dual_clip: float | None = None
-    ratio_level: RatioLevel = "token"
-    ratio_cap: float = 5.0
     aggregation: Aggregation = "token"
     entropy_coef: float = 0.0
     kl_estimator: str = "k3"
-    kl_ratio_weight: bool = False
     teacher_coef: float = 0.0
     mismatch: Mismatch | Literal["none"] = "token"
-    mismatch_cap: float = 2.0  # Yao et al. 2025
-    mismatch_floor: float = 0.0
 
     @classmethod
     def of(cls, section: Any, **others: Any) -> LossSettings:
@@ -141,8 +136,7 @@ def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -
             batch.sampling_logprobs,
             batch.mask,
             mode=settings.mismatch,
-            cap=settings.mismatch_cap,
-            floor=settings.mismatch_floor,
+            cap=MISMATCH_CAP,
         )
         batch = replace(batch, token_weights=weights)
     shared = {
@@ -151,7 +145,7 @@ def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -
         "token_weights": batch.token_weights,
         "metric_denominator": counts.tokens,
     }
-    loss, metrics = SURROGATES[settings.loss](batch, settings, shared)
+    loss, metrics = SURROGATES.get(settings.preset, clipped)(batch, settings, shared)
     bonus, entropy_metrics = entropy_bonus(batch.entropy, batch.mask, denominator=counts.tokens)
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * bonus
@@ -171,24 +165,29 @@ def sampling_gap(batch: PolicyBatch, counts: Counts) -> Metrics:
 
 def clipped(batch: PolicyBatch, settings: LossSettings, shared: dict[str, Any]) -> tuple[Tensor, Metrics]:
     """PPO's clipped surrogate, and with other settings that of GRPO, DAPO, Dr. GRPO and GSPO."""
-    bounds = {name: getattr(settings, name) for name in ("clip_eps", "clip_eps_high", "dual_clip", "ratio_level")}
-    return clipped_policy_loss(batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask, **bounds, **shared)
+    return clipped_policy_loss(
+        batch.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        clip_eps=settings.clip_eps,
+        clip_eps_high=settings.clip_eps_high,
+        ratio_level="sequence" if settings.preset == "gspo" else "token",
+        **shared,
+    )
 
 
 def cispo(batch: PolicyBatch, settings: LossSettings, shared: dict[str, Any]) -> tuple[Tensor, Metrics]:
     """REINFORCE with a capped importance weight, under which every token keeps its gradient."""
-    return cispo_loss(
-        batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask, ratio_cap=settings.ratio_cap, **shared
-    )
+    return cispo_loss(batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask, ratio_cap=RATIO_CAP, **shared)
 
 
-SURROGATES = {"clipped": clipped, "cispo": cispo}
+SURROGATES = {"cispo": cispo}  # by preset; clipped for all others
 
 
 def kl_to_reference(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
     """The KL term, before its weight, aggregated as the surrogate is."""
     assert batch.ref_logprobs is not None
     kl = ESTIMATORS[settings.kl_estimator](batch.logprobs, batch.ref_logprobs)
-    ratio = importance_ratio(batch.logprobs, batch.old_logprobs, batch.mask) if settings.kl_ratio_weight else None
     denominator = counts.denominator(settings)
-    return kl_loss(kl, batch.mask, aggregation=settings.aggregation, denominator=denominator, ratio=ratio)
+    return kl_loss(kl, batch.mask, aggregation=settings.aggregation, denominator=denominator)

@@ -10,11 +10,10 @@ Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08
         5. for each epoch, for each minibatch: clipped policy loss, clipped value loss, an optimizer step each
         6. adapt kl_coef to the KL observed
 
-What differs from the papers: gamma is 1 by default and the value after the last token 0 (ppo.bootstrap_truncated takes
-the critic's for a response that was cut off, by max_new_tokens or by max_turns); policy and critic have their own
-gradient norms and learning rates (except with critic.kind=shared, where the value loss moves the policy's backbone too,
-weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: against a critic that knows
-nothing, advantages are noise.
+What differs from the papers: gamma is 1 by default and the value after the last token 0; policy and critic have
+their own gradient norms and learning rates (except with critic.kind=shared, where the value loss moves the policy's
+backbone too, weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: against a critic that
+knows nothing, advantages are noise.
 
 A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, advantages as they are and a plain square for the
 value: the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its
@@ -25,7 +24,7 @@ not rewarded for (InstructGPT, Eq. 2):
 
     loss = PPO's + ptx_coef * mean of -log pi(token | tokens before) over the tokens of a text batch
 
-The batch is the next ptx_batch_size rows of a stream of shuffled epochs: a function of (seed, step, optimizer step).
+The batch is the next PTX_ROWS rows of a stream of shuffled epochs: a function of (seed, step, optimizer step).
 While only the critic trains there is none. What differs from the paper: the loss is a mean over the tokens of the
 batch, whatever its size, so ptx_coef is not on the scale of the paper's 27.8. The temperature is 1, whatever sampling
 has. Which tokens count is sft's rule: those of a completion or of an assistant's turn, and all of `text`;
@@ -43,7 +42,7 @@ from torch import Tensor
 from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
-from tinyrl.algorithms.masking import masked_mean, masked_whiten
+from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
@@ -64,6 +63,8 @@ from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
 TEXT = "ppo.ptx_data"
+PTX_ROWS = 16  # of text, per optimizer step
+KL_HORIZON = 10_000  # completions over which kl_coef adapts (Ziegler et al.)
 
 
 class Ppo(OnPolicyTrainer):
@@ -136,8 +137,6 @@ class Ppo(OnPolicyTrainer):
                 self.compute_logprobs(rollout)
             with session.timed("values"):
                 rollout.values = predict_values(rollout, self)
-                if config.bootstrap_truncated:
-                    rollout.final_values = predict_final_values(rollout, self)
             metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.record_prompts(step)
             metrics["objective/kl_coef"] = kl_coef
             session.start_update(rollout, **rewards_by_name, **metrics)
@@ -145,47 +144,35 @@ class Ppo(OnPolicyTrainer):
             rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
             # 4. Advantages, and the returns that the critic is to predict.
             assert rollout.values is not None
-            advantages, returns = gae(
-                rewards,
-                rollout.values,
-                mask,
-                gamma=config.gamma,
-                gae_lambda=config.gae_lambda,
-                final_values=rollout.final_values,
-            )
-            rollout.advantages = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
+            advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+            rollout.advantages = advantages if config.preset == "a2c" else masked_whiten(advantages, mask)
             rollout.returns = returns
             # 5. Minibatches, each an optimizer step of the policy and of the critic.
             warming_up = step < critic.warmup
             with session.timed("update"):
-                stopped = update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
+                update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
-            if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not warming_up:
+            if config.target_kl is not None and rollout.ref_logprobs is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
             self.record(rollout, advantages, step, rewards=rewards)
-            ended = {"policy/early_stop": float(stopped)}
+            ended = self.count_flat(rollout)
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(rollout.values, returns, mask)
-            session.end_step(**ended, **self.count_flat(rollout))
+            session.end_step(**ended)
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
     """(B, T): score on the last token, the environment's rewards on each turn's last, the KL penalty if it is one."""
     scores = torch.nan_to_num(rollout.outcome_rewards)
-    if config.clip_rewards is not None:
-        scores = scores.clamp(-config.clip_rewards, config.clip_rewards)
     kl = torch.zeros_like(rollout.sampling_logprobs)
-    if config.kl_placement == "reward" and rollout.ref_logprobs is not None:
+    if config.kl_in_reward and rollout.ref_logprobs is not None:
         kl = rollout.kl()
     mask = rollout.loss_mask
-    rewards = rollout.with_turn_rewards(token_rewards(scores, kl, mask, kl_coef=kl_coef))
-    if config.whiten_rewards:
-        rewards = torch.where(mask, masked_whiten(rewards, mask) + masked_mean(rewards, mask), 0.0)
-    return rewards
+    return rollout.with_turn_rewards(token_rewards(scores, kl, mask, kl_coef=kl_coef))
 
 
-def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, warming_up: bool) -> bool:
-    """The optimizer steps of a rollout; True where `ppo.stop_kl` ended them early."""
+def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, warming_up: bool) -> None:
+    """The optimizer steps of a rollout."""
     config = trainer.config.ppo
     settings = trainer.loss_settings(kl_coef=kl_coef)
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
@@ -194,9 +181,6 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
         metrics = session.updater.step(passes, train=trained)
         trainer.watch_sampling(metrics)
         session.metrics.add(metrics)
-        if config.stop_kl is not None and metrics.get("policy/approx_kl", 0.0) > config.stop_kl:
-            return True
-    return False
 
 
 def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> float:
@@ -204,8 +188,10 @@ def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> f
     observed, num_samples = rollout.kl_per_response(), rollout.num_kept
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
-    target, horizon = config.target_kl, config.kl_horizon
-    return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target, horizon=horizon, num_samples=num_samples)
+    assert config.target_kl is not None
+    return next_kl_coef(
+        kl_coef, observed_kl=observed, target_kl=config.target_kl, horizon=KL_HORIZON, num_samples=num_samples
+    )
 
 
 # ---- the critic ----
@@ -219,19 +205,6 @@ def predict_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
         return (roles.values(batch, states=None if own else roles.policy_states(batch)),)
 
     return parts.over(rollout, compute, role=roles.value_role)[0]
-
-
-def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
-    """(B,) the critic's value of what would have followed a response that was cut off; 0 for one that ended."""
-    roles = parts.roles
-
-    def compute(rows: list[int]) -> tuple[Tensor, ...]:
-        prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]
-        batch = roles.batch(prompts, [rollout.response(row) for row in rows], last_tokens=True)
-        return (roles.final_values(batch).unsqueeze(1),)
-
-    cut = (rollout.cut_off & rollout.kept).nonzero().squeeze(-1).tolist()
-    return parts.forward(compute, rollout.sizes(roles), role=roles.value_role, rows=cut)[0].squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -304,7 +277,7 @@ def text_of(row: Row, parts: Parts, *, place: str) -> list[Example]:
 def ptx_pass(parts: Ppo, session: Session) -> Pass:
     """The policy's pass over the text batch of an optimizer step. Metric: policy/ptx_loss, before the coefficient."""
     config, seed = parts.config.ppo, parts.config.run.seed
-    size = min(config.ptx_batch_size, len(parts.text))  # none twice in a batch, but where an epoch ends in it
+    size = min(PTX_ROWS, len(parts.text))  # none twice in a batch, but where an epoch ends in it
     minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
     number = session.state.step * config.num_epochs * minibatches + session.update
     rows_of_text = batch_indices(seed, number, num_prompts=size, num_rows=len(parts.text))

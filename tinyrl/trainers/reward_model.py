@@ -40,7 +40,7 @@ from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
@@ -73,8 +73,8 @@ class RewardModel(RowTrainer):
         """Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn."""
         self.roles.train_score_head()
         with_adapter = self.roles.peft is not None
-        self.room = self.positions if with_adapter else classifier_room(self.roles.causal.config, self.tokenizer)
-        objective = self.objective = objective_of(rows[0], self.config.reward_model.objective)
+        self.room = self.positions if with_adapter else classifier_max_tokens(self.roles.causal.config, self.tokenizer)
+        objective = self.objective = objective_of(rows[0])
         if objective == "pairs":
             self.roles.fix_score_bias()
         self.notes += described(rows, objective)
@@ -196,9 +196,7 @@ class RewardModel(RowTrainer):
         head.load_state_dict({"weight": weight, **load_file(folder / "score_bias.safetensors")})
 
     def center(self) -> float:
-        """Mean score over some training rows, both sides of pairs; 0 when reward_model.center is off."""
-        if not self.config.reward_model.center:
-            return 0.0
+        """Mean score over some training rows, both sides of pairs: PPO starts with rewards near 0."""
         return float(torch.cat(self.scores(self.train_rows[:CENTERED_ON], world=ALONE)).mean())  # while rank 0 saves
 
     def scores(self, examples: list[JudgedTokens], *, world: World) -> tuple[Tensor, ...]:
@@ -215,12 +213,12 @@ def score_loss(
     parts: RewardModel, examples: list[JudgedTokens], *, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the rows' objective on some of a step's `denominator` rows."""
-    smoothing, scores = parts.config.reward_model.label_smoothing, answer_scores(parts, examples)
+    scores = answer_scores(parts, examples)
     targets = torch.tensor([one.target for one in examples], device=scores[0].device)
     if parts.objective == "pairs":
         chosen, rejected = scores
-        return bradley_terry_loss(chosen, rejected, margin=targets, label_smoothing=smoothing, denominator=denominator)
-    return label_loss(scores[0], targets, label_smoothing=smoothing, denominator=denominator)
+        return bradley_terry_loss(chosen, rejected, margin=targets, denominator=denominator)
+    return label_loss(scores[0], targets, denominator=denominator)
 
 
 def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:

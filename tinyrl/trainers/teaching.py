@@ -197,7 +197,7 @@ class ServerTeacher(Teacher):
 
     def start(self) -> list[str]:
         self.vocabulary = len(self.trainer.roles.head("policy").weight)
-        self.client = ServerClient(str(self.config.path), timeout_s=self.config.timeout_s)
+        self.client = ServerClient(str(self.config.path))
         try:
             models = read_as(Models, self.client.get("/v1/models"), server=self.client, path="/v1/models")
             self.model = models.data[0].id

@@ -17,7 +17,7 @@ from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
-from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
+from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.templates import asks_for_date
 from tinyrl.models.tokens import token_ids

@@ -36,7 +36,6 @@ class RoleOptimizer:
         *,
         learning_rate: float,
         weight_decay: float,
-        adam_eps: float,
         kind: OptimizerKind = "adamw",
     ) -> RoleOptimizer:
         """Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards nothing
@@ -48,7 +47,7 @@ class RoleOptimizer:
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
         make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if kind == "adamw" else _eight_bit_adamw()
-        optimizer = make([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999), eps=adam_eps)
+        optimizer = make([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
         return cls(parameters, learning_rate, optimizer)
 
     def set_rate(self, factor: float) -> None:
@@ -96,7 +95,6 @@ def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> di
             of_role,
             learning_rate=rates[role] or 0.0,
             weight_decay=optim.weight_decay,
-            adam_eps=optim.adam_eps,
             kind=optim.optimizer,
         )
         for role, of_role in parameters.items()

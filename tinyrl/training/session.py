@@ -31,6 +31,7 @@ from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.components import Parts
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
+from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
@@ -43,6 +44,7 @@ from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
+SAMPLES_BYTES = 90e6  # of samples.jsonl; a long run leaves out steps
 MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
 
 
@@ -243,7 +245,7 @@ class Session:
             self.run.append_samples(
                 [{"step": step, **line} for line in evaluation.samples],
                 turn=0 if last else step // every,
-                most_bytes=settings.samples_mb * 1e6 / 2 / (settings.num_steps // every + 1),
+                most_bytes=SAMPLES_BYTES / 2 / (settings.num_steps // every + 1),
             )
             self.trackers.log_completions(evaluation.samples, step)
             self._note_best(evaluation)
@@ -262,7 +264,7 @@ class Session:
             self.save()
 
     def _note_best(self, evaluation: Evaluation) -> None:
-        value, best = evaluation.flat().get(self.config.run.best_metric), self.state.best
+        value, best = evaluation.flat().get(BEST), self.state.best
         if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
             self.state.best = Best(step=self.state.step, value=float(value))
 

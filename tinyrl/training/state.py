@@ -228,7 +228,7 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         source = parse_use(use, setting=setting, classes=True)
         if source.file is not None:
             yield f"{setting}: {use.rpartition(':')[0]}", source.file
-        beside = os.path.dirname(use.rpartition(":")[0]) if source.path else ""
+        beside = os.path.dirname(use.rpartition(":")[0]) if source.module is None else ""
         for file in imported_beside(source):
             yield f"{setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file
 

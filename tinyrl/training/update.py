@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.models.device import free_bytes
+from tinyrl.models.device import Accelerator, free_bytes
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles

@@ -12,27 +12,30 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, Self, TypedDict
 
 from tinyrl.text import did_you_mean, redact, visible
-from tinyrl.workers.loading import FunctionSource, defined_here
+from tinyrl.workers.loading import HERE, FunctionSource, defined_here
 from tinyrl.workers.process import CallFailed, InProcess, LoadFailed, Worker, memory_limit, quoted
 
-# ---- What a function prints ----
-# Secrets are taken out and control characters named. Of one call at most `CALL_BYTES` are kept.
-
-
-CALL_BYTES = 1 << 16
-KEPT_LINES = 200  # while there is nowhere to write them
+CALL_BYTES = 1 << 16  # of what one call prints
+KEPT_LINES = 200  # of what is printed while there is nowhere to write it
+LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
+MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
+ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
+MIN_ROW_TIMEOUT_S = 1.0
+MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
 
 
 class Printed:
-    """The lines of one function, each after its name. State: the line in hand, and lines that nobody took yet."""
+    """The lines that one function prints, each after its name; without secrets, control characters named.
+
+    State: the line in hand, and `kept`, the last lines while there is nowhere to write them.
+    """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._line = bytearray()
+        self._name, self._line = name, b""
         self._room, self._left_out = CALL_BYTES, 0
         self._write: Callable[[str], None] | None = None
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
@@ -40,25 +43,25 @@ class Printed:
     def send_to(self, write: Callable[[str], None]) -> None:
         """From now on hand lines to `write`, those that were kept first."""
         self._write = write
-        self._hand_over([self.kept.popleft() for _ in range(len(self.kept))])
+        self._hand_over([*self.kept])
+        self.kept.clear()
 
     def add(self, data: bytes) -> None:
         """Take what was printed, whole lines or not."""
         taken = data[: self._room]
         self._room -= len(taken)
         self._left_out += len(data) - len(taken)
-        *lines, rest = (self._line + taken).split(b"\n")
-        self._line = rest
+        *lines, self._line = (self._line + taken).split(b"\n")
         self._hand_over([self._shown(line) for line in lines])
 
     def end_call(self) -> None:
-        """A call is over, and its last line, whether or not it has a line break."""
+        """End a call, and its last line, whether or not it has a line break."""
         lines = [self._shown(self._line)] if self._line else []
         lines += [f"{self._name}: [{self._left_out} more bytes left out]"] if self._left_out else []
-        self._line, self._room, self._left_out = bytearray(), CALL_BYTES, 0
+        self._line, self._room, self._left_out = b"", CALL_BYTES, 0
         self._hand_over(lines)
 
-    def _shown(self, line: bytes | bytearray) -> str:
+    def _shown(self, line: bytes) -> str:
         text = redact(line.decode("utf-8", errors="replace").rstrip("\r"))
         return f"{self._name}: {text if text.isprintable() else visible(text)}"
 
@@ -69,21 +72,10 @@ class Printed:
             self._write("".join(f"{line}\n" for line in lines))
 
 
-# ---- Calls of a person's function in its worker process ----
-
-
-LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
-MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
-ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
-MIN_ROW_TIMEOUT_S = 1.0
-MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
-
-
 class Limits(TypedDict):
     """What a function may use: seconds a call, and memory of each process of it."""
 
     timeout_s: float
-    memory_gb: Literal["auto"] | float
 
 
 @dataclass(frozen=True)
@@ -113,17 +105,14 @@ class WorkerFunction:
     def __init__(
         self, sources: list[FunctionSource], *, setting: str, host: str | None = None, limits: Limits, name: str = ""
     ) -> None:
-        self._section = setting.partition(".")[0]
-        if not (math.isfinite(limits["timeout_s"]) and limits["timeout_s"] > 0):
-            raise ValueError(
-                f"{self._section}.timeout_s: must be a number of seconds above 0, not {limits['timeout_s']}."
-            )
+        self._section, self._timeout_s = setting.partition(".")[0], limits["timeout_s"]
+        if not (math.isfinite(self._timeout_s) and self._timeout_s > 0):
+            raise ValueError(f"{self._section}.timeout_s: must be a number of seconds above 0, not {self._timeout_s}.")
         self.name = name or sources[0].function
         self.printed = Printed(self.name)
         self.read_as_text = False  # whether it has taken a completion that is a list of messages for text
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
-        self._timeout_s = limits["timeout_s"]
-        self._memory_bytes = memory_limit(limits["memory_gb"])
+        self._memory_bytes = memory_limit()
         self._worker: Worker | InProcess | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
@@ -135,7 +124,7 @@ class WorkerFunction:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the worker says of the function, which is loaded for it: see worker.py."""
+        """Load the function and return what the worker says of it: see worker.py."""
         self.start()
         assert self._facts is not None
         return self._facts
@@ -174,28 +163,25 @@ class WorkerFunction:
             arguments = {name: arguments[name] for name in facts["parameters"] if name in arguments}
         try:
             return self._ask(arguments, num_rows, call=call, timeout_s=self._timeout_s)
-        except LoadFailed as failure:  # of which no row is guilty
-            return _all_failed(num_rows, f"`{self.name}` {failure}")
         except CallFailed as failure:
-            reason = str(failure)
+            why = str(failure)
+            rows_may_be_guilty = not isinstance(failure, LoadFailed) and not facts["whole_batch"]
         self.close()  # whatever state the failure left behind must not reach another row
-        if facts["whole_batch"]:
-            return _all_failed(num_rows, f"`{self.name}` {reason}")
-        return self._row_by_row(arguments, num_rows, call=call, why=reason)
+        if not rows_may_be_guilty:
+            return Rows([None] * num_rows, [RowFailure(row, f"`{self.name}` {why}") for row in range(num_rows)])
 
-    def _row_by_row(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str, why: str) -> Rows:
-        rows = Rows([None] * num_rows, retried=why)
+        rows, workers_lost = Rows([None] * num_rows, retried=why), 0
         row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, self._timeout_s / MAX_WORKERS_LOST))
         deadline = time.monotonic() + ROWS_TIMEOUTS * self._timeout_s
-        workers_lost = 0
         for row in range(num_rows):
             given_up = ""
             if workers_lost == MAX_WORKERS_LOST:
-                given_up = f"was not tried again alone: {workers_lost} rows had hung or crashed by then"
+                given_up = f"{workers_lost} rows had hung or crashed by then"
             elif time.monotonic() > deadline:
-                given_up = f"was not tried again alone: {ROWS_TIMEOUTS} x timeout_s had gone into the rows before"
+                given_up = f"{ROWS_TIMEOUTS} x timeout_s had gone into the rows before"
             if given_up:
-                rows.failures.append(RowFailure(row, f"`{self.name}` {given_up}; with the whole batch it {why}"))
+                reason = f"`{self.name}` was not tried again alone: {given_up}; with the whole batch it {why}"
+                rows.failures.append(RowFailure(row, reason))
                 continue
             try:
                 one_row = {name: [values[row]] for name, values in arguments.items()}
@@ -209,12 +195,19 @@ class WorkerFunction:
         return rows
 
     def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str, timeout_s: float) -> Rows:
-        request = (
-            f'{{"arguments": {_json(arguments)}, "num_rows": {num_rows}, "call": {json.dumps(call)}, '
-            f'"timeout_s": {timeout_s!r}}}'
-        )
+        request = {"arguments": arguments, "num_rows": num_rows, "call": call}
         try:
             reply = self._live_worker().ask(request, timeout_s=timeout_s)
+        except (TypeError, ValueError, RecursionError):
+            for name, values in arguments.items():
+                try:
+                    json.dumps(values)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"Column '{name}' cannot be handed to a person's function: {error}. "
+                        "Columns may hold text, numbers, true, false, null, and lists and objects of these."
+                    ) from error
+            raise
         finally:
             self.printed.end_call()
         self.read_as_text |= reply["read_as_text"]
@@ -227,38 +220,17 @@ class WorkerFunction:
         if self._worker is None or not self._worker.alive:
             self.close()
             first = self._sources[0]
-            if first.is_in_process:
-                self._worker = InProcess(defined_here(first))
+            here = defined_here(first.function) if first.module == HERE else None
+            if here is not None:
+                self._worker = InProcess(here)
             else:
                 self._worker = Worker(first, memory_bytes=self._memory_bytes, on_output=self.printed.add)
-            folders = [str(source.folder) for source in self._sources]
-            load = {"sources": [*map(asdict, self._sources)], "sys_path": [*folders, *sys.path]}
-            load |= {"host": self._host, "section": self._section}
-            timeout_s = max(self._timeout_s, LOAD_TIMEOUT_S)
+            sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
+            path = [*(str(source.folder) for source in self._sources), *sys.path]
+            load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}
             try:
-                request = json.dumps({"load": load, "timeout_s": timeout_s}, default=str)
-                self._facts = self._worker.ask(request, timeout_s=timeout_s)
+                self._facts = self._worker.ask({"load": load}, timeout_s=max(self._timeout_s, LOAD_TIMEOUT_S))
             except CallFailed as failure:
                 self.close()
                 raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
         return self._worker
-
-
-def _all_failed(num_rows: int, reason: str) -> Rows:
-    return Rows([None] * num_rows, [RowFailure(row, reason) for row in range(num_rows)])
-
-
-def _json(arguments: dict[str, list[Any]]) -> str:
-    """The arguments as a JSON object; in ASCII, so that lone surrogates survive. ValueError: a column is not JSON."""
-    members = [f"{json.dumps(name)}: {_json_column(name, values)}" for name, values in arguments.items()]
-    return "{" + ", ".join(members) + "}"
-
-
-def _json_column(name: str, values: list[Any]) -> str:
-    try:
-        return json.dumps(values)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"Column '{name}' cannot be handed to a person's function: {error}. "
-            "Columns may hold text, numbers, true, false, null, and lists and objects of these."
-        ) from error

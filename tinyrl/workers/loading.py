@@ -8,7 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,13 @@ HERE = "__main__"
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """A function that exists: `path` is set for a file, `module` for an importable one."""
+    """A function that exists: in a file, in a module, or (module HERE) defined in this process by a notebook."""
 
     use: str  # as the recipe has it
     function: str
-    path: Path | None
-    module: str | None
+    module: str | None  # importable name; None for a file
     file: Path | None  # the source, None for a module without one
-    folder: Path  # put first on the worker's sys.path, so that a file may import those beside it
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether a notebook or script defined it, so that it is called in the process of the run."""
-        return self.module == HERE
+    folder: Path  # first on the worker's sys.path, so that a file may import those beside it
 
 
 _defined = dict[str, Callable[..., Any]]()
@@ -56,126 +50,66 @@ def use_of(function: Callable[..., Any]) -> str:
     return f"{HERE}:{name}"
 
 
-def defined_here(source: FunctionSource) -> Callable[..., Any]:
-    """Return a function of this process. KeyError: there is none."""
-    found = _defined.get(source.function) or getattr(sys.modules[HERE], source.function, None)
-    if found is None:
-        raise KeyError(source.function)
-    return found
+def defined_here(name: str) -> Callable[..., Any] | None:
+    """Return a function that a notebook or script defined in this process."""
+    return _defined.get(name) or getattr(sys.modules[HERE], name, None)
 
 
 def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool = False) -> FunctionSource:
-    """Find the function that `use` names, a file or module in the current folder or elsewhere.
-
-    `setting` is the field that names it, for messages; `classes`: it may be a class.
+    """Find the function (with `classes`, or class) that `use`, the value of `setting`, names.
 
     Raises ValueError: no colon; no such file, module or function (with the nearest name); source that does not parse.
     """
-    base = Path.cwd()
-    place, colon, function = use.rpartition(":")
-    if not colon or not place.strip() or not function.strip():
-        raise ValueError(f"{setting} '{use}' must be 'file.py:function' or 'package.module:function'.")
-    place, function = place.strip(), function.strip()
+    base, problem = Path.cwd(), f"{setting} '{use}'"
+    place, _, function = (part.strip() for part in use.rpartition(":"))
+    if not place or not function:
+        raise ValueError(f"{problem} must be 'file.py:function' or 'package.module:function'.")
     if place == HERE:
-        source = FunctionSource(use, function, path=None, module=HERE, file=None, folder=base)
-        try:
-            defined_here(source)
-        except KeyError:
+        if defined_here(function) is None:
             raise ValueError(
-                f"{setting} '{use}': a notebook or script defined this function, and it does not exist in this "
-                "process; resume where it is defined, or move it to a file"
-            ) from None
-        return source
+                f"{problem}: a notebook or script defined this function, and it does not exist in this process; "
+                "resume where it is defined, or move it to a file"
+            )
+        return FunctionSource(use, function, HERE, None, base)
     if place.endswith(".py") or "/" in place:
-        file = _existing_file(place, base=base, use=use, setting=setting)
-        source = FunctionSource(use, function, path=file, module=None, file=file, folder=file.parent)
+        file = base / Path(place).expanduser()
+        if not file.is_file():
+            if file.exists():
+                raise ValueError(f"{problem}: {file} is not a file.")
+            beside = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+            raise ValueError(f"{problem}: there is no file {file}.{did_you_mean(file.name, beside)}")
+        source = FunctionSource(use, function, None, file, file.parent)
     else:
-        file = _module_file(place, base=base, use=use, setting=setting)
-        source = FunctionSource(use, function, path=None, module=place, file=file, folder=base)
+        source = FunctionSource(use, function, place, _module_file(place, base, problem), base)
     if source.file is not None:
-        _check_function(source, setting=setting, classes=classes)
+        _check_function(source, source.file, problem, classes=classes)
     return source
 
 
-def imported_beside(source: FunctionSource) -> list[Path]:
-    """The files beside a function's own that importing it may read, from import to import; sorted. The text decides: a
-    name that is put together while the program runs is not seen.
-    """
-    waiting = [source.file] if source.file else []
-    waiting += _modules(source.folder, source.module.split(".")) if source.module not in (None, HERE) else []
-    found = set[Path]()
-    while waiting:
-        file = waiting.pop()
-        if file in found or (file != source.file and not file.is_relative_to(source.folder)):
-            continue
-        found.add(file)
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # the worker says what is wrong with it
-        for folder, names in _imports(tree, file=file, top=source.folder):
-            waiting += _modules(folder, names)
-    return sorted(found - {source.file})
-
-
-def _imports(tree: ast.Module, *, file: Path, top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every import of a file: the folder it begins in, and the names on its way."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((top, alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            folder = file.parents[min(node.level, len(file.parents)) - 1] if node.level else top
-            way = node.module.split(".") if node.module else []
-            if not way:  # from . import name: the package itself is read too
-                yield folder, ["__init__"]
-            yield from ((folder, [*way, alias.name]) for alias in node.names)
-
-
-def _modules(folder: Path, names: list[str]) -> Iterator[Path]:
-    """The source files of a module and of the packages it is in, as far as there are any below a folder."""
-    for name in names:
-        folder = folder / name
-        file = folder / "__init__.py" if folder.is_dir() else folder.with_name(f"{name}.py")
-        if file.is_file():
-            yield file
-
-
-def _existing_file(place: str, *, base: Path, use: str, setting: str) -> Path:
-    file = base / Path(place).expanduser()
-    if file.is_file():
-        return file
-    if file.exists():
-        raise ValueError(f"{setting} '{use}': {file} is not a file.")
-    beside = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
-    raise ValueError(f"{setting} '{use}': there is no file {file}.{did_you_mean(file.name, beside)}")
-
-
-def _module_file(module: str, *, base: Path, use: str, setting: str) -> Path | None:
-    """The source of a module, found as an import would find it but without importing its parents."""
+def _module_file(module: str, base: Path, problem: str) -> Path | None:
+    """Find the source of a module as an import would, but without importing its parents."""
     if not all(part.isidentifier() for part in module.split(".")):
-        raise ValueError(f"{setting} '{use}': '{module}' is neither a .py file nor the name of a module.")
-    first, *rest = module.split(".")
-    spec = importlib.machinery.PathFinder.find_spec(first, [str(base)]) or importlib.util.find_spec(first)
-    name = first
+        raise ValueError(f"{problem}: '{module}' is neither a .py file nor the name of a module.")
+    name, *rest = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(base)]) or importlib.util.find_spec(name)
     for part in rest:
         folders = spec.submodule_search_locations if spec else None
         name = f"{name}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
     if spec is None:
-        raise ValueError(f"{setting} '{use}': no module '{name}' here or among the installed ones.")
+        raise ValueError(f"{problem}: no module '{name}' here or among the installed ones.")
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
-def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> None:
+def _check_function(source: FunctionSource, file: Path, problem: str, *, classes: bool) -> None:
     """Check that the source binds the name somewhere: by a definition, an assignment or an import."""
-    assert source.file is not None
     try:
-        tree = ast.parse(source.file.read_bytes(), filename=str(source.file))
+        tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
-        raise ValueError(f"{setting} '{source.use}': {source.file}{line}: {error.msg}.") from error
+        raise ValueError(f"{problem}: {file}{line}: {error.msg}.") from error
     except (OSError, ValueError) as error:  # unreadable; a null byte
-        raise ValueError(f"{setting} '{source.use}': {source.file}: {error}.") from error
+        raise ValueError(f"{problem}: {file}: {error}.") from error
     functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, *((ast.ClassDef,) if classes else ()))
     known = set[str]()
@@ -189,7 +123,43 @@ def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> N
     if known & {source.function, "*", "__getattr__", "globals"}:  # the last three may give anything: the worker sees
         return
     there_are = f"Its functions: {', '.join(functions)}" if functions else "It has no functions"
-    raise ValueError(
-        f"{setting} '{source.use}': {source.file} has no function '{source.function}'."
-        f"{did_you_mean(source.function, functions)} {there_are}."
-    )
+    near = did_you_mean(source.function, functions)
+    raise ValueError(f"{problem}: {file} has no function '{source.function}'.{near} {there_are}.")
+
+
+def imported_beside(source: FunctionSource) -> list[Path]:
+    """Return the files below a function's folder that importing it may read, from import to import; sorted.
+
+    The text decides: a name that is put together while the program runs is not seen.
+    """
+    waiting, found = [source.file] if source.file else [], set[Path]()
+    if source.module not in (None, HERE):
+        waiting += _modules(source.folder, source.module)
+    while waiting:
+        file = waiting.pop()
+        if file in found or (file != source.file and not file.is_relative_to(source.folder)):
+            continue
+        found.add(file)
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue  # the worker says what is wrong with it
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                waiting += [path for each in node.names for path in _modules(source.folder, each.name)]
+            elif isinstance(node, ast.ImportFrom):
+                folder = file.parents[min(node.level, len(file.parents)) - 1] if node.level else source.folder
+                prefix = f"{node.module}." if node.module else ""
+                names = [f"{prefix}{each.name}" for each in node.names]
+                names += [] if node.module else ["__init__"]  # from . import name: the package itself is read too
+                waiting += [path for name in names for path in _modules(folder, name)]
+    return sorted(found - {source.file})
+
+
+def _modules(folder: Path, name: str) -> list[Path]:
+    """Return the source files of a module and of the packages it is in, as far as there are any below a folder."""
+    parts, found = name.split("."), list[Path]()
+    for depth in range(1, len(parts) + 1):
+        place = folder.joinpath(*parts[:depth])
+        found.append(place / "__init__.py" if place.is_dir() else place.with_name(f"{place.name}.py"))
+    return [file for file in found if file.is_file()]

@@ -1,21 +1,22 @@
 """Our end of a worker process: start it with its supervisor, ask it, and end it with all it started.
 
-Nothing here waits without a deadline, and nothing waits on a pipe that may be full: request, reply and what the
-function prints move in one loop, which also checks whether the run is to stop.
+Nothing here waits without a deadline. What the function prints goes into a file, so that no full pipe stops it.
 """
 
 import contextlib
 import json
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -26,18 +27,18 @@ from tinyrl.workers import supervisor, worker
 from tinyrl.workers.loading import FunctionSource
 
 POLL_S = 0.1
-GRACE_S = 1.0  # the worker ends a late call itself and says where it was; after this we do
-CLOSE_S = 1.0  # for a worker to leave by itself
+GRACE_S = 1.0  # the worker ends a late call itself and writes where it was; after this we do
 EXIT_S = 0.5  # between the end of its pipe and its exit code
-END_S = 2 * supervisor.PATIENCE_S  # for its supervisor to end all it started
-MEMORY_SHARE = 0.5  # of the machine's memory, which a reward may use where nothing else is said
+END_S = 2 * supervisor.PATIENCE_S  # for a worker to leave by itself, and its supervisor to end all it started
+MEMORY_SHARE = 0.5  # of the machine's memory, which a reward may use by default
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 KEPT_OUTPUT_BYTES = 8192
+MOST_OUTPUT_BYTES = 64 << 20  # in the file of what is printed; then it is emptied
 MAX_SAID_CHARS = 300
 
 
 class CallFailed(Exception):
-    """A call gave nothing; the text says why. `worker_lost`: it hung or died, and had to be started again."""
+    """A call gave nothing; the text says why. `worker_lost`: it hung or died, and has to be started again."""
 
     def __init__(self, reason: str, *, worker_lost: bool) -> None:
         super().__init__(reason)
@@ -55,139 +56,121 @@ class Worker:
     """
 
     def __init__(self, source: FunctionSource, *, memory_bytes: int, on_output: Callable[[bytes], None]) -> None:
-        self._source = source
-        self._on_output = on_output
-        self._killed = False
-        self._output = bytearray()
+        self._source, self._on_output = source, on_output
+        self._count, self._killed = 0, False
+        self._printed, self._position, self._tail = tempfile.TemporaryFile("a+b"), 0, b""  # noqa: SIM115
+        # Sets are in the same order in every run. Without what a launcher said: people's code is none of the processes
+        # that it started, and a library there would wait for the others.
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         self._process = subprocess.Popen(
             # -P keeps our folder off sys.path, where loading.py would hide the user's
             supervised([sys.executable, "-P", worker.__file__, str(os.getpid())], memory_bytes=memory_bytes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._printed,
             bufsize=0,
-            env=_environment(),
+            env=environment | {"PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-        assert self._process.stdin
-        assert self._process.stdout
-        assert self._process.stderr
-        self._requests, self._replies, self._prints = self._process.stdin, self._process.stdout, self._process.stderr
-        for pipe in (self._requests, self._replies, self._prints):
-            os.set_blocking(pipe.fileno(), False)
 
     @property
     def alive(self) -> bool:
         """False once a call was lost or the process is gone."""
         return not self._killed and self._process.poll() is None
 
-    def ask(self, request: str, *, timeout_s: float) -> dict[str, Any]:
-        """Send a JSON request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
-        started = time.monotonic()
-        self._output.clear()
-        lost = True
+    def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
+        started, self._tail, self._count = time.monotonic(), b"", self._count + 1
+        data = json.dumps({**request, "id": self._count, "timeout_s": timeout_s}).encode("ascii") + b"\n"
         try:
-            reply = json.loads(self._exchange(request, started + timeout_s + GRACE_S))
-            self._take_output()
-            if not _is_reply(reply):
-                raise CallFailed("broke what its worker process answers with", worker_lost=True)
-            lost = False
-        except (EOFError, ValueError, RecursionError) as error:  # no line, or one that is no JSON
-            late = time.monotonic() - started >= timeout_s
-            hung = f"gave no answer within {timeout_s:g} s"
-            raise CallFailed(f"{hung}{self._where()}" if late else self._died(), worker_lost=True) from error
-        finally:  # after an exception the worker's next reply would be to the wrong request
-            if lost:
-                self.kill()
+            line = self._exchange(data, started + timeout_s + GRACE_S)
+            if not line:
+                late = time.monotonic() - started >= timeout_s
+                how = f"gave no answer within {timeout_s:g} s{self._where()}" if late else self._died()
+                raise CallFailed(how, worker_lost=True)
+            try:
+                reply = json.loads(line)
+                if reply.pop("id") != self._count:  # people's code has written there
+                    raise KeyError
+            except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+                raise CallFailed("broke the replies of its worker process", worker_lost=True) from None
+        except BaseException:  # the worker's next reply would be to the wrong request
+            self.kill()
+            raise
         if "error" in reply:
             raise CallFailed(said(reply), worker_lost=False)
         return reply
 
     def close(self) -> None:
-        """Let the process leave by itself for a moment, then end it and whatever it started."""
-        if not self._killed:
-            self._requests.close()
+        """End the process and whatever it started; one that is idle leaves by itself."""
+        if not self._killed and self._process.stdin:
+            self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=CLOSE_S)
+                self._process.wait(timeout=END_S)
         self.kill()
 
     def kill(self) -> None:
         """End the process and those it started, at once."""
-        if self._killed:  # its number may be another process's by now
-            return
-        self._killed = True
-        end_supervised(self._process)
-        for pipe in (self._requests, self._replies, self._prints):
-            pipe.close()
+        if not self._killed:
+            self._killed = True
+            end_supervised(self._process)
+            self._printed.close()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):
+                    assert pipe
+                    pipe.close()
 
-    def _exchange(self, request: str, deadline: float) -> bytes:
-        """The reply's line. EOFError: there will be none."""
-        to_send, reply = memoryview(request.encode("ascii") + b"\n"), bytearray()
-        with selectors.DefaultSelector() as pipes:
-            pipes.register(self._requests, selectors.EVENT_WRITE)
-            pipes.register(self._replies, selectors.EVENT_READ)
-            pipes.register(self._prints, selectors.EVENT_READ)
-            while not reply.endswith(b"\n"):
-                check_stop()
-                # The pipe's end alone would not do: a process that the function forked may hold it open.
-                gone = self._process.poll() is not None
-                ready = {key.fileobj for key, _ in pipes.select(0 if gone else POLL_S)}
-                if self._requests in ready:
-                    try:
-                        to_send = to_send[os.write(self._requests.fileno(), to_send[: 1 << 16]) :]
-                    except BlockingIOError:
-                        pass
-                    except BrokenPipeError:  # it is gone: the reply's end says so next
-                        to_send = to_send[:0]
-                    if not to_send:
-                        pipes.unregister(self._requests)
-                if self._prints in ready and not self._keep_output():
-                    pipes.unregister(self._prints)
-                received = os.read(self._replies.fileno(), 1 << 20) if self._replies in ready else None
-                if received == b"" or (gone and received is None) or time.monotonic() > deadline:
-                    raise EOFError
-                reply += received or b""
+    def _exchange(self, data: bytes, deadline: float) -> bytes:
+        """Send a line and return the reply's; what there is of it where the worker ended or was too late."""
+        replies, reply = self._process.stdout, bytearray()
+        assert replies
+        threading.Thread(target=self._send, args=(data,), daemon=True).start()  # the pipe may be full
+        while not reply.endswith(b"\n"):
+            check_stop()
+            self._take_output()
+            if select.select([replies], [], [], POLL_S)[0]:
+                received = os.read(replies.fileno(), 1 << 20)
+                reply += received
+                if not received:
+                    return b""
+            elif time.monotonic() > deadline:
+                return b""
+        self._take_output()
         return bytes(reply)
 
-    def _keep_output(self) -> bool:
-        """Take what the function printed and keep the end of it; False when no more can come."""
-        with contextlib.suppress(BlockingIOError):
-            printed = os.read(self._prints.fileno(), 1 << 16)
-            self._on_output(printed)
-            self._output += printed
-            del self._output[:-KEPT_OUTPUT_BYTES]
-            return bool(printed)
-        return False
+    def _send(self, data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it is gone or closed: the end of its replies tells
+            while data:
+                assert self._process.stdin
+                data = data[self._process.stdin.write(data) or 0 :]
 
     def _take_output(self) -> None:
-        """Take what is left in the pipe; bounded, for something the function started may go on printing."""
-        for _ in range(64):
-            if not self._keep_output():
+        """Take what the function has printed since, and keep the end of it."""
+        while printed := os.pread(self._printed.fileno(), 1 << 16, self._position):
+            self._position += len(printed)
+            self._on_output(printed)
+            self._tail = (self._tail + printed)[-KEPT_OUTPUT_BYTES:]
+            if self._position > MOST_OUTPUT_BYTES:
+                os.ftruncate(self._printed.fileno(), 0)
+                self._position = 0
                 break
 
     def _died(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=EXIT_S)
-        code = self._process.returncode
+        where, code = self._where(), self._process.returncode
         if code is None:
-            how = "broke off its connection to us"
-        elif code < 0:
-            how = f"died of {signal.Signals(-code).name}"
-        else:
-            how = f"ended its process with exit code {code}"
-        where = self._where()
-        lines = self._output.decode("utf-8", errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        return f"{how}{where}" if where or not last else f"{how}; it last wrote: {quoted(last)}"
+            return f"broke off its connection to us{where}"
+        how = ending(code)
+        lines = [line for line in self._tail.decode("utf-8", errors="replace").split("\n") if line.strip()]
+        return f"{how}{where}" if where or not lines else f"{how}; it last wrote: {quoted(lines[-1])}"
 
     def _where(self) -> str:
-        """' (file.py, line 3)' if the worker could still write down where the function was."""
+        """Return ' (file.py, line 3)' if the worker could still write down where the function was."""
         self._take_output()
-        file = self._source.file
-        if file is None:
-            return ""
-        place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', self._output.decode("utf-8", errors="replace"))
-        return f" ({file.name}, line {place[1]})" if place else ""
+        file, text = self._source.file, self._tail.decode("utf-8", errors="replace")
+        place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', text) if file else None
+        return f" ({file.name}, line {place[1]})" if file and place else ""
 
 
 class InProcess:
@@ -201,16 +184,14 @@ class InProcess:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._loaded = function, worker.Loaded()
 
-    def ask(self, request: str, *, timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Answer a request. Raises CallFailed, and Interrupted once the run is to stop."""
         check_stop()
-        asked = json.loads(request)
-        if "load" in asked:
-            code = getattr(self._function, "__code__", None)
-            asked["load"]["sources"][0]["file"] = getattr(code, "co_filename", None)
-            reply = self._loaded.load(asked["load"], [self._function])
+        if "load" in request:
+            file = getattr(getattr(self._function, "__code__", None), "co_filename", None)
+            reply = self._loaded.load({**request["load"], "sources": [{"file": file}]}, [self._function])
         else:
-            reply = json.loads(json.dumps(self._loaded.answer(asked)))
+            reply = json.loads(json.dumps(self._loaded.answer(json.loads(json.dumps(request)))))
         if "error" in reply:
             raise CallFailed(said(reply), worker_lost=False)
         return reply
@@ -219,25 +200,16 @@ class InProcess:
         """Do nothing: the function's state is the notebook's."""
 
 
-def memory_limit(memory_gb: Literal["auto"] | float) -> int:
-    """Bytes that each process of a reward may use; auto: half of what the machine or its container has."""
-    if memory_gb != "auto":
-        return int(memory_gb * 1e9)
+def memory_limit() -> int:
+    """Return the bytes that each process of a reward may use: half of what the machine or its container has."""
     total = psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         total = min(total, int(CGROUP_LIMIT.read_text()))
     return int(total * MEMORY_SHARE)
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with sets in the same order in every run, and without what a launcher said: people's code is none of the
-    processes that it started, and a library there would wait for the others.
-    """
-    return {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"PYTHONHASHSEED": "0"}
-
-
 def supervised(command: list[str], *, memory_bytes: int) -> list[str]:
-    """The command line of a supervisor (supervisor.py) that runs a command."""
+    """Return the command line of a supervisor (supervisor.py) that runs a command."""
     return [sys.executable, "-P", supervisor.__file__, str(os.getpid()), str(memory_bytes), *command]
 
 
@@ -250,28 +222,17 @@ def end_supervised(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _is_reply(reply: Any) -> bool:
-    """Whether it is one of the three that worker.py describes: people's code may have written into the pipe."""
-    if not isinstance(reply, dict):
-        return False
-    if "error" in reply:
-        return isinstance(reply["error"], str) and isinstance(reply.get("at"), str)
-    if "required" in reply:
-        return isinstance(reply["required"], list) and "whole_batch" in reply and "parameters" in reply
-    failures = reply.get("failures")
-    return (
-        isinstance(reply.get("values"), list)
-        and "read_as_text" in reply
-        and isinstance(failures, list)
-        and all(isinstance(each, list) and list(map(type, each)) == [int, str] for each in failures)
-    )
+def ending(code: int) -> str:
+    """Return how a supervised process ended, by its supervisor's exit code."""
+    signals = {128 + each.value: each.name for each in signal.Signals}
+    return f"died of {signals[code]}" if code in signals else f"ended its process with exit code {code}"
 
 
 def said(reply: dict[str, Any]) -> str:
-    """What a worker says that a function raised, as one line, and where."""
+    """Return what a function raised, by the worker's reply, as one line, and where."""
     return f"{quoted(reply['error'])}{reply['at']}"
 
 
 def quoted(text: str) -> str:
-    """What people's code said, as a line that may be kept and shown."""
+    """Return what people's code wrote as a line that may be kept and shown."""
     return one_line(redact(text), MAX_SAID_CHARS)

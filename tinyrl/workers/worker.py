@@ -1,18 +1,16 @@
 """The worker process of a person's function: a hang or a crash costs one worker and not the run.
 
-Started fresh by its supervisor (`python -P worker.py RUN`: the run's process, for who lists processes), never forked.
-Requests and replies are JSON, one a line, over the pipes it was started with; those are moved out of the function's
-sight first, so that what it prints, closes or reads cannot disturb them. Only the standard library is imported here:
-start-up is short, and torch is imported only where the user's own code does so.
+Started fresh (`python -P worker.py RUN`: the run's process, for who lists processes), never forked. Requests and
+replies are JSON, one a line, over stdin and stdout; those pipes are moved out of the function's sight first, so that
+what it prints, closes or reads cannot disturb them. Only the standard library is imported here, to start quickly.
 
-    {"load": {"sources": [{"path", "module", "function", "file"}], "host", "section", "sys_path"}, "timeout_s"}
-        -> {"whole_batch": bool, "parameters": names or null for any, "required": names, further facts of the host}
-    {"arguments": {name: list}, "num_rows", "call", "timeout_s"}
-        -> {"values": one a row, null for none, "failures": [[row, reason], ...], "read_as_text": bool}
+    {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "section", "sys_path"}}
+        -> {"id", "whole_batch": bool, "parameters": names or null for any, "required": names, further facts}
+    {"id", "timeout_s", "arguments": {name: list}, "num_rows", "call"}
+        -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "read_as_text": bool}
 
 A host, "module:function" of tinyrl's own, makes a `Service` of the loaded objects; without one the object is a reward
-function. Either request is answered with {"error": text, "at": " (file.py, line 3)" or ""} when the function's code
-raises. Texts are as the user's code wrote them: our end of the pipe makes one harmless line of each.
+function. Where the function's code raises, the reply is {"id", "error": text, "at": " (file.py, line 3)" or ""}.
 """
 
 import contextlib
@@ -53,9 +51,9 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    faulthandler.enable(last_words)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore  so that a crash loses no line
+    faulthandler.enable(last_words)
     del sys.argv[1:]
     for name in [name for name in sys.modules if name.partition(".")[0] == "json"]:
         del sys.modules[name]  # people's code gets a copy of its own, which it may patch
@@ -75,12 +73,12 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the function may have closed it
                 stream.flush()
-        replies.write(json.dumps(reply).encode("ascii") + b"\n")
+        replies.write(json.dumps({"id": request["id"], **reply}).encode("ascii") + b"\n")
         replies.flush()
 
 
 class Loaded:
-    """A person's objects and the service made of them. It answers requests as described above."""
+    """A person's objects and the service made of them; it answers the requests described above."""
 
     service: Service
     file: str | None = None
@@ -88,22 +86,26 @@ class Loaded:
 
     def load(self, request: dict[str, Any], objects: list[Any] | None = None) -> dict[str, Any]:
         """Import the sources (or take the objects), and make a service of them."""
-        sources, self.section, found = request["sources"], request["section"], list(objects or [])
+        sources, self.section = request["sources"], request["section"]
         self.file = sources[0]["file"]
-        for source in [] if objects else sources:
-            value, problem = _attempt(lambda source=source: _find(source), source["file"], self.section)
-            if problem:
-                return problem
-            found.append(value)
+        found: list[Any] = objects or []
+        if not found:
+            for source in sources:
+                value, problem = _attempt(lambda source=source: _find(**source), source["file"], self.section)
+                if problem:
+                    return problem
+                found.append(value)
         host = reward
         if request["host"]:
             module, _, name = request["host"].partition(":")
             host = getattr(importlib.import_module(module), name)
         elif not callable(found[0]):
             return {"error": f"is {_describe(found[0])}, not a function", "at": ""}
-        self.service, problem = _attempt(lambda: host(found), self.file, self.section)
-        facts = {"whole_batch": False, "parameters": None, "required": []}
-        return problem or {**facts, **self.service.facts}
+        service, problem = _attempt(lambda: host(found), self.file, self.section)
+        if problem:
+            return problem
+        self.service = service
+        return {"whole_batch": False, "parameters": None, "required": [], **service.facts}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make a call."""
@@ -114,7 +116,7 @@ class Loaded:
 
 
 def reward(objects: list[Any]) -> Service:
-    """The service of a reward function: `score`."""
+    """Make the service of a reward function: `score`."""
     function = objects[0]
 
     def score(arguments: dict[str, list[Any]], num_rows: int) -> Checked:
@@ -128,7 +130,7 @@ def reward(objects: list[Any]) -> Service:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The names of a function's parameters (None: it takes any), and of those that it must be given."""
+    """Return the names of a function's parameters (None: it takes any), and of those that it must be given."""
     parameters = inspect.signature(function).parameters.values()
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -141,47 +143,38 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
 def call(
     function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
 ) -> dict[str, Any]:
-    """Call a reward function of ours and check what it returns; `file` is its source. The reply is described above."""
+    """Call a reward function of ours, whose source is `file`, and check what it returns; the reply is as above."""
     found, problem = _attempt(lambda: check_values(_awaited(function(**arguments)), num_rows), file, "reward")
     return problem or {"values": found[0], "failures": found[1]}
 
 
 class Messages(list[Any]):
-    """A completion of chat data: a list that notices when it is taken for text, which no list is equal to or holds."""
+    """A completion of chat data: a list that notices when it is compared with text, which no list is equal to."""
 
     read_as_text = False
     __hash__ = None  # pyright: ignore  as for any list
 
     def __contains__(self, item: object) -> bool:
-        return not _noticed(item) and super().__contains__(item)
+        Messages.read_as_text |= isinstance(item, str)
+        return super().__contains__(item)
 
     def __eq__(self, other: object) -> bool:
-        return not _noticed(other) and super().__eq__(other)
+        Messages.read_as_text |= isinstance(other, str)
+        return super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
-        return _noticed(other) or super().__ne__(other)
+        return not self == other
 
     def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        return Messages(found) if isinstance(at, slice) else found
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"'{type(self).__name__ if hasattr(str, name) else 'list'}' object has no attribute '{name}'"
-        )
+        return Messages(super().__getitem__(at)) if isinstance(at, slice) else super().__getitem__(at)
 
     def __reduce__(self) -> Any:
         return list, ([*self],)
 
 
-def _noticed(other: object) -> bool:
-    Messages.read_as_text |= isinstance(other, str)
-    return isinstance(other, str)
-
-
 def check_values(returned: Any, num_rows: int) -> Checked:
-    """The scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows. A score
-    that came with a text, (score, why), is [score, why].
+    """Return the scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows. A
+    score that came with a text, (score, why), is [score, why].
 
     None means "does not apply" and is not a failure. True and False are 1 and 0; NumPy and torch values are taken as
     the numbers they hold, and a generator as the list it gives. A list of the wrong length fails every row, as scores
@@ -189,31 +182,26 @@ def check_values(returned: Any, num_rows: int) -> Checked:
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     values = [*itertools.islice(values, num_rows + 1)] if isinstance(values, Iterator) else values  # it may not end
-    is_list = isinstance(values, list | tuple)
-    values = [*values] if is_list else values  # a subclass may say that it is longer than it is
-    if not is_list:
-        problem = f"returned {_describe(values)}, not a list with one score for each completion"
-    elif len(values) != num_rows:
+    if isinstance(values, list | tuple):
+        values = [*values]  # a subclass may say that it is longer than it is
+        if len(values) == num_rows:
+            pairs = [_score(value) for value in values]
+            return [score for score, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
         problem = f"returned a list of {len(values)} for a batch of {num_rows}"
     else:
-        pairs = [_score(value) for value in values]
-        return [score for score, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
+        problem = f"returned {_describe(values)}, not a list with one score for each completion"
     return [None] * num_rows, [(row, problem) for row in range(num_rows)]
 
 
 def _score(value: Any) -> tuple[Any, str]:
-    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str):
-        number, problem = _number(value[0])
-        return ([number, value[1][:MAX_WHY_CHARS]], "") if not problem else (None, problem)
-    return _number(value)
-
-
-def _number(value: Any) -> tuple[float | None, str]:
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    one = isinstance(plain, list) and len(plain) == 1  # a row of a (B, 1) tensor, or a tensor of one number
-    single: Any = plain[0] if one else plain
+    """Return a score as JSON has it, or None and what is wrong with it."""
+    why = value[1] if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str) else None
+    plain: Any = value if why is None else value[0]
+    plain = plain.tolist() if hasattr(plain, "tolist") else plain
+    # a row of a (B, 1) tensor, or a tensor of one number
+    single: Any = plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
     if single is None:
-        return None, ""
+        return (None if why is None else [None, why[:MAX_WHY_CHARS]]), ""
     if not hasattr(type(single), "__float__"):  # text has none
         return None, f"returned {_describe(single)}, not a number"
     try:
@@ -222,28 +210,29 @@ def _number(value: Any) -> tuple[float | None, str]:
         return None, f"returned a number beyond {MAX_SCORE:g}"
     if not math.isfinite(number):
         return None, f"returned {number}".replace("nan", "NaN")
-    return (number, "") if abs(number) <= MAX_SCORE else (None, f"returned {number:g}, a number beyond {MAX_SCORE:g}")
+    if abs(number) > MAX_SCORE:
+        return None, f"returned {number:g}, a number beyond {MAX_SCORE:g}"
+    return (number if why is None else [number, why[:MAX_WHY_CHARS]]), ""
 
 
 def _describe(value: Any) -> str:
     kind = type(value).__name__
-    if value is None or not isinstance(value, str | list | tuple | dict):
-        return kind
-    return f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS]
+    return (
+        f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS] if isinstance(value, str | list | tuple | dict) else kind
+    )
 
 
-def _find(source: dict[str, Any]) -> Any:
-    if source["module"]:
-        return getattr(importlib.import_module(source["module"]), source["function"])
-    stem = os.path.splitext(os.path.basename(source["path"]))[0]
+def _find(module: str | None, file: str, function: str) -> Any:
+    if module:
+        return getattr(importlib.import_module(module), function)
+    stem = os.path.splitext(os.path.basename(file))[0]
     name = stem if stem not in sys.modules else f"reward_{stem}"  # a file called json.py does not replace json
-    spec = importlib.util.spec_from_file_location(name, source["path"])
-    assert spec is not None, source["path"]
-    assert spec.loader is not None, source["path"]
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, source["function"])
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
+    sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return getattr(loaded, function)
 
 
 def _attempt(action: Callable[[], Any], file: str | None, section: str) -> tuple[Any, dict[str, Any] | None]:
@@ -260,7 +249,7 @@ def _attempt(action: Callable[[], Any], file: str | None, section: str) -> tuple
         text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         if isinstance(error, MemoryError) and limit > 0:
-            text += f" (a process of a {section} may use {limit / 1e9:.3g} GB: {section}.memory_gb)"
+            text += f" (a process of a {section} may use {limit / 1e9:.3g} GB)"
         elif Messages.__name__ in str(error) and not isinstance(error, MemoryError):
             text += f" ({CHAT_HINT})"
         return None, {"error": f"raised {text}", "at": where}

@@ -13,7 +13,7 @@ from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.live import Spelling
+from tinyrl.generation.live import IncrementalDetokenizer
 from tinyrl.rollout.components import Options
 from tinyrl.tools.chat.speaker import CHAT_STEP, Answer, Speaker, load_speaker
 from tinyrl.tools.chat.terminal import converse
@@ -104,13 +104,13 @@ def test_with_a_chat_template_the_conversation_goes_on_until_it_is_reset(tmp_pat
 
 def test_half_a_character_waits_for_its_other_half():
     tokenizer = tiny_tokenizer()
-    spelling, text = Spelling(tokenizer), "aé漢🙂b"
+    spelling, text = IncrementalDetokenizer(tokenizer), "aé漢🙂b"
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(tokens) == len(text.encode())  # a byte each
-    pieces = [spelling.add(token) for token in tokens]  # pyright: ignore[reportArgumentType]
+    pieces = [spelling.add([token]) for token in tokens]  # pyright: ignore[reportArgumentType]
     assert [piece for piece in pieces if piece] == ["a", "é", "漢", "🙂", "b"]
     assert spelling.end() == ""
-    spelling.add(tokens[1])  # pyright: ignore[reportArgumentType]
+    spelling.add([tokens[1]])  # pyright: ignore[reportArgumentType]
     assert spelling.end() == "\ufffd"
 
 
@@ -179,13 +179,13 @@ def test_what_a_model_says_is_made_safe_to_show(speaker: Speaker, monkeypatch: p
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(speaker: Speaker, monkeypatch: pytest.MonkeyPatch):
-    original = speaker.engine.on_token
+    original = speaker.engine._say
 
-    def interrupted(rows, alive, tokens):
+    def interrupted(text: str) -> None:
         signal.raise_signal(signal.SIGINT)
-        original(rows, alive, tokens)
+        original(text)
 
-    monkeypatch.setattr(speaker.engine, "on_token", interrupted)
+    monkeypatch.setattr(speaker.engine, "_say", interrupted)
     said = transcript(speaker, "letters: b a sorted:", "/reset")
     assert "(stopped; it is not part of the conversation)" in said
     assert said.endswith("forgotten\n\n")

@@ -31,16 +31,6 @@ def test_the_step_is_chosen_without_a_script(tmp_path: Path) -> None:
     assert "<script" not in html
 
 
-def test_of_many_steps_some_are_kept_and_of_those_the_first_prompts(tmp_path: Path) -> None:
-    samples = [sample(step, i, "p", "c", 0.0) for step in range(400) for i in range(20)]
-    kept = held_out(tmp_path / "run", samples).by_step
-    assert 64 <= len(kept) <= 131
-    assert list(kept) == sorted(kept)
-    assert (min(kept), max(kept)) == (0, 399)
-    assert len(kept[0]) == len(kept[399]) == 20
-    assert {tuple(kept[step]) for step in kept if 0 < step < 399} == {tuple(range(16))}
-
-
 def test_rows_out_of_order_and_damaged_lines_are_survived(tmp_path: Path) -> None:
     samples = [sample(9, 0, "p", "late", 0.5), sample(0, 0, "p", "early", 0.0), sample(4, 0, "p", "between", 0.0)]
     folder = write_run(tmp_path / "run", [{"step": 1}], samples=samples)

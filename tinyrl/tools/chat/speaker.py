@@ -11,15 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import Tensor
-
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import Episode
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.live import Spelling
+from tinyrl.generation.live import IncrementalDetokenizer
 from tinyrl.generation.turns import EpisodeRunner, load_episode_runner, play
 from tinyrl.models.loading import check_ids
 from tinyrl.models.roles import load_policy
@@ -55,7 +53,7 @@ class _Heard(HfEngine):
         super().__init__(*arguments)
         self.look_every = 1  # each token is said as it comes
         self.hear: Hear = _nobody
-        self._spelling, self._known = Spelling(self.tokenizer), list[int]()
+        self._known = list[int]()
 
     def begin(self, prompt_tokens: list[int], hear: Hear) -> None:
         self.hear, self._known = hear, list(prompt_tokens)
@@ -64,16 +62,12 @@ class _Heard(HfEngine):
         [request] = requests
         if read := request.prompt_tokens[len(self._known) :]:  # an environment has answered
             self.hear("environment", str(self.tokenizer.decode(read, skip_special_tokens=True)))
-        self._known, self._spelling = list(request.prompt_tokens), Spelling(self.tokenizer)
-        said = super().sample(requests, samples_per_request, **key)
-        self._say(self._spelling.end())
-        return said
-
-    def on_token(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
-        if bool(alive[0]):
-            token = int(tokens[0])
-            self._known.append(token)
-            self._say(self._spelling.add(token))
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
+        self.on_tokens = lambda tokens: self._say(detokenizer.add(tokens))
+        [[completion]] = super().sample(requests, samples_per_request, **key)
+        self._say(detokenizer.end())
+        self._known = [*request.prompt_tokens, *completion.tokens]
+        return [[completion]]
 
     def _say(self, text: str) -> None:
         if text:

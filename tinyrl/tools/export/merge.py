@@ -79,15 +79,15 @@ def write_merged(
     merged.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, revision=config.model.revision)
     del policy, merged
-    trust, attention = trust_remote_code, config.model.attention
-    saved = load_causal_lm(str(folder), dtype=dtype, attention=attention, trust_remote_code=trust)
+    trust = trust_remote_code
+    saved = load_causal_lm(str(folder), dtype=dtype, trust_remote_code=trust)
     return compared(wanted, distributions(saved, sequences))
 
 
 def read_policy(config: Config, checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedModel | PeftModel:
     """Load the policy in float32: the unquantised base with the checkpoint's adapter, or the checkpoint's own model."""
     if not config.lora.enabled:
-        return load_causal_lm(str(checkpoint), dtype=torch.float32, attention=config.model.attention)
+        return load_causal_lm(str(checkpoint), dtype=torch.float32)
     plain = config.model_copy(update={"model": config.model.model_copy(update={"quantization": None})})
     base = load_base(plain, config.model.path, dtype=torch.float32, trust_remote_code=trust_remote_code)
     return load_start_adapter(base, str(checkpoint)).eval()  # pyright: ignore[reportReturnType]

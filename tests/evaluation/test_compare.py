@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.compare import Side, evaluate_target
+from tinyrl.evaluation.compare import compare as compare_all
 from tinyrl.evaluation.targets import Asked
-from tinyrl.evaluation.versus import Side, compare_policies, evaluate_target
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.components import Options
@@ -92,10 +93,10 @@ def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sectio
 
 @pytest.mark.slow
 def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
-    other = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100})
     rows = str(folder / "rows.jsonl")
-    held = load_rows(load_task("rows"), "eval", data=rows, split_seed=0)
-    trained = load_rows(load_task("rows"), "train", data=rows, split_seed=1)[:100]
+    other = variant(folder, tmp_path.name, task={"eval_data": rows, "max_samples": 100})
+    held = load_rows(load_task("rows"), "eval", data=rows)
+    trained = load_rows(load_task("rows"), "train", data=rows, eval_data=rows)[:100]
     seen = {row["prompt"] for row in held} & {row["prompt"] for row in trained}
     assert 0 < len(seen) < 30
     result = compare(folder, other)
@@ -106,8 +107,8 @@ def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(fold
 
 @pytest.mark.slow
 def test_a_comparison_on_what_the_other_run_was_trained_on_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = variant(folder, tmp_path.name, task={"split_seed": 1})
-    with pytest.raises(ValueError, match=r"was trained on 3\d of the 40 held-out prompts of first/.*--split train"):
+    other = variant(folder, tmp_path.name, task={"eval_data": str(folder / "rows.jsonl")})
+    with pytest.raises(ValueError, match=r"was trained on 40 of the 40 held-out prompts of first/.*--split train"):
         compare(folder, other)
     result = compare(folder, other, split="train", num_prompts=12)
     assert result["difference"].items() >= {**SAME, "left_out": 0}.items()
@@ -122,21 +123,24 @@ def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
 
 
 def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_path: Path) -> None:
-    """One row a policy with the numbers and win rates of `eval BASELINE --vs POLICY`, seen from the policy's side; what
-    any of them was trained on is left out.
+    """One result a policy with the numbers and win rates of `eval BASELINE --vs POLICY`, seen from the policy's side;
+    what any of them was trained on is left out.
     """
     first, other = str(folder / "first"), str(folder / "other-tokenizer")
-    same = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100}, run={"seed": 7})
+    same = variant(
+        folder, tmp_path.name, task={"eval_data": str(folder / "rows.jsonl"), "max_samples": 100}, run={"seed": 7}
+    )
     asked, options = Asked(samples=2), Options(device="cpu")
-    rows = compare_policies([other, same], asked, vs=first, options=options)
-    assert [row["policy"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]
+    rows = compare_all([first, other, same], asked, options=options)
+    assert [row["target"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]
     assert {row["num_prompts"] for row in rows} == {40 - compare(folder, same)["difference"]["left_out"]} != {40}
     assert rows[2].pop("win_rate")["reward"] == {"mean": 0.5, "ci": ANY, "ties": ANY}
-    assert {**rows[2], "policy": rows[0]["policy"]} == rows[0]
-    alone = compare_policies([other], asked, vs=first, options=options)
-    pair = compare(folder, other)
-    assert alone[1]["win_rate"]["reward"]["mean"] == pytest.approx(1 - pair["win_rate"]["reward"]["mean"])
-    assert {"target": alone[1].pop("policy"), **alone[1]} == {**pair["other"], "win_rate": ANY}
+    assert rows[2].pop("difference")["reward_mean"] == 0.0
+    assert {**rows[2], "target": rows[0]["target"]} == rows[0]
+    alone, pair = compare_all([first, other], asked, options=options)[1], compare(folder, other)
+    assert alone.pop("win_rate")["reward"]["mean"] == pytest.approx(1 - pair["win_rate"]["reward"]["mean"])
+    assert alone.pop("difference")["reward_mean"] == pytest.approx(-pair["difference"]["reward_mean"])
+    assert alone == pair["other"]
 
 
 def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:
@@ -145,9 +149,9 @@ def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None
     rest: dict[str, Any] = {"roles": None, "micro_batches": None, "policy_format": TextFormat()}
     scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
     same = tiny_tokenizer()
-    assert scorer.reading(same).tokenizer is same
+    assert scorer.with_tokenizer(same).tokenizer is same
     with pytest.raises(ValueError, match="another vocabulary"):
-        scorer.reading(tiny_tokenizer(pad_is_eos=True))
+        scorer.with_tokenizer(tiny_tokenizer(pad_is_eos=True))
 
 
 @pytest.mark.parametrize("split", ["eval", "train"])

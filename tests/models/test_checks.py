@@ -1,0 +1,198 @@
+"""Which models and numbers are accepted: heads, packed rows, our layers; half precision is judged by float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from tests.models.building import CPU, lora, lora_roles
+from tests.tiny_models import TinyModels, sharp_model
+from tinyrl.models import checks, layers
+from tinyrl.models.batches import all_states, backbone_of
+from tinyrl.models.checks import check_head, in_float32, packs_exactly, supports_fused_layers
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.logprobs import Head, head_of
+from tinyrl.models.lora import wrap_in_lora
+from tinyrl.models.roles import Roles
+
+IDS = torch.tensor([[30, 31, 90, 7, 120, 55]])
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def tiny_causal(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+# ---- float32 passes of half-precision weights ----
+
+
+def test_a_bfloat16_model_computes_in_float32_and_is_itself_again(tiny: TinyModels) -> None:
+    halved, whole = (load_causal_lm(str(tiny("llama")), dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    before = {name: p.data_ptr() for name, p in halved.named_parameters()}
+    with torch.no_grad():
+        whole.load_state_dict(halved.state_dict())  # the same weights, widened
+        with in_float32(halved):
+            widened = halved(input_ids=IDS).logits
+        torch.testing.assert_close(widened, whole(input_ids=IDS).logits, rtol=0, atol=1e-5)
+        assert float((halved(input_ids=IDS).logits.float() - widened).abs().mean()) > 1e-3
+    assert {name: p.data_ptr() for name, p in halved.named_parameters()} == before
+    assert {p.dtype for p in halved.parameters()} == {torch.bfloat16}
+
+
+# ---- heads ----
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.05)])
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
+    tiny: TinyModels, kind: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+):
+    model = load_causal_lm(str(tiny(kind)), dtype=dtype)
+    head, forward = head_of(model), model.forward
+    check_head(model, head, backbone_of(model))
+    with pytest.raises(ValueError, match="changes its logits in a way tinyrl does not know"):
+        check_head(model, Head(head.weight, head.bias), backbone_of(model))  # without scale or soft-cap
+
+    def stretched(*args: Any, **kwargs: Any):
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * factor
+        return output
+
+    monkeypatch.setattr(model, "forward", stretched)
+    with pytest.raises(ValueError, match="ForCausalLM changes its logits"):
+        check_head(model, head, backbone_of(model))
+
+
+# ---- packed rows ----
+
+
+def test_models_with_a_window_are_padded_even_where_it_does_not_show():
+    """The window of 32 is wider than any test sequence."""
+    qwen2 = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
+    assert not packs_exactly(tiny_causal(Qwen2Config(**SHAPE, **qwen2)).model)
+    assert packs_exactly(tiny_causal(Qwen2Config(**SHAPE)).model)
+    assert not packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=32)).model)
+    assert packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=None)).model)
+
+
+def test_soft_capped_attention_is_padded(tiny: TinyModels):
+    roles = lora_roles(tiny("gemma2"))
+    assert not roles.packs
+    assert roles.batch([[5, 6]], [[7]]).packing is None
+
+
+def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """Here by positions: a model that counts them itself gets others in a packed row."""
+    backbone = lora_roles(tiny("llama")).backbone("policy")
+    forward = backbone.forward
+    monkeypatch.setattr(
+        backbone, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"})
+    )
+    assert not packs_exactly(backbone)
+
+
+def test_bfloat16_rows_are_packed_on_sharp_logits_and_wrong_packing_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = backbone_of(load_causal_lm(str(sharp_model(tmp_path, num_hidden_layers=12)), dtype=torch.bfloat16))
+    assert packs_exactly(backbone)
+    real = checks._Rows.library_states
+
+    def off(rows: Any, backbone: Any) -> Tensor:
+        states = real(rows, backbone)
+        return states + 0.1 * states.roll(1, 0)
+
+    monkeypatch.setattr(checks._Rows, "library_states", off)
+    assert not packs_exactly(backbone)
+
+
+# ---- our layers ----
+
+
+@pytest.mark.parametrize(
+    ("wrong", "low"), [("states", None), ("gradient of x", torch.bfloat16), ("gradient of B", torch.bfloat16)]
+)
+def test_wrong_numbers_and_wrong_derivatives_are_found(
+    tiny: TinyModels, wrong: str, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    forward: Callable[..., Any] = layers.linears
+    backward: Callable[..., Any] = layers.linears_backward
+
+    def states(*given: Any, **options: Any) -> Any:
+        outputs, inside = forward(*given, **options)
+        return [out * 1.1 if wrong == "states" else out for out in outputs], inside
+
+    def derivatives(*given: Any, **options: Any) -> Any:
+        dh, found = backward(*given, **options)
+        if wrong == "gradient of B":
+            found = [g if g is None or i % 4 != 3 else g * 1.3 for i, g in enumerate(found)]
+        return dh * 1.2 if wrong == "gradient of x" and dh is not None else dh, found
+
+    roles = [lora_roles(tiny("llama"), dtype=low or torch.float32, reference=False) for _ in range(2)]
+    with torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None):
+        assert supports_fused_layers(roles[0].backbone("policy"))
+        monkeypatch.setattr(layers, "linears", states)
+        monkeypatch.setattr(layers, "linears_backward", derivatives)
+        assert not supports_fused_layers(roles[1].backbone("policy"))
+
+
+def test_parts_of_the_same_names_that_compute_something_else_are_found_by_their_numbers():
+    """Gemma's norm multiplies by 1 + w, and its embedding is scaled."""
+    backbone = backbone_of(tiny_causal(GemmaConfig(**SHAPE, hidden_act="silu")))
+    assert packs_exactly(backbone)
+    assert layers.has_known_parts(backbone)
+    assert not supports_fused_layers(backbone)
+
+
+def test_adapters_that_are_more_than_two_matrices_are_left_to_the_library():
+    config, model = lora(["q_proj"]), tiny_causal(Qwen3Config(**SHAPE))
+    assert supports_fused_layers(backbone_of(model))
+    config.use_dora = True
+    wrapped = wrap_in_lora(model, config)
+    assert not supports_fused_layers(Roles(wrapped, device=CPU, reference=False).backbone("policy"))
+
+
+def test_dropout_is_left_to_the_library_for_as_long_as_it_is_on(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"), dropout=0.5)
+    backbone = roles.backbone("policy")
+    assert supports_fused_layers(backbone)
+    roles.use_lora_dropout()
+    with roles.acting("policy"), torch.no_grad():
+        assert not supports_fused_layers(backbone)  # dropout is on for a block that was entered with gradients on
+    with torch.no_grad(), roles.acting("policy"):
+        assert supports_fused_layers(backbone)
+
+
+def test_half_precision_weights_outside_autocast_are_left_to_the_library(tiny: TinyModels):
+    """A float32 pass of them, by which numbers are judged, among others."""
+    roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
+    backbone = roles.backbone("policy")
+    assert not supports_fused_layers(backbone)
+    with torch.autocast("cpu", torch.float16):
+        assert not supports_fused_layers(backbone)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert supports_fused_layers(backbone)
+    with torch.no_grad(), in_float32(backbone):
+        assert all_states(backbone, roles.batch([[5, 6]], [[7]])).dtype == torch.float32
+
+
+def test_a_comparison_leaves_no_gradient_and_draws_no_number(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16), roles.gradient_checkpointing():
+        assert supports_fused_layers(roles.backbone("policy"))
+        assert all(layer.gradient_checkpointing for layer in roles.backbone("policy").layers)  # pyright: ignore
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in roles.causal.parameters())
+    assert {p.dtype for n, p in roles.causal.named_parameters() if "lora_" not in n} == {torch.bfloat16}

@@ -1,0 +1,198 @@
+"""Llama's layers with derivatives by hand: the library's states and gradients, in less memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.models.building import CPU, full_roles, lora, lora_roles, stir
+from tests.models.live_bytes import LiveBytes
+from tests.models.test_packing import PROMPTS, RESPONSES
+from tests.tiny_models import TinyModels, sharp_model
+from tinyrl.models import layers
+from tinyrl.models.batches import all_states, library_states
+from tinyrl.models.checks import COMPARED_LAYERS, TIMES_THE_LIBRARY, supports_fused_layers
+from tinyrl.models.lora import wrap_in_lora
+from tinyrl.models.roles import Roles
+
+MAKE: dict[str, Callable[..., Roles]] = {"lora": lora_roles, "full": full_roles}
+
+
+def gradients(
+    roles: Roles, states: Callable[..., Tensor], *, low: torch.dtype | None = None, recompute: bool = False
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Log-probabilities of a packed batch, and by name the gradient of a sum that weighs each differently."""
+    batch = roles.batch(PROMPTS, RESPONSES)
+    inside = roles.gradient_checkpointing() if recompute else torch.enable_grad()
+    with roles.acting("policy"), inside:
+        with torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None):
+            found = states(roles.backbone("policy"), batch).index_select(0, batch.state_index)
+            logprobs, _ = roles.logprobs("policy", batch, temperature=1.0, states=found)
+        flat = logprobs[batch.row, batch.column]
+        (flat * torch.linspace(-1, 2, len(flat))).sum().backward()
+    taken = {}
+    for name, parameter in roles.parameters["policy"].items():
+        taken[name], parameter.grad = parameter.grad, None
+    return flat.detach(), taken
+
+
+def errors(found: Any, exact: Any) -> tuple[float, float]:
+    """Mean error of log-probabilities, and of gradients, relative to the norm of each."""
+    apart = [
+        float((found[1][n] - g).norm() / g.norm()) for n, g in exact[1].items() if g is not None and float(g.norm()) > 0
+    ]
+    return float((found[0] - exact[0]).abs().mean()), sum(apart) / len(apart)
+
+
+@pytest.mark.parametrize(("kind", "make"), [("qwen2", "lora"), ("qwen3", "full")])
+def test_states_and_gradients_are_the_librarys(tiny: TinyModels, kind: str, make: str):
+    roles = MAKE[make](tiny(kind), reference=False)
+    stir(roles.parameters["policy"])
+    assert supports_fused_layers(roles.backbone("policy"))
+    ours, theirs = gradients(roles, all_states), gradients(roles, library_states)
+    torch.testing.assert_close(ours[0], theirs[0], atol=2e-5, rtol=2e-5)
+    for name, gradient in theirs[1].items():
+        assert gradient is not None
+        assert float(gradient.norm()) > 0, name
+        assert (ours[1][name] - gradient).norm() <= 2e-5 * gradient.norm(), name  # pyright: ignore
+
+
+def test_other_adapters_and_none_act_by_their_own_weights(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
+    stir(roles.parameters["policy"])
+    roles.add_critic("adapter", lora=lora(["q_proj", "down_proj"]))
+    stir(roles.parameters["critic"], seed=1)
+    batch, backbone, seen = roles.batch(PROMPTS, RESPONSES), roles.backbone("policy"), []
+    for role in ("policy", "reference", "critic"):
+        with torch.no_grad(), roles.acting(role):
+            assert supports_fused_layers(backbone)
+            seen.append(all_states(backbone, batch))
+            torch.testing.assert_close(seen[-1], library_states(backbone, batch), atol=1e-5, rtol=1e-5)
+    assert min(float((a - b).abs().max()) for a, b in zip(seen, (*seen[1:], seen[0]), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "make", "low"), [("qwen3", "lora", torch.bfloat16), ("qwen2", "full", torch.float16)])
+def test_errors_in_half_precision_are_those_of_the_library(tmp_path: Path, kind: str, make: str, low: torch.dtype):
+    """Against a float32 pass of the same weights, on logits as sharp as a real model's; gradients are float32 sums."""
+    folder = sharp_model(tmp_path, kind, num_hidden_layers=6, layer_types=["full_attention"] * 6)
+    roles = MAKE[make](folder, dtype=low, reference=False)
+    if make == "lora":
+        stir(roles.parameters["policy"])
+    widened = MAKE[make](folder, reference=False)
+    widened.causal.load_state_dict(roles.causal.state_dict())
+    exact = gradients(widened, library_states)
+    with torch.autocast("cpu", dtype=low):
+        assert supports_fused_layers(roles.backbone("policy"))
+    ours, library = (gradients(roles, states, low=low) for states in (all_states, library_states))
+    for mine, theirs in zip(errors(ours, exact), errors(library, exact), strict=True):
+        assert 0 < mine <= TIMES_THE_LIBRARY * theirs
+    given = [g for g in ours[1].values() if g is not None]
+    assert {g.dtype for g in given} == {torch.float32}
+    assert sum(not torch.equal(g, g.to(low).float()) for g in given) > 0.5 * len(given)
+
+
+@pytest.mark.parametrize(("make", "low"), [("lora", torch.bfloat16), ("full", None)])
+def test_recomputed_layers_have_the_same_gradient(
+    tiny: TinyModels, make: str, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    roles = MAKE[make](tiny("qwen3"), dtype=low or torch.float32, reference=False)
+    stir(roles.parameters["policy"])
+    ran, once = [], layers._layer
+    monkeypatch.setattr(layers, "_layer", lambda *given: ran.append(1) or once(*given))
+    stored = gradients(roles, all_states, low=low)
+    assert len(ran) == 2 + COMPARED_LAYERS + 2  # the comparison with the library, which the first call makes, too
+    recomputed = gradients(roles, all_states, low=low, recompute=True)
+    assert len(ran) == 2 + COMPARED_LAYERS + 2 + 4
+    assert torch.equal(stored[0], recomputed[0])
+    assert all(g is None or torch.equal(g, recomputed[1][n]) for n, g in stored[1].items())  # pyright: ignore
+
+
+def test_a_micro_batch_keeps_less_than_the_librarys_and_recomputed_only_inputs_of_layers():
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    roles = Roles(wrap_in_lora(model, lora()), device=CPU, reference=False)
+    batch, backbone = roles.batch([[1] * 8] * 4, [[2] * 16] * 4), roles.backbone("policy")
+    assert supports_fused_layers(backbone)
+
+    def most(states: Callable[..., Tensor]) -> int:
+        with LiveBytes() as live, roles.acting("policy"):
+            states(backbone, batch).sum()
+            return live.most
+
+    ours = most(all_states)
+    assert ours < 0.7 * most(library_states)
+    with roles.gradient_checkpointing():
+        assert most(all_states) < 0.4 * ours
+
+
+# ---- each piece, against differences in float64 ----
+
+
+def leaf(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def linear(inputs: int, outputs: int, *, seed: int, bias: bool, rank: int) -> list[Tensor | None]:
+    return [
+        leaf(outputs, inputs, seed=seed),
+        leaf(outputs, seed=seed + 1) if bias else None,
+        leaf(rank, inputs, seed=seed + 2) if rank else None,
+        leaf(outputs, rank, seed=seed + 3) if rank else None,
+    ]
+
+
+def gradcheck(run: Callable[..., Any], *inputs: Tensor | None) -> bool:
+    return torch.autograd.gradcheck(run, inputs)  # pyright: ignore
+
+
+def test_normed_linears_by_differences():
+    three = [*linear(4, 3, seed=1, bias=True, rank=2), *linear(4, 2, seed=5, bias=False, rank=0),
+             *linear(4, 3, seed=9, bias=False, rank=1)]  # fmt: skip
+    apply: Any = layers.NormedLinears.apply
+    scales = [0.5, 0.0, 3.0]
+    assert gradcheck(
+        lambda x, w, *rest: apply(x, w, 1e-3, x.dtype, scales, *rest), leaf(5, 4, seed=0), leaf(4, seed=20), *three
+    )
+
+
+def test_the_rest_of_a_layer_by_differences():
+    four = [*linear(6, 4, seed=1, bias=False, rank=2), *linear(4, 5, seed=5, bias=False, rank=1),
+            *linear(4, 5, seed=9, bias=True, rank=2), *linear(5, 4, seed=13, bias=True, rank=2)]  # fmt: skip
+    apply: Any = layers.AfterAttention.apply
+    inputs = (leaf(3, 4, seed=30), leaf(3, 6, seed=31), leaf(4, seed=32))
+    assert gradcheck(lambda x, a, w, *rest: apply(x, a, w, 1e-3, [0.5, 2.0, 1.0, 3.0], *rest), *inputs, *four)
+
+
+def test_norm_and_rotation_by_differences_and_a_quarter_turn():
+    norm: Any = layers.Norm.apply
+    rope: Any = layers.Rope.apply
+    assert gradcheck(lambda x, w: norm(x, w, 1e-3), leaf(3, 2, 4, seed=0), leaf(4, seed=1))
+    cos, sin = leaf(3, 1, 4, seed=2).detach(), leaf(3, 1, 4, seed=3).detach()
+    assert gradcheck(lambda x: rope(x, cos, sin), leaf(3, 2, 4, seed=4))
+    # By 90 degrees (1, 2) becomes (-2, 1): halves of a head are the two coordinates.
+    x, zero = torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 1, 2)
+    assert rope(x, zero, torch.tensor([[[-1.0, 1.0]]])).tolist() == [[[-2.0, 1.0]]]
+
+
+@pytest.mark.parametrize(("low", "unit"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_a_product_is_rounded_once(low: torch.dtype, unit: float):
+    generator = torch.Generator().manual_seed(0)
+    a, b, onto = (torch.randn(16, 16, generator=generator).to(low) for _ in range(3))
+    wide, out = a.double() @ b.double(), onto.clone()
+
+    def rounded_once(found: Tensor, exact: Tensor) -> bool:
+        return found.dtype == low and bool(((found.double() - exact).abs() <= 1.01 * unit * exact.abs() + 1e-6).all())
+
+    assert torch.allclose(layers.product(a, b, dtype=torch.float32).double(), wide, rtol=1e-5, atol=1e-5)
+    assert rounded_once(layers.product(a, b), wide)
+    assert rounded_once(layers.product(a, b, onto=onto, scale=0.5), onto.double() + 0.5 * wide)
+    assert layers.product(a, b, onto=out, out=out) is out
+    assert rounded_once(out, onto.double() + wide)

@@ -1,0 +1,232 @@
+"""`tinyrl eval`: runs, checkpoints and models on held-out rows, alone or compared by prompt.
+
+The first target judges all: its held-out rows, uniforms, sampling settings, environment, and its reward through its
+scorer. Only the model, its tokenizer and its reference are another side's own. Where a trainer measures the first one
+on rows (sft, dpo, reward), it measures the other side's model on the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
+from tinyrl.data.rows import prompt_key
+from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
+from tinyrl.evaluation.statistics import paired_difference, win_rates
+from tinyrl.evaluation.targets import (
+    A_JUDGE,
+    Asked,
+    Target,
+    check_asked,
+    find,
+    judged_by,
+    locate,
+    measured_by,
+    prompt_keys,
+    trained_on,
+)
+from tinyrl.models.roles import load_policy
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.components import Options, SamplingParts, resolve_threads, trainer_of
+from tinyrl.runs.run_dir import finite, run_of
+from tinyrl.tasks.prompts import PreparedPrompt
+
+FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: its parts, the role it samples as, its name."""
+
+    parts: SamplingParts
+    role: Role
+    name: str
+
+    def prompts(self, split: str) -> list[PreparedPrompt]:
+        """Return the prompts of a split, in this side's tokens. Raises ValueError where there are none."""
+        found = self.parts.eval_prompts if split == "eval" else self.parts.train_prompts
+        if not found:
+            hint = "evaluate those of training (--split train), or other rows (--data FILE)"
+            raise ValueError(f"{self.name} has no prompts of split {split}: {hint}")
+        return found
+
+
+def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options: Options) -> dict[str, Any]:
+    """Evaluate `target` on the rows asked for; with `vs` also "other", "difference" and "win_rate".
+
+    "held_out" is what a trainer measures (of sft, dpo and reward runs). Held-out prompts that `vs` was trained on are
+    left out and counted ("left_out"); ValueError where too few remain. With split "train" none is left out: neither
+    side need be new to them.
+    """
+    first = locate(find(target, asked))
+    check_asked(first, asked)
+    result: dict[str, Any] = {"target": first.name}
+    if first.sampled is not None:
+        others = [] if vs is None else [vs]
+        left_out, prompts, ((_, mine), *theirs) = _sampled(first, others, asked, new_to=others, options=options)
+        result |= mine.metrics
+        for name, other in theirs:
+            difference = {**paired_difference(mine.by_prompt, other.by_prompt), "left_out": left_out}
+            result |= {"other": {"target": name, **other.metrics}, "difference": difference}
+            result["win_rate"] = win_rates(mine.values, other.values)
+        if asked.data is not None:  # the run's own split would have held them out
+            seen = trained_on(first.path)
+            result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
+    if first.measured is not None:
+        result["held_out"] = _measure(first.measured, first.checkpoint, asked, options=options)
+        if vs is not None:
+            result["other"] = _measure_other(first.measured, vs, asked, options=options) | result.get("other", {})
+    return result
+
+
+def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[str, Any]]:
+    """Evaluate targets as the first one, the baseline, is judged; one result each, of the others with their
+    "difference" from the baseline and their "win_rate" against it. Prompts that any was trained on are left out.
+    """
+    first = locate(find(targets[0], asked))
+    if first.sampled is None:
+        raise ValueError(f"{targets[0]}: nothing says what samples are judged by; name {A_JUDGE}")
+    left_out, _, ((name, baseline), *others) = _sampled(first, targets[1:], asked, new_to=targets, options=options)
+    results = [{"target": name, **baseline.metrics}]
+    for name, side in others:
+        difference = {**paired_difference(side.by_prompt, baseline.by_prompt), "left_out": left_out}
+        wins = win_rates(side.values, baseline.values)
+        results.append({"target": name, **side.metrics, "difference": difference, "win_rate": wins})
+    return results
+
+
+# ---- sampled and judged ----
+
+
+def _sampled(
+    first: Target, others: list[str], asked: Asked, *, new_to: list[str], options: Options
+) -> tuple[int, list[PreparedPrompt], list[tuple[str, Evaluation]]]:
+    """Evaluate the first target, then the others one after another, on its prompts that no run in `new_to` was trained
+    on; return how many were left out, the prompts, each side's name and evaluation. ValueError where too few remain.
+    """
+    ours = _load(first, options=options)
+    try:
+        available = ours.prompts(asked.split)
+        seen = frozenset[str]() if asked.split == "train" else frozenset[str]().union(*map(trained_on, new_to))
+        prompts = [p for p in available if prompt_key(p.prompt) not in seen]
+        left_out = len(available) - len(prompts)
+        if left_out and len(prompts) < min(FEWEST_LEFT, asked.num_prompts):
+            raise ValueError(
+                f"{' or '.join(others)} was trained on {left_out} of the {len(available)} held-out prompts of "
+                f"{ours.name}; the {len(prompts)} others are too few to compare on. Hold out the same rows in all runs "
+                "(task.eval_data), or compare on training prompts: --split train"
+            )
+        prompts = prompts[: asked.num_prompts]
+        sides = [(ours.name, _evaluated(ours, prompts, asked))]
+        for path in others:
+            theirs = _other(path, ours, asked=asked, options=options)
+            try:
+                sides.append((theirs.name, _evaluated(theirs, prompts, asked)))
+            finally:
+                if theirs.parts is not ours.parts:
+                    theirs.parts.close()
+    finally:
+        ours.parts.close()
+    if asked.save_samples is not None and ours.parts.world.is_main:
+        lines = [{"target": name, **line} for name, evaluation in sides for line in evaluation.samples]
+        with open(asked.save_samples, "w", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in finite(lines))
+    return left_out, prompts, sides
+
+
+def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
+    """Evaluate a side on the prompts it has room for, in its own tokens; the others have no value."""
+    resolve_threads(side.parts)
+    readable = {p.index: p for p in side.prompts(asked.split)}
+    own = [readable[p.index] for p in prompts if p.index in readable]
+    if not own:
+        raise ValueError(f"{side.name} has no room for any of the prompts: all are too long for it")
+    found = evaluate(side.parts, role=side.role, prompts=own, num_prompts=len(own), samples=asked.samples)
+    if len(own) == len(prompts):
+        return found
+    place = {p.index: i for i, p in enumerate(own)}
+    at = [place.get(p.index) for p in prompts]
+    by_prompt = [math.nan if i is None else found.by_prompt[i] for i in at]
+    values = {name: [[] if i is None else column[i] for i in at] for name, column in found.values.items()}
+    return replace(found, by_prompt=by_prompt, values=values)
+
+
+def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
+    """Load the policy of a target; judged by another side's scorer where one is given."""
+    parts = SamplingParts(target.config, options=options, judge=judge)
+    for line in parts.template_warnings() if parts.world.is_main else ():
+        print(f"{target.name}: {line}", file=sys.stderr)
+    if target.checkpoint is None:
+        return Side(parts, "base", target.name)
+    load_policy(parts.roles, target.checkpoint)
+    return Side(parts, "policy", target.name)
+
+
+def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
+    """Load another side: base, start or teacher of ours, or a target. Raises ValueError where ours has none such."""
+    roles, config, judge = ours.parts.roles, ours.parts.config, ours.parts.scorer
+    if path == "base":
+        if roles.peft is None and roles.reference_model is None:
+            raise ValueError(
+                "--vs base: the model was fully fine-tuned without a reference, so its base is not at hand"
+            )
+        return Side(ours.parts, "reference" if roles.peft is None else "base", "base")
+    if path == "start":
+        if not roles.has_reference:
+            raise ValueError("--vs start: this run has no reference (reference.kind=none)")
+        return Side(ours.parts, "reference", "start")
+    if path == "teacher":
+        kind, teacher = config.teacher.kind, config.teacher.path
+        if not config.uses("teacher") or teacher is None or kind not in ("adapter", "model"):
+            raise ValueError(f"--vs teacher: teacher.path={teacher} of this run is no adapter and no model to sample")
+        model = {"path": teacher, "adapter": None, "revision": None}
+        model = {"adapter": str(starter_path(teacher) or teacher)} if kind == "adapter" else model
+        sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
+        return Side(SamplingParts(sampled, options=options, judge=judge), "policy", "teacher")
+    target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
+    side = _load(replace(target, sampled=judged_by(config, target.config)), options=options, judge=judge)
+    side.parts.config = _with_run(side.parts.config, seed=config.run.seed)  # the first one's uniforms, its own weights
+    return side
+
+
+def _with_run(config: Config, **fields: int) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update=fields)})
+
+
+# ---- measured by a trainer ----
+
+
+def _measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
+    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
+    trainer = trainer_of(config.method)(_with_run(config, eval_prompts=asked.num_prompts), options=options)
+    try:
+        if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
+            load_policy(trainer.roles, checkpoint)
+        elif checkpoint is not None:
+            trainer.load_models(checkpoint)
+        resolve_threads(trainer)
+        if asked.split == "train":
+            trainer.held_out = trainer.train_rows
+            trainer.forget()
+        return trainer.evaluate().metrics
+    finally:
+        trainer.close()
+
+
+def _measure_other(config: Config, vs: str, asked: Asked, *, options: Options) -> dict[str, Any]:
+    if vs in ("base", "start"):
+        if not config.trains.policy:
+            raise ValueError(f"--vs {vs}: a reward model starts from nothing; name another `tinyrl train reward` run")
+        if vs == "base":
+            config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None})})
+        return {"target": vs, "held_out": _measure(config, None, asked, options=options)}
+    other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
+    found = _measure(measured_by(config, other), other.checkpoint, asked, options=options)
+    seen = len(prompt_keys(config, "eval") & trained_on(vs)) if asked.split == "eval" else 0
+    return {"target": other.name, "held_out": found} | ({"trained_on": seen} if seen else {})

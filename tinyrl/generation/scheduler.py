@@ -1,0 +1,376 @@
+"""The scheduler: sequences that are decoded together, in rows of one cache, entering and leaving as they come (Orca,
+OSDI 2022). A training rollout, episodes of several turns, `serve` and agents are four ways of adding to it.
+
+    add(sequences)    they wait until there is room for them
+    step()            1. sequences that go on in a row of the cache are prefilled behind what it holds; or
+                      2. waiting ones are prefilled, a prompt once for its group, a common start once for all; or
+                      3. every live row is decoded, by one token or, on a GPU, by a few
+                      returned are the sequences that have ended
+
+The live sequences are in the first rows of the cache; rows of sequences that ended may stay cached behind them. Before
+each step the last token of a live row is not in the cache yet: its position is that of the last token.
+
+Tensors that a step reads and writes keep their addresses, since a CUDA graph holds them. A graph may compute rows
+behind the live ones as well. That does a cached row no harm: its position is behind the tokens that count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.draws import RowParams, sample_tokens, uniforms
+from tinyrl.generation.engine import Sequence
+from tinyrl.models.device import to_device
+from tinyrl.models.packing import LEAST_START, common_length, shared_start
+
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens of a prefill
+EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one behind cached rows, where each token attends to a whole row
+ADMIT_BELOW = 0.75  # share of the rows in use: prompts that are prefilled a few at a time cost more
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # of CUDA graphs
+FURTHER = 256  # between buckets of still more rows
+
+
+class StepGraphs:
+    """Calls `step(*shape)` through a CUDA graph that is captured the first time a shape is seen.
+
+    An eager step launches some twenty kernels a layer, which on a small model takes longer than the work. `state`: the
+    tensors that a step advances, which never move. Capturing runs the step once to warm up, and then restores them.
+    """
+
+    def __init__(self, step: Callable[..., None], *, state: tuple[Tensor, ...]) -> None:
+        self.step, self.state = step, state
+        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream it has seen
+
+    def __call__(self, *shape: Any) -> None:
+        if shape not in self.graphs:
+            self.graphs[shape] = self._capture(*shape)
+        self.graphs[shape].replay()
+
+    def _capture(self, *shape: Any) -> torch.cuda.CUDAGraph:
+        before = [tensor.clone() for tensor in self.state]
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):  # libraries make their workspaces now, not inside the capture
+            self.step(*shape)
+        torch.cuda.current_stream().wait_stream(self.side)
+        for tensor, value in zip(self.state, before, strict=True):
+            tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
+            self.step(*shape)
+        return graph
+
+
+@dataclass(eq=False)
+class CachedRow:
+    """A row behind the live ones: the tokens that it holds, in order. held: it waits for its sequence to go on."""
+
+    slot: int
+    tokens: list[int]
+    held: bool
+
+
+class Scheduler:
+    """Rows of `width` tokens for at most `capacity` sequences. look_every: tokens between two looks at which rows have
+    ended. by_graphs: steps are replayed from CUDA graphs. admit_below: share of the rows in use up to which waiting
+    sequences are let in.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: set[int],
+        *,
+        capacity: int,
+        width: int,
+        look_every: int = 1,
+        by_graphs: bool = False,
+        admit_below: float = ADMIT_BELOW,
+    ) -> None:
+        self.decoder, self.tokenizer, self.eos, self.device = decoder, tokenizer, eos, decoder.device
+        self.capacity, self.width, self.look_every, self.admit_below = capacity, width, look_every, admit_below
+        self.cache, device = decoder.new_cache(capacity, width), self.device
+        self.token, self.position = torch.zeros(2, capacity, dtype=torch.long, device=device).unbind()
+        # Of the tokens between two looks: their uniforms, the tokens, their log-probabilities; the column to come.
+        self.uniforms = torch.zeros(capacity, look_every, dtype=torch.float64, device=device)
+        self.drawn = torch.zeros(capacity, look_every, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(capacity, look_every, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        ones = torch.ones(capacity, device=device)
+        self.buffers = RowParams(ones, ones.clone(), ones.long(), ones.bool(), False)  # those that graphs read
+        state = self.token, self.position, self.column
+        self.graphs = StepGraphs(self._graph_step, state=state) if by_graphs else None
+        self.clear()
+
+    def clear(self) -> None:
+        self.live: list[Sequence] = []
+        self.cached: list[CachedRow] = []  # the oldest first
+        self.waiting: deque[Sequence] = deque()
+        self.resuming: deque[Sequence] = deque()  # which go on in a row of the cache
+        self._admitting, self._changed = False, True
+
+    # ---- for callers ----
+
+    def add(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            assert sequence.limit >= 1
+            assert sequence.room + self.look_every - 1 <= self.width
+            (self.waiting if sequence.row is None else self.resuming).append(sequence)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live or self.resuming or self.waiting)
+
+    @property
+    def used(self) -> int:
+        """Rows that are not to be had."""
+        return len(self.live) + sum(row.held for row in self.cached)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether nothing can be done before a sequence that is held goes on."""
+        return not self.live and not self.resuming and not (self.waiting and self.used < self.capacity)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Free the row that is held for this sequence."""
+        self.cached.remove(sequence.row)
+
+    def step(self) -> list[Sequence]:
+        if not (self._resume() or self._admit()) and self.live:
+            self._decode()
+        ended = [slot for slot, s in enumerate(self.live) if s.finish_reason is not None or s.cancelled]
+        return self._take_out(ended) if ended else []
+
+    # ---- prefill ----
+
+    def _resume(self) -> bool:
+        """Prefill what sequences add to the rows that they go on in; False: there are none."""
+        part, longest = list[Sequence](), 0
+        while self.resuming:
+            longest = max(longest, len(self.resuming[0].prompt) - len(self.resuming[0].row.tokens))
+            if part and (len(part) + 1) * longest > EXTEND_TOKENS[self.device.type]:
+                break
+            part.append(self.resuming.popleft())
+        if not part:
+            return False
+        first = len(self.live)
+        for slot, sequence in enumerate(part, first):
+            self._move_to_front(sequence.row, slot)
+        known = [len(s.row.tokens) for s in part]
+        new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
+        start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
+        rows, width = range(first, first + len(part)), max(len(s.prompt) for s in part)
+        states = self.decoder.extend(self._padded(new), lengths, start, cache=self.cache, rows=rows, width=width)
+        self._begin(part, self.decoder.head.logits(states))
+        return True
+
+    def _admit(self) -> bool:
+        """Prefill waiting sequences, in order, as many as there are rows for and fit into a prefill; False: none."""
+        free = self.capacity - self.used
+        enough = self._admitting or self.used <= self.admit_below * self.capacity or not self.live
+        if not self.waiting or not free or not enough:
+            self._admitting = False
+            return False
+        self._admitting = True
+        groups, longest = list[list[Sequence]](), 0  # sequences with the same prompt
+        while self.waiting and free:
+            sequence = self.waiting[0]
+            if (row := self._reusable(sequence.prompt)) is not None:
+                row.held, sequence.row = True, row
+                self.resuming.append(sequence)
+            elif groups and groups[-1][0].prompt == sequence.prompt:
+                groups[-1].append(sequence)
+            else:
+                longest = max(longest, len(sequence.prompt))
+                if groups and (len(groups) + 1) * longest > PREFILL_TOKENS[self.device.type]:
+                    break
+                groups.append([sequence])
+            free -= 1
+            self.waiting.popleft()
+        if not groups:
+            return self._resume()
+        part, counts = [s for group in groups for s in group], [len(group) for group in groups]
+        self._make_room(len(part))
+        starts = list(accumulate(counts, initial=len(self.live)))
+        rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        states = self._prefill([group[0].prompt for group in groups], rows)
+        source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
+        self._begin(part, self.decoder.head.logits(states)[source])
+        return True
+
+    def _reusable(self, prompt: list[int]) -> CachedRow | None:
+        """The cached row with the longest common prefix, cut to that. None where a row would lose more than half of its
+        tokens, since its own conversation may go on, or the prefix is short.
+        """
+        free = [row for row in self.cached if not row.held]
+        known = [common_length([row.tokens, prompt[:-1]]) for row in free]
+        best = max(range(len(free)), key=known.__getitem__, default=-1)
+        if best < 0 or known[best] < max(LEAST_START, len(free[best].tokens) / 2):
+            return None
+        del free[best].tokens[known[best] :]
+        return free[best]
+
+    def _prefill(self, prompts: list[list[int]], rows: list[range]) -> Tensor:
+        """Prefill each prompt into its rows and return the hidden state of each last token. A start common to all of
+        them (a system prompt, tools) is prefilled once and copied.
+        """
+        lengths = to_device(torch.tensor([len(p) for p in prompts]), self.device)
+        start = shared_start(prompts) if len(prompts) > 1 else 0
+        if not start:
+            return self.decoder.prefill(self._padded(prompts), lengths, cache=self.cache, rows=rows)
+        everyone, behind = range(rows[0].start, rows[-1].stop), lengths.new_full((len(prompts),), start)
+        self.decoder.prefill(self._padded([prompts[0][:start]]), behind[:1], cache=self.cache, rows=[everyone])
+        rest, first = self._padded([p[start:] for p in prompts]), [span.start for span in rows]
+        longest = max(map(len, prompts))
+        states = self.decoder.extend(rest, lengths - start, behind, cache=self.cache, rows=first, width=longest)
+        for span, prompt in zip(rows, prompts, strict=True):
+            for row in span[1:]:
+                self.cache.copy(span.start, row, len(prompt))
+        return states
+
+    def _begin(self, part: list[Sequence], logits: Tensor) -> None:
+        """Draw the first token of sequences that are live from now on, from their logits (R, V)."""
+        u = uniforms(np.array([s.key for s in part], dtype=np.uint64), num_tokens=1)[:, 0]
+        params = RowParams.of([s.params for s in part], self.device)
+        token, logprob = sample_tokens(logits, to_device(u, self.device), params)
+        for sequence, t, p in zip(part, token.tolist(), logprob.tolist(), strict=True):
+            sequence.append([t], [p], eos=self.eos, tokenizer=self.tokenizer)
+        self.live += part
+        self._changed = True
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return to_device(ids, self.device)
+
+    # ---- decode ----
+
+    def _decode(self) -> None:
+        """Decode every live row by `look_every` tokens, and look at which have ended."""
+        live = len(self.live)
+        if self._changed:
+            self._place()
+        drawn = uniforms(self.keys, num_tokens=self.look_every, first=self.counts)
+        self.counts += self.look_every
+        self.uniforms[:live] = to_device(drawn, self.device)
+        self.column.zero_()
+        longest = max(sequence.length for sequence in self.live)
+        for i in range(self.look_every):
+            if self.graphs is None:
+                self._step(live, min(longest + i, self.width), self.params)
+            else:
+                self.graphs(min(bucket(live), self.capacity), *self._mode(self.params))
+        tokens, logprobs = self.drawn[:live].tolist(), self.logprobs[:live].tolist()
+        for sequence, t, p in zip(self.live, tokens, logprobs, strict=True):
+            sequence.append(t, p, eos=self.eos, tokenizer=self.tokenizer)
+
+    def _place(self) -> None:
+        """Write the last token and position of every live row, how it is drawn, and where cached rows end."""
+        rows = [(s.tokens[-1], s.length - 1) for s in self.live]
+        self.token[: len(rows)], self.position[: len(rows)] = to_device(torch.tensor(rows), self.device).unbind(1)
+        if self.cached:
+            ends = to_device(torch.tensor([(row.slot, len(row.tokens)) for row in self.cached]), self.device)
+            self.position[ends[:, 0]] = ends[:, 1]
+        self.keys = np.array([s.key for s in self.live], dtype=np.uint64)
+        self.counts = np.array([len(s.tokens) for s in self.live])
+        self.params = RowParams.of([s.params for s in self.live], self.device)
+        if self.graphs is not None:
+            for field in fields(RowParams):
+                if isinstance(value := getattr(self.params, field.name), Tensor):
+                    getattr(self.buffers, field.name)[: len(rows)] = value
+        self._changed = False
+
+    @staticmethod
+    def _mode(params: RowParams) -> tuple[bool, bool, bool, bool]:
+        """What a graph depends on beside its rows: whether rows differ in temperature, truncate, or are greedy."""
+        return params.temperature is not None, params.top_p is not None, params.greedy is not None, params.all_greedy
+
+    def _graph_step(self, rows: int, tempered: bool, truncated: bool, mixed: bool, all_greedy: bool) -> None:
+        def used(name: str, on: bool) -> Tensor | None:
+            return getattr(self.buffers, name)[:rows] if on else None
+
+        params = RowParams(
+            used("temperature", tempered),
+            used("top_p", truncated),
+            used("top_k", truncated),
+            used("greedy", mixed),
+            all_greedy,
+        )
+        self._step(rows, self.width, params)
+
+    def _step(self, rows: int, width: int, params: RowParams) -> None:
+        """One token in each of the first `rows` rows, attending to `width` columns of the cache. Only tensors: a CUDA
+        graph can hold it. Rows past the live ones may be computed too; their results are never used.
+        """
+        position = self.position[:rows].clamp(max=self.width - 1)
+        states = self.decoder.step(self.token[:rows], position, cache=self.cache, width=width)
+        u = self.uniforms[:rows].index_select(1, self.column).squeeze(1)
+        token, logprob = sample_tokens(self.decoder.head.logits(states), u, params)
+        self.drawn[:rows].index_copy_(1, self.column, token.unsqueeze(1))
+        self.logprobs[:rows].index_copy_(1, self.column, logprob.unsqueeze(1))
+        self.token[:rows] = token
+        self.position[:rows] += 1
+        self.column += 1
+
+    # ---- rows of the cache ----
+
+    def _take_out(self, slots: list[int]) -> list[Sequence]:
+        """Take the sequences at `slots` out of the live ones: rows from the end move into the gaps."""
+        ended, gone = [self.live[slot] for slot in slots], set(slots)
+        stay, keeps = len(self.live) - len(gone), any(s.after != "free" for s in ended)
+        movers = [slot for slot in range(stay, len(self.live)) if slot not in gone]
+        for gap, mover in zip((slot for slot in slots if slot < stay), movers, strict=True):
+            lengths = self.live[gap].length, self.live[mover].length
+            if keeps:
+                self.cache.exchange(mover, gap, max(lengths))
+            else:
+                self.cache.copy(mover, gap, lengths[1])
+            self.live[gap], self.live[mover] = self.live[mover], self.live[gap]
+        for slot, sequence in enumerate(self.live[stay:], stay):
+            if sequence.after != "free":  # its last token is not in the cache
+                held = sequence.after == "held"
+                sequence.row = CachedRow(slot, [*sequence.prompt, *sequence.tokens][:-1], held)
+                self.cached.append(sequence.row)
+        del self.live[stay:]
+        self._changed = True
+        return ended
+
+    def _move_to_front(self, row: CachedRow, slot: int) -> None:
+        """Move a cached row to `slot`, where it is live; another that is cached there moves to its slot."""
+        self.cached.remove(row)
+        other = next((other for other in self.cached if other.slot == slot), None)
+        if other is not None:
+            self.cache.exchange(row.slot, slot, max(len(row.tokens), len(other.tokens)))
+            other.slot = row.slot
+        elif row.slot != slot:
+            self.cache.copy(row.slot, slot, len(row.tokens))
+
+    def _make_room(self, rows: int) -> None:
+        """Evict the oldest cached rows that nobody waits for, where the room is needed, and move others out of the
+        slots right behind the live ones.
+        """
+        while len(self.live) + len(self.cached) + rows > self.capacity:
+            self.cached.remove(next(row for row in self.cached if not row.held))
+        end, taken = len(self.live) + rows, {row.slot for row in self.cached}
+        free = (slot for slot in range(self.capacity - 1, end - 1, -1) if slot not in taken)
+        for row in self.cached:
+            if row.slot < end:
+                to = next(free)
+                self.cache.copy(row.slot, to, len(row.tokens))
+                row.slot = to
+
+
+def bucket(live: int) -> int:
+    """The rows of the graph that decodes so many live ones."""
+    return next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)

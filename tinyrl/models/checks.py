@@ -1,0 +1,285 @@
+"""Do our numbers agree with the library's: the head, packed rows, our layers, policy and reference.
+
+In float32 both have to be equal up to rounding. In half precision any two correct computations are far apart where
+logits are sharp (a real model of 135M parameters: 0.06 to 0.18 nats on average), so both are compared with float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
+
+from tinyrl.models.device import HALVES, autocast_dtype
+from tinyrl.models.layers import can_run_now, fused_states, has_known_parts
+from tinyrl.models.loading import embedding_rows, reading
+from tinyrl.models.packing import CannotPack, Packing, attending, pack
+
+if TYPE_CHECKING:
+    from tinyrl.models.logprobs import Head
+    from tinyrl.models.roles import Roles
+
+MOST_IN_FLOAT32 = 1e-4  # nats, or relative error of a state, between two computations in float32
+TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
+SMALL = 1e-3  # share of the largest norm: the least norm that an error is relative to
+COMPARED_LAYERS = 2  # whose derivatives are compared
+KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+NOT_LIKE_LLAMA = (AttributeError, CannotPack, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def as_exact(error: float, library: float) -> bool:
+    """Return whether a computation with this mean error is as good as the library's, whose mean error is `library`."""
+    return error <= max(TIMES_THE_LIBRARY * library, MOST_IN_FLOAT32)  # False for NaN
+
+
+def ordinary_ids(vocabulary: int, count: int, *, start: int = 0) -> list[int]:
+    """Return token ids spread over the middle of a vocabulary: special tokens stand at its ends."""
+    middle = max(1, vocabulary // 2)
+    return [(vocabulary // 4 + (7919 * (start + i) + 1009) % middle) % vocabulary for i in range(count)]
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Have a model with half-precision weights compute in float32 inside. Each layer's weights are widened while it
+    runs, so there is no second copy of the model.
+    """
+    originals: dict[nn.Parameter, Tensor] = {}
+
+    def widen(layer: nn.Module, _: object) -> None:
+        for parameter in layer.parameters(recurse=False):
+            if parameter.dtype in HALVES:
+                originals[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(layer: nn.Module, *_: object) -> None:
+        for parameter in layer.parameters(recurse=False):
+            if parameter in originals:
+                parameter.data = originals.pop(parameter)
+
+    four_bit: dict[Any, torch.dtype] = {m: m.compute_dtype for m in model.modules() if hasattr(m, "compute_dtype")}  # pyright: ignore
+    for layer in four_bit:
+        layer.compute_dtype = torch.float32
+    layers = [m for m in model.modules() if any(p.dtype in HALVES for p in m.parameters(recurse=False))]
+    hooks = [h for m in layers for h in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, dtype in four_bit.items():
+            layer.compute_dtype = dtype
+        for parameter, data in originals.items():  # of a layer that raised
+            parameter.data = data
+
+
+# ---- the head ----
+
+
+@torch.no_grad()
+def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
+    """Run a model on eight tokens; return float32 logits (8, V), a classifier's (labels,), or states (8, H).
+
+    Raises ValueError where it cannot be computed (settings that only its forward pass reads), or is not finite.
+    """
+    with reading(f"the model of {path!r} cannot be computed"):
+        output = model(input_ids=_few_ids(model))
+    numbers = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    never = False if bias is None else bias == -torch.inf  # tokens that a head rules out
+    if not (numbers.isfinite() | never).all():
+        raise ValueError(f"{path!r} gives numbers that are not finite, so some of its weights are damaged")
+    return numbers[0].float()
+
+
+def _few_ids(model: PreTrainedModel) -> Tensor:
+    return torch.arange(1, 9, device=next(model.parameters()).device).unsqueeze(0) % embedding_rows(model)
+
+
+def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
+    """Compare head(states) with the model's own logits on a few tokens. Raises ValueError where they differ: a model
+    that changes its logits in an unknown way would silently train on wrong probabilities.
+    """
+    own = few_tokens(model, path=str(model.config.name_or_path))
+    with torch.no_grad():
+        ours = head.logits(backbone(input_ids=_few_ids(model)).last_hidden_state[0])
+    tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
+    there = own.isfinite()  # a bias of -inf says that a token never comes
+    gap = (own - ours)[there].abs().max().item() / max(1.0, own[there].abs().max().item())
+    if not (gap < tolerance and torch.equal(there, ours.isfinite())):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits in a way tinyrl does not know (relative difference {gap:.2g})"
+        )
+
+
+# ---- packed rows and our layers ----
+
+
+class _Rows:
+    """A prompt with three responses and another with one, packed; `separate` holds the same rows one by one, `new` how
+    many tokens at the end of each are its own in the packed sequence.
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        device = next(backbone.parameters()).device
+        ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
+        rows = [(ids[:4], ids[6:9]), (ids[:4], ids[9:10]), (ids[:4], ids[2:8]), (ids[4:6], ids[10:14])]
+        self.new = [7, 1, 6, 6]
+        self.separate = [torch.tensor([prompt + response], device=device) for prompt, response in rows]
+        positions = [torch.arange(row.shape[1], device=device) for row in self.separate]
+        self.ids = torch.cat([row[:, -n:] for row, n in zip(self.separate, self.new, strict=True)], 1)
+        self.positions = torch.cat([p[-n:] for p, n in zip(positions, self.new, strict=True)]).unsqueeze(0)
+        self.packing: Packing = pack([(4, [3, 1, 6]), (2, [4])], device=device)
+
+    def library_states(self, backbone: nn.Module) -> Tensor:
+        mask = torch.ones_like(self.ids)
+        with attending(backbone, self.packing):
+            output = backbone(input_ids=self.ids, attention_mask=mask, position_ids=self.positions, use_cache=False)
+        return output.last_hidden_state[0]
+
+    def separate_states(self, backbone: nn.Module) -> Tensor:
+        states = [backbone(input_ids=row, use_cache=False).last_hidden_state[0] for row in self.separate]
+        return torch.cat([row[-n:] for row, n in zip(states, self.new, strict=True)])
+
+    def our_states(self, backbone: nn.Module) -> Tensor:
+        return fused_states(backbone, self.ids, self.positions, self.packing)
+
+
+@torch.no_grad()
+def packs_exactly(backbone: Any) -> bool:
+    """Return whether the library's states of packed rows are those of the rows one by one, on a few tokens.
+
+    False for eager attention, which stays as asked, and for attention windows, which are longer than the few tokens.
+    """
+    config = backbone.config
+    windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    backend = getattr(backbone, "_supports_attention_backend", False)
+    if windows or not backend or config._attn_implementation == "eager":
+        return False
+    rows = _Rows(backbone)
+    try:
+        packed = rows.library_states(backbone)
+    except CannotPack:
+        return False
+    return _alike([packed], lambda: [rows.separate_states(backbone)], backbone)
+
+
+_compared: WeakKeyDictionary[nn.Module, dict[torch.dtype | None, bool]] = WeakKeyDictionary()
+
+
+def supports_fused_layers(backbone: nn.Module) -> bool:
+    """Return whether layers.py currently computes what the decoder does. Its numbers are compared once in each dtype of
+    autocast, on a few packed tokens.
+    """
+    known = _compared.setdefault(backbone, {})
+    low = autocast_dtype(next(backbone.parameters()).device.type)
+    if low not in known and not has_known_parts(backbone):
+        known[low] = False
+    if not known.get(low, True) or not can_run_now(backbone):
+        return False
+    if low not in known:
+        known[low] = _same_as_the_library(backbone)
+    return known[low]
+
+
+@torch.no_grad()
+def _same_as_the_library(backbone: nn.Module) -> bool:
+    """Compare the states of all layers, and the derivatives of a few."""
+    rows = _Rows(backbone)
+    try:
+        ours, few = [rows.our_states(backbone)], _first_layers(backbone)
+        return _alike(ours, lambda: [rows.library_states(backbone)], backbone) and _alike(
+            _gradients(rows.our_states, few), lambda: _gradients(rows.library_states, few), few
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except NOT_LIKE_LLAMA:  # parts of the same names and another shape
+        return False
+
+
+def _first_layers(backbone: Any) -> nn.Module:
+    """Return the decoder with its first layers only, the same modules, none of which is recomputed."""
+    few = copy.copy(backbone)
+    layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
+    return few
+
+
+def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Tensor]:
+    """Gradients of a weighted sum of the hidden states, each with a weight of its own, with respect to the embedded
+    tokens and the trainable parameters.
+    """
+    leaves: list[Tensor] = []
+
+    def as_leaf(_layer: nn.Module, _ids: object, embedded: Tensor) -> Tensor:
+        leaves.append(embedded.detach().requires_grad_())
+        return leaves[-1]
+
+    hook = backbone.embed_tokens.register_forward_hook(as_leaf)
+    try:  # saved_tensors_hooks: weights as they are while a layer runs, which in_float32 changes
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+            found = states(backbone).float()
+            weights = torch.arange(found.numel(), device=found.device).cos().view_as(found)
+            loss = (found * weights).sum()
+    finally:
+        hook.remove()
+    trained = [p for p in backbone.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, [*leaves, *trained], allow_unused=True)
+    return [gradient.float().reshape(1, -1) for gradient in gradients if gradient is not None]
+
+
+def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn.Module) -> bool:
+    """Return whether `ours` are the numbers of the library: equal in float32, as near to float32 in half precision.
+    Tensors are (K, n); the error of a row is relative to its norm.
+    """
+    kind, theirs = ours[0].device.type, library()
+    if autocast_dtype(kind) is None and ours[0].dtype == torch.float32:
+        return bool((_errors(ours, theirs) <= MOST_IN_FLOAT32).all())
+    with torch.autocast(kind, enabled=False), in_float32(backbone):
+        exact = library()
+    error, of_library = (float(_errors(x, exact).mean()) for x in (ours, theirs))
+    return as_exact(error, of_library)
+
+
+def _errors(found: list[Tensor], exact: list[Tensor]) -> Tensor:
+    gaps = torch.cat([(x.float() - y.float()).norm(dim=1) for x, y in zip(found, exact, strict=True)])
+    norms = torch.cat([x.float().norm(dim=1) for x in exact])
+    return gaps / norms.clamp(min=SMALL * float(norms.max()))  # what should be zero is what rounding leaves
+
+
+# ---- policy and reference ----
+
+
+def check_reference(
+    roles: Roles, prompts: list[list[int]], *, temperature: float, autocast: Callable[..., Any]
+) -> None:
+    """Check that policy and reference agree before the first step. Raises ValueError, naming the reference, if not."""
+    if not roles.has_reference:
+        return
+    shortened = [prompt[:32] for prompt in prompts[:4]]
+    batch = roles.batch(shortened, [prompt[-8:] for prompt in shortened])
+    logprobs = []
+    for role in ("policy", "reference"):
+        with torch.no_grad(), roles.acting(role), autocast():
+            logprobs.append(roles.logprobs(role, batch, temperature=temperature)[0])
+    gap = float((logprobs[0] - logprobs[1]).abs().max())
+    if not gap <= KL_AT_START.get(roles.dtype, 1e-5):
+        raise ValueError(
+            f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); "
+            f"the reference is {reference_of(roles)}; reference.kind=none trains without one, and model.dtype=float32 "
+            "shows whether rounding is the reason"
+        )
+
+
+def reference_of(roles: Roles) -> str:
+    if roles.reference_model is not None:
+        return "a frozen copy of the model"
+    return f"adapter `{roles.reference_adapter}`" if roles.reference_adapter else "the base without adapters"

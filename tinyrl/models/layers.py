@@ -1,0 +1,394 @@
+"""Layers of Llama-like decoders (Llama, Qwen2, Qwen3) for packed training passes, with derivatives by hand.
+
+The library's layers keep a dozen tensors as wide as the feed-forward block and read each several times, and LoRA's
+branch costs two more passes over every output. Here branch and residual are added inside the products and norms are
+recomputed in backward. Weights and adapters are read in place at every call. Tokens are flat: x (N, H). Dropout and
+adapters that are more than W + B A are left to the library (checks.py decides).
+
+A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r); the last three may be
+None. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
+
+Under autocast the operands of products are in half precision, and so is what goes from one to the next. The residual
+stream has the dtype of the embedding, as in the library. Norms and rotations are computed in float32 and rounded once;
+gradients of parameters are float32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+from tinyrl.models.device import HALVES, autocast_dtype
+from tinyrl.models.lora import is_plain_lora
+from tinyrl.models.packing import Packing, attend
+
+EACH = 4  # tensors of a linear layer
+PROJECTIONS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and scales late queries by position
+    "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
+}  # fmt: skip
+Tensors = Sequence[Tensor | None]
+
+
+# ---- linear layers with LoRA ----
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    onto: Tensor | None = None,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return onto + scale a b, summed in float32 or wider and rounded to `dtype` (None: that of a), in `out` if given.
+    Half-precision operands are widened on a CPU. `scale` and `dtype` do not go together.
+    """
+    if a.dtype in HALVES and a.device.type == "cpu":
+        x, y = a.float(), b.float()
+        found = torch.mm(x, y) if onto is None else torch.addmm(onto.float(), x, y, alpha=scale)
+        return found.to(dtype or a.dtype) if out is None else out.copy_(found)
+    if onto is not None:
+        return torch.addmm(onto, a, b, alpha=scale, out=out)
+    return torch.mm(a, b, out=out) if dtype in (None, a.dtype) else torch.mm(a, b, out_dtype=dtype)  # pyright: ignore
+
+
+def linears(
+    h: Tensor, layers: Tensors, scales: Sequence[float], *, residual: Tensor | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """Apply several linear layers to h (N, in); return their outputs (plus `residual`), and A h of all of them together
+    (N, sum of ranks).
+    """
+    joined = _joined_a(layers, h.dtype)
+    low = None if joined is None else product(h, joined.t())
+    outputs = []
+    for (weight, bias, _, b), part, scale in zip(_each(layers), _by_layer(low, layers), scales, strict=True):
+        assert weight is not None
+        first = residual if bias is None else bias.to(h.dtype)
+        out = product(h, weight.to(h.dtype).t(), onto=first)
+        if part is not None and b is not None:
+            product(part, b.to(h.dtype).t(), onto=out, scale=scale, out=out)
+        outputs.append(out if first is residual or residual is None else out.add_(residual))
+    return outputs, low
+
+
+def linears_backward(
+    grads: Sequence[Tensor],
+    h: Tensor,
+    low: Tensor | None,
+    *,
+    layers: Tensors,
+    scales: Sequence[float],
+    needed: Sequence[bool],
+    needs_h: bool = True,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradient of h (None unless `needs_h`), and of each tensor of the layers that is `needed`."""
+    d_low = None if low is None else torch.empty_like(low)
+    parts, d_parts = _by_layer(low, layers), _by_layer(d_low, layers)
+    found: list[Tensor | None] = []
+    for i, ((weight, bias, _, b), grad, scale) in enumerate(zip(_each(layers), grads, scales, strict=True)):
+        assert weight is not None
+        needs_weight, needs_bias, _, needs_b = needed[EACH * i : EACH * (i + 1)]
+        dw = product(grad.t(), h, dtype=weight.dtype) if needs_weight else None
+        d_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and needs_bias else None
+        db, part, d_part = None, parts[i], d_parts[i]
+        if b is not None and part is not None and d_part is not None:
+            product(grad, b.to(h.dtype), out=d_part).mul_(scale)
+            db = product(part.t(), grad, dtype=b.dtype).mul_(scale).t() if needs_b else None
+        found += [dw, d_bias, None, db]
+    if d_low is not None and any(needed[2::EACH]):
+        dtype = next(a.dtype for a in layers[2::EACH] if a is not None)
+        found[2::EACH] = _by_layer(product(d_low.t(), h, dtype=dtype), layers, dim=0)
+    if not needs_h:
+        return None, found
+    dh = None
+    for weight, grad in zip(layers[::EACH], grads, strict=True):
+        assert weight is not None
+        dh = product(grad, weight.to(h.dtype), onto=dh, out=dh)
+    joined = _joined_a(layers, h.dtype)
+    return dh if d_low is None or joined is None else product(d_low, joined, onto=dh, out=dh), found
+
+
+def _each(layers: Tensors) -> list[Tensors]:
+    return [layers[i : i + EACH] for i in range(0, len(layers), EACH)]
+
+
+def _joined_a(layers: Tensors, dtype: torch.dtype) -> Tensor | None:
+    matrices = [a for a in layers[2::EACH] if a is not None]
+    return (matrices[0] if len(matrices) == 1 else torch.cat(matrices)).to(dtype) if matrices else None
+
+
+def _by_layer(joined: Tensor | None, layers: Tensors, *, dim: int = 1) -> list[Tensor | None]:
+    """Split along `dim` into each layer's part, as long as its rank; None where it has no branch."""
+    if joined is None:
+        return [None] * (len(layers) // EACH)
+    parts = iter(joined.split([len(a) for a in layers[2::EACH] if a is not None], dim))
+    return [None if a is None else next(parts) for a in layers[2::EACH]]
+
+
+# ---- norm and rotation ----
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALVES else x
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms,
+    (..., 1), not in half precision.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    r = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * r).mul_(weight).to(dtype or x.dtype), r
+
+
+def rms_norm_backward(
+    dh: Tensor, x: Tensor, r: Tensor, weight: Tensor, *, needs_weight: bool, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and (where needed) of the weight from that of w x r, which is overwritten. `residual`:
+    a further gradient of x that is added.
+
+        dx = r w dh - x r^3 (w dh . x) / H
+    """
+    dtype, dh, x = x.dtype, upcast(dh), upcast(x)
+    dw = torch.mul(x, r).mul_(dh).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
+    dh.mul_(weight)
+    along = torch.linalg.vecdot(dh, x).unsqueeze(-1).mul_(r**3).mul_(-1 / x.shape[-1])
+    dx = dh.mul_(r) if residual is None else torch.addcmul(residual, dh, r)
+    return dx.addcmul_(x, along).to(dtype), dw
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x cos + (x with its halves exchanged) sin."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+class Norm(torch.autograd.Function):
+    """RMS norm: apply(x, weight, eps), over the last dimension of (N, heads, d) as well."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float):  # pyright: ignore[reportIncompatibleMethodOverride]
+        h, r = rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, r, weight)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, r, weight = ctx.saved_tensors
+        return *rms_norm_backward(dh.clone(), x, r, weight, needs_weight=ctx.needs_input_grad[1]), None
+
+
+class Rope(torch.autograd.Function):
+    """Rotary positions (RoPE, 2104.09864, Eq. 34), by halves: apply(x (N, heads, d), cos, sin), the two (N, 1, d) with
+    the first half of sin negated. Backward rotates the other way.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(cos, sin)
+        return apply_rope(x, cos, sin).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return apply_rope(grad, cos, sin.roll(sin.shape[-1] // 2, -1)).to(grad.dtype), None, None
+
+
+# ---- a layer: before and after attention ----
+
+
+class NormedLinears(torch.autograd.Function):
+    """Linear layers of the RMS norm of x, computed in a dtype: apply(x, norm weight, eps, dtype, scales, *layers) ->
+    one (N, out) for each.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *layers: Tensor | None
+    ):
+        h, r = rms_norm(x, weight, eps, dtype=dtype)
+        outputs, low = linears(h, layers, scales)
+        ctx.save_for_backward(x, r, weight, low, *layers)
+        ctx.dtype, ctx.scales = dtype, scales
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, r, weight, low, *layers = ctx.saved_tensors
+        needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
+        h = torch.mul(x, r).mul_(weight).to(ctx.dtype)
+        dh, found = linears_backward(
+            grads, h, low, layers=layers, scales=ctx.scales, needed=needed, needs_h=needs_x or needs_weight
+        )  # not in the first layer of a frozen base
+        dx = dw = None
+        if dh is not None:
+            dx, dw = rms_norm_backward(dh, x, r, weight, needs_weight=needs_weight)
+        return dx, dw, None, None, None, *found
+
+
+class AfterAttention(torch.autograd.Function):
+    """The rest of a layer: apply(x, attended, norm weight, eps, scales, *layers) -> y (N, H), with
+
+        z = x + out(attended)        y = z + down(silu(gate(h)) * up(h)),  h = RMS norm of z
+
+    layers: out, gate, up, down.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None
+    ):
+        z, low_out = residual_linear(x, attended, layers[:EACH], scales[0])
+        h, r = rms_norm(z, weight, eps, dtype=attended.dtype)
+        (gate, up), low = linears(h, layers[EACH:-EACH], scales[1:3])
+        y, low_down = residual_linear(z, silu(gate).mul_(up), layers[-EACH:], scales[3])
+        ctx.save_for_backward(attended, z, r, weight, gate, up, low_out, low, low_down, *layers)
+        ctx.scales = scales
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
+        _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
+        scales = ctx.scales
+        dtype, active = attended.dtype, silu(gate)
+        dm, of_down = linears_backward(
+            [dy.to(dtype)], active * up, low_down, layers=layers[-EACH:], scales=scales[3:], needed=needed[-EACH:]
+        )
+        assert dm is not None
+        d_up = active.mul_(dm)
+        d_gate = torch.ops.aten.silu_backward(dm.mul_(up), gate)
+        h = torch.mul(z, r).mul_(weight).to(dtype)
+        dh, of_mlp = linears_backward(
+            [d_gate, d_up], h, low, layers=layers[EACH:-EACH], scales=scales[1:3], needed=needed[EACH:-EACH]
+        )
+        assert dh is not None
+        dz, dw = rms_norm_backward(dh, z, r, weight, needs_weight=needs_weight, residual=dy)
+        d_attended, of_out = linears_backward(
+            [dz.to(dtype)], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
+        )
+        return dz, d_attended, dw, None, None, *of_out, *of_mlp, *of_down
+
+
+def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Return x + the layer's output for h, in the dtype of x, and A h."""
+    inside = x.dtype == h.dtype and x.dtype in HALVES  # x is added inside the product, which is rounded once
+    (out,), low = linears(h, layer, [scale], residual=x if inside else None)
+    return (out if inside else out.add_(x) if x.dtype == h.dtype else x + out), low
+
+
+# ---- the decoder ----
+
+
+def reads_like_llama(backbone: nn.Module) -> bool:
+    """Return whether the decoder has the parts of Llama's. Whether they compute the same is compared on numbers (of few
+    and early positions) in checks.py.
+    """
+    layers: Any = getattr(backbone, "layers", None)
+    if layers is None or not all(hasattr(backbone, name) for name in ("embed_tokens", "norm", "rotary_emb")):
+        return False
+    config: Any = backbone.config
+    rope: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_kind = [own for own in rope.values() if isinstance(own, dict)]  # where layers differ
+    if not all({*own} <= ROTATION for own in by_kind or [rope]):
+        return False
+    parts = {"input_layernorm", "post_attention_layernorm", *PROJECTIONS}
+    return all(parts <= {name for name, _ in layer.named_modules()} for layer in layers)
+
+
+def has_known_parts(backbone: nn.Module) -> bool:
+    """Return whether every part of the decoder is of a kind that this file computes."""
+    if not reads_like_llama(backbone):
+        return False
+    config: Any = backbone.config.get_text_config()  # pyright: ignore
+    plain = all(type(_base(module)) is nn.Linear for layer in backbone.layers for module in _projections(layer))  # pyright: ignore
+    return plain and getattr(config, "hidden_act", None) in ("silu", "swish") and hasattr(config, "rms_norm_eps")
+
+
+def can_run_now(backbone: Any) -> bool:
+    """Return whether nothing is in use that is left to the library: weights are in float32 or the dtype of autocast,
+    adapters are W + B A, unmerged and without dropout.
+    """
+    low = autocast_dtype(backbone.norm.weight.device.type)
+    if not {p.dtype for p in backbone.parameters()} <= {torch.float32, low} or low not in (None, *HALVES):
+        return False
+    adapted = [m for layer in backbone.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
+    dropouts = [d for layer in adapted for d in layer.lora_dropout.values()]  # one of zero is an nn.Identity
+    drops_out = any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in dropouts)
+    return not drops_out and all(is_plain_lora(layer) and not layer.merged for layer in adapted)
+
+
+def fused_states(backbone: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """Return the hidden states (N, H) of the packed tokens ids (1, N) at positions (1, N), under the acting adapter."""
+    kind = backbone.norm.weight.device.type
+    dtype = autocast_dtype(kind) or torch.float32
+    eps: float = backbone.config.get_text_config().rms_norm_eps
+    x = backbone.embed_tokens(ids)[0]
+    with torch.autocast(kind, enabled=False):
+        cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(upcast(x[:, :1]), positions))
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        recompute = torch.is_grad_enabled() and getattr(backbone.layers[0], "gradient_checkpointing", False)
+        for layer in backbone.layers:
+            arguments = layer, _tensors(layer), cos, sin, packing, eps, dtype
+            x = checkpoint(_layer, x, *arguments, use_reentrant=False) if recompute else _layer(x, *arguments)
+        return Norm.apply(x, backbone.norm.weight, eps)  # pyright: ignore
+
+
+def _layer(
+    x: Tensor, layer: Any, tensors: Any, cos: Tensor, sin: Tensor, packing: Packing, eps: float, dtype: torch.dtype
+) -> Tensor:
+    attention, (layers, scales), first = layer.self_attn, tensors, 3 * EACH
+    qkv: Any = NormedLinears.apply(x, layer.input_layernorm.weight, eps, dtype, scales[:3], *layers[:first])
+    q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
+    if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
+        q, k = Norm.apply(q, attention.q_norm.weight, eps), Norm.apply(k, attention.k_norm.weight, eps)
+    q, k = Rope.apply(q, cos, sin), Rope.apply(k, cos, sin)
+    attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
+    weight = layer.post_attention_layernorm.weight
+    return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])  # pyright: ignore
+
+
+def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
+    """Collect the tensors of a layer's projections, and LoRA's scale of each under the acting adapter."""
+    tensors: list[Tensor | None] = []
+    scales: list[float] = []
+    for module in _projections(layer):
+        base: Any = _base(module)
+        adapter = module._active_adapter[0] if isinstance(module, LoraLayer) and not module._disable_adapters else None
+        if adapter is not None and adapter in module.lora_A:
+            tensors += [base.weight, base.bias, module.lora_A[adapter].weight, module.lora_B[adapter].weight]
+            scales.append(module.scaling[adapter])
+        else:
+            tensors += [base.weight, base.bias, None, None]
+            scales.append(0.0)
+    return tensors, scales
+
+
+def _projections(layer: Any) -> list[Any]:
+    return [layer.get_submodule(name) for name in PROJECTIONS]
+
+
+def _base(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, LoraLayer) else module
