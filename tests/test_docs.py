@@ -22,9 +22,9 @@ from tinyrl.runs.findings import TABLE
 from tinyrl.tasks import Task, check_row
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    path.name: path.read_text(encoding="utf-8") for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-}
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
+FILES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ROOT_PAGES)]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
 GENERATED = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
 every_page = pytest.mark.parametrize("page", PAGES)
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +69,7 @@ def test_settings_are_there(page: str):
 
 @every_page
 def test_links_and_files_are_there(page: str):
-    folder = ROOT if page.startswith("README") else ROOT / "docs"
+    folder = ROOT / "docs" if (ROOT / "docs" / page).is_file() else ROOT
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[page]):
         assert (folder / link).is_file(), link
     for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples|benchmarks)/[\w./-]+\.\w+)\b", PAGES[page]):
@@ -172,4 +172,4 @@ def test_generated_pages_are_up_to_date(page: str):
 def test_every_finding_is_in_the_table():
     found = {rule.name for rule in TABLE}
     table = PAGES["runs.md"].partition("| finding |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)) == found
+    assert set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)) == found
