@@ -186,12 +186,8 @@ class RunDir:
                 pass
             if length > kept:
                 notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
-                try:
-                    with file.open("ab") as record:
-                        record.write(lost_line(step, length - kept))
-                except OSError as error:
-                    os.truncate(file, kept)
-                    notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
+                with file.open("ab") as record:
+                    record.write(lost_line(step, length - kept))
         return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
