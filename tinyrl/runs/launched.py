@@ -56,12 +56,6 @@ def launched_rank() -> int:
     return int(text) if (text := os.environ.get("RANK", "")).isdigit() else 0
 
 
-def forget_launcher() -> None:
-    """Go on as a single process."""
-    for name in VARIABLES:
-        os.environ.pop(name, None)
-
-
 class Voice:
     """Print what every process would print on one only. Before they are connected: on local rank 0 of each machine."""
 
