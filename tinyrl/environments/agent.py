@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.readers import Row
-from tinyrl.environments import host
+from tinyrl.environments import worker_service
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import last_line, shortened, visible
 from tinyrl.workers.calls import WorkerFunction
@@ -70,7 +70,7 @@ class Agents:
                 WorkerFunction(
                     [source],
                     setting="environment.agent",
-                    host=f"{host.__name__}:agent",
+                    host=f"{worker_service.__name__}:agent",
                     limits={"timeout_s": self.seconds},
                 )
                 for _ in range(self.at_once)

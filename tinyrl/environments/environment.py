@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
-from tinyrl.environments import Reply, Transcript, host
-from tinyrl.environments.calls import encodable  # no tokenizer takes half a surrogate pair
+from tinyrl.environments import Reply, Transcript, worker_service
+from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
@@ -143,7 +143,7 @@ class Environment:
                 self.retried.setdefault(self.name, rows.retried)
             return rows
         assert self._respond is not None
-        values, problems = host.checked(self._respond(**arguments), len(prompts))
+        values, problems = worker_service.checked(self._respond(**arguments), len(prompts))
         return Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
 
     def _fact(self, name: str) -> Any:
@@ -161,7 +161,7 @@ def _worker(config: EnvironmentConfig) -> WorkerFunction:
     return WorkerFunction(
         sources,
         setting=setting,
-        host=f"{host.__name__}:{served}",
+        host=f"{worker_service.__name__}:{served}",
         limits={"timeout_s": config.seconds},
         name="tools" if config.tools else "",
     )

@@ -25,8 +25,8 @@ from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.environments.calls import CLOSE, calls_of
 from tinyrl.environments.cells import FINISHED
+from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import excerpt, name_unseen
 from tinyrl.workers.sandbox import Limits, Outcome, python_block, run_program, why_not_isolated

@@ -20,8 +20,8 @@ from typing import Any
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.environments.calls import encodable
 from tinyrl.environments.corpus import MAX_QUERY_CHARS, Corpus, SearchFailed, passage_of
+from tinyrl.environments.tool_calls import encodable
 from tinyrl.text import is_address, masked, shortened, whole_address
 
 STOP = ("</search>", "</answer>")  # texts that end a turn
