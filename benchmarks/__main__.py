@@ -10,8 +10,8 @@
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
 last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
 first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
-`gpu` (docs/gpu.md) measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run again, it
-goes on where it was. `gpu --shapes tiny` runs all of it on a CPU in minutes, at sizes that say nothing.
+`gpu` (docs/benchmarks.md) measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run
+again, it goes on where it was. `gpu --shapes tiny` runs all of it on a CPU in minutes, at sizes that say nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/chain.md: its commands run as they stand there, each training two steps long, and end in one table."""
+"""examples/sentiment.sh: each command runs, with two steps of training, and the last prints one table."""
 
 import json
 import shlex
@@ -9,13 +9,13 @@ import pytest
 from examples.embedded_models import reviews
 from tinyrl.cli.commands import app
 
-PAGE = Path(__file__).parents[1] / "docs" / "chain.md"
+SCRIPT = Path(__file__).parents[1] / "examples" / "sentiment.sh"
 SHORT = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1"]
 
 
 def commands() -> list[list[str]]:
-    """The page's commands, as words."""
-    lines = [line.strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("    ")]
+    """Return the script's commands, as words."""
+    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith(("tinyrl ", "python -m examples."))]
 
 
@@ -37,7 +37,7 @@ def test_the_chain_runs_from_text_to_a_table(
     capsys.readouterr()
     app([*compare, "--num-prompts", "6", "--json", "--device", "cpu"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)
-    names = [row["policy"].split("/")[0] for row in rows]
+    names = [row["target"].split("/")[0] for row in rows]
     assert names == [f"sentiment-{name}" for name in ("sft", "dpo", "ppo", "a2c", "grpo", "rloo")]
     assert all({"reward", "verifier"} == row["win_rate"].keys() for row in rows[1:])
     assert all(row["num_prompts"] == 6 for row in rows)

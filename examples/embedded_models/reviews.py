@@ -1,4 +1,4 @@
-"""Film reviews by the grammar of the task `reviews`: `python -m examples.embedded_models.reviews OUT` (docs/chain.md).
+"""Film reviews by the grammar of the task `reviews`: `python -m examples.embedded_models.reviews OUT`.
 
 A review is a neutral opening, then two to four clauses, each with a mood of its own. It draws how positive its writer
 is, and each clause draws its mood from that share, so clauses of one review may contradict each other. Some nouns and

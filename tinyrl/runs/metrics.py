@@ -1,6 +1,6 @@
 """The table of metrics: what each means, when it is healthy, and where it is shown.
 
-docs/glossary.md has every key of metrics.jsonl with its formula.
+docs/runs.md has every key of metrics.jsonl with its formula.
 """
 
 from __future__ import annotations

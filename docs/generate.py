@@ -1,0 +1,86 @@
+"""Write commands.md from the command line and settings.md from the configuration: `python docs/generate.py`.
+
+tests/test_docs.py fails where a page is not what this script would write.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import typer
+from typer.cli import get_docs_for_click
+
+from tinyrl.cli.commands import app
+from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.schema import Config
+from tinyrl.config.settings import SECTIONS, allowed, fields_of
+from tinyrl.config.yaml_reader import dump_plain
+
+NOTE = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
+NAMES = """
+## Names from TRL, verl, OpenRLHF, PEFT and unsloth
+
+A setting given by such a name is refused, and the message has the name here: `beta` is `grpo.kl_coef`. Of a dotted name
+the end counts: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. Under `ppo`, a setting of `grpo` is that of `ppo`
+where it has one.
+"""
+
+
+def commands_page() -> str:
+    """Return commands.md: help, arguments and options of each command."""
+    command = typer.main.get_command(app)
+    page = get_docs_for_click(obj=command, ctx=typer.Context(command), name="tinyrl", title="Commands")
+    shared = ("* `--help`", "* `--debug`", "* `--install-completion`", "* `--show-completion`")
+    return NOTE + "".join(line for line in page.splitlines(keepends=True) if not line.startswith(shared)).strip() + "\n"
+
+
+def settings_page() -> str:
+    """Return settings.md: default, meaning and range of each setting, then the names that other libraries use."""
+    lines = [
+        "# Settings\n",
+        "Write a setting as `section.key=value` on the command line, or in a recipe. `tinyrl list settings SECTION` "
+        "prints the same as YAML. Where a preset gives the default, the one of the first preset is shown.",
+    ]
+    for section in SECTIONS:
+        users = [name for name, method in METHODS.items() if section in method.sections]
+        read_by = f" Read by {', '.join(users)}." if section in OPTIONAL_SECTIONS else ""
+        field = Config.model_fields[section]
+        about = str(field.description)
+        defaults = field.get_default(call_default_factory=True)
+        lines += [
+            f"\n## {section}\n",
+            f"{about[:1].upper()}{about[1:]}.{read_by}\n",
+            *head("setting", "default"),
+        ]
+        for name, kind in fields_of(section).items():
+            default = dump_plain({name: getattr(defaults, name)}).partition(":")[2]
+            lines.append(row(f"`{section}.{name}`", f"`{default.strip()}`", f"{kind['description']} ({allowed(kind)})"))
+            for item, of in fields_of(section, name, "0").items() if "items" in kind else ():
+                default = f"`{of['default']}`" if of.get("default") is not None else ""
+                lines.append(row(f"`{section}.{name}[].{item}`", default, f"{of['description']} ({allowed(of)})"))
+    under_dpo = {name: answer for name, answer in ALIASES_OF_DPO.items() if ALIASES.get(name) != answer}
+    lines += [NAMES, "| there | here |", "|---|---|", *names(ALIASES), *names(under_dpo, ", with `train dpo`")]
+    return NOTE + "\n".join(lines) + "\n"
+
+
+def names(answers: dict[str, str], under: str = "") -> list[str]:
+    """Return table rows of {name there: answer}; names with the same answer share a row."""
+    there: dict[str, list[str]] = defaultdict(list)
+    for name, answer in answers.items():
+        there[answer.replace("!", "not needed: ")].append(f"`{name}`")
+    return [row(", ".join(found) + under, answer) for answer, found in there.items()]
+
+
+def head(*titles: str) -> list[str]:
+    return [row(*titles, "meaning"), "|---|---|---|"]
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
+
+
+PAGES = {"commands.md": commands_page, "settings.md": settings_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (Path(__file__).parent / name).write_text(page(), encoding="utf-8")
