@@ -10,7 +10,7 @@ import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, remark
+from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, fields_of
@@ -58,25 +58,17 @@ def settings_page() -> str:
             for item, of in fields_of(section, name, "0").items() if "items" in kind else ():
                 default = f"`{of['default']}`" if of.get("default") is not None else ""
                 lines.append(row(f"`{section}.{name}[].{item}`", default, f"{of['description']} ({allowed(of)})"))
-    lines += [NAMES, *head("there", "here")]
-    for method, names in ((None, FAMILIAR), *FAMILIAR_UNDER.items()):
-        lines += grouped(
-            {there: (here, remark(there, method=method).lstrip(",: ")) for there, here in names.items()}, method
-        )
-    lines += grouped({there: ("", f"not needed: {why}") for there, why in UNNEEDED.items()})
+    under_dpo = {name: answer for name, answer in ALIASES_OF_DPO.items() if ALIASES.get(name) != answer}
+    lines += [NAMES, "| there | here |", "|---|---|", *names(ALIASES), *names(under_dpo, ", with `train dpo`")]
     return NOTE + "\n".join(lines) + "\n"
 
 
-def grouped(names: dict[str, tuple[str, str]], method: str | None = None) -> list[str]:
-    """Return table rows of {name there: (name here, note)}; names with the same answer share a row."""
-    there: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, answer in names.items():
-        there[answer].append(f"`{name}`")
-    under = f" (with `train {method}`)" if method else ""
-    return [
-        row(", ".join(names) + under, f"`{here}`" if here else "", note)
-        for (here, note), names in sorted(there.items())
-    ]
+def names(answers: dict[str, str], under: str = "") -> list[str]:
+    """Return table rows of {name there: answer}; names with the same answer share a row."""
+    there: dict[str, list[str]] = defaultdict(list)
+    for name, answer in answers.items():
+        there[answer.replace("!", "not needed: ")].append(f"`{name}`")
+    return [row(", ".join(found) + under, answer) for answer, found in there.items()]
 
 
 def head(*titles: str) -> list[str]:

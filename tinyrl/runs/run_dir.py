@@ -68,7 +68,10 @@ class RunLock:
         return self
 
     def release(self, *_: object) -> None:
-        self._lock.release(force=True)
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
+                os.truncate(self.folder / LOCK, 0)
+            self._lock.release(force=True)
 
     __enter__, __exit__ = take, release
 
