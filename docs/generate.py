@@ -3,14 +3,14 @@
 tests/test_docs.py fails where a page is not what this script would write.
 """
 
-import re
+from collections import defaultdict
 from pathlib import Path
 
 import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.aliases import ANSWERS, ANSWERS_OF_DPO
+from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, fields_of
@@ -53,20 +53,22 @@ def settings_page() -> str:
             *head("setting", "default"),
         ]
         for name, kind in fields_of(section).items():
-            if name == "forked_from":  # written by `tinyrl train --from`, not set
-                continue
             default = dump_plain({name: getattr(defaults, name)}).partition(":")[2]
             lines.append(row(f"`{section}.{name}`", f"`{default.strip()}`", f"{kind['description']} ({allowed(kind)})"))
             for item, of in fields_of(section, name, "0").items() if "items" in kind else ():
                 default = f"`{of['default']}`" if of.get("default") is not None else ""
                 lines.append(row(f"`{section}.{name}[].{item}`", default, f"{of['description']} ({allowed(of)})"))
-    lines += [NAMES, "| there | here |", "|---|---|"]
-    for answers, under in ((ANSWERS, ""), (ANSWERS_OF_DPO, " (under `tinyrl train dpo`)")):
-        for names, answer in answers.items():
-            there = ", ".join(f"`{name}`" for name in names.split())
-            here = re.sub(r"^([a-z_-]+(\.[a-z_]+)?)", r"`\1`", answer)
-            lines.append(row(there + under, here.removeprefix("!")))
+    under_dpo = {name: answer for name, answer in ALIASES_OF_DPO.items() if ALIASES.get(name) != answer}
+    lines += [NAMES, "| there | here |", "|---|---|", *names(ALIASES), *names(under_dpo, ", with `train dpo`")]
     return NOTE + "\n".join(lines) + "\n"
+
+
+def names(answers: dict[str, str], under: str = "") -> list[str]:
+    """Return table rows of {name there: answer}; names with the same answer share a row."""
+    there: dict[str, list[str]] = defaultdict(list)
+    for name, answer in answers.items():
+        there[answer.replace("!", "not needed: ")].append(f"`{name}`")
+    return [row(", ".join(found) + under, answer) for answer, found in there.items()]
 
 
 def head(*titles: str) -> list[str]:
