@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.devices import ON_A_GPU
 from tests.models.building import stir
-from tests.models.test_fused_half import HALVES, MAKE, error, gradients, widened
+from tests.models.test_layers import HALVES, MAKE, errors, gradients, widened
 from tests.tiny_models import sharp_model
 from tinyrl.models.batches import all_states, library_states
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
@@ -36,12 +36,12 @@ def test_errors_are_those_of_the_library(sharp: Path, device: torch.device, make
     roles = trained(sharp, make, low, device)
     with torch.autocast(device.type, dtype=low):
         assert supports_fused_layers(roles.backbone("policy"))
-    exact = gradients(widened(roles, MAKE[make], sharp), library_states, low=None)
+    exact = gradients(widened(roles, make, sharp), library_states)
     ours, library = (gradients(roles, states, low=low) for states in (all_states, library_states))
-    for mine, theirs in zip(error(ours, exact), error(library, exact), strict=True):
+    for mine, theirs in zip(errors(ours, exact), errors(library, exact), strict=True):
         assert mine <= TIMES_THE_LIBRARY * theirs
     recomputed = gradients(roles, all_states, low=low, recompute=True)
-    assert max(error(recomputed, ours)) < 1e-2  # kernels of attention may add up in another order
+    assert max(errors(recomputed, ours)) < 1e-2  # kernels of attention may add up in another order
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -1,18 +1,9 @@
-"""The Accelerator's settings, and the choice of a thread count."""
-
-from collections.abc import Iterator
+"""Device, dtype and thread count of a run; errors of memory."""
 
 import pytest
 import torch
 
 from tinyrl.models.device import as_out_of_memory, make_accelerator, threads_for
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +22,7 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
         make_accelerator("tpu", dtype="auto")
 
 
-def test_autocast_follows_dtype_and_a_second_call_starts_afresh():
+def test_autocast_follows_dtype():
     for dtype, precision in (("float32", "no"), ("bfloat16", "bf16"), ("auto", "no")):
         accelerator = make_accelerator("cpu", dtype=dtype)
         assert accelerator.device.type == "cpu"

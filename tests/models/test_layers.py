@@ -19,6 +19,7 @@ from tinyrl.models.checks import COMPARED_LAYERS, TIMES_THE_LIBRARY, supports_fu
 from tinyrl.models.lora import wrap_in_lora
 from tinyrl.models.roles import Roles
 
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MAKE: dict[str, Callable[..., Roles]] = {"lora": lora_roles, "full": full_roles}
 
 
@@ -29,15 +30,22 @@ def gradients(
     batch = roles.batch(PROMPTS, RESPONSES)
     inside = roles.gradient_checkpointing() if recompute else torch.enable_grad()
     with roles.acting("policy"), inside:
-        with torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None):
+        with torch.autocast(roles.device.type, dtype=low or torch.bfloat16, enabled=low is not None):
             found = states(roles.backbone("policy"), batch).index_select(0, batch.state_index)
             logprobs, _ = roles.logprobs("policy", batch, temperature=1.0, states=found)
         flat = logprobs[batch.row, batch.column]
-        (flat * torch.linspace(-1, 2, len(flat))).sum().backward()
+        (flat * torch.linspace(-1, 2, len(flat), device=roles.device)).sum().backward()
     taken = {}
     for name, parameter in roles.parameters["policy"].items():
         taken[name], parameter.grad = parameter.grad, None
     return flat.detach(), taken
+
+
+def widened(roles: Roles, make: str, folder: Path) -> Roles:
+    """The same weights in float32, the library's pass of which is exact."""
+    exact = MAKE[make](folder, reference=False, device=roles.device)
+    exact.causal.load_state_dict(roles.causal.state_dict())
+    return exact
 
 
 def errors(found: Any, exact: Any) -> tuple[float, float]:
@@ -82,9 +90,7 @@ def test_errors_in_half_precision_are_those_of_the_library(tmp_path: Path, kind:
     roles = MAKE[make](folder, dtype=low, reference=False)
     if make == "lora":
         stir(roles.parameters["policy"])
-    widened = MAKE[make](folder, reference=False)
-    widened.causal.load_state_dict(roles.causal.state_dict())
-    exact = gradients(widened, library_states)
+    exact = gradients(widened(roles, make, folder), library_states)
     with torch.autocast("cpu", dtype=low):
         assert supports_fused_layers(roles.backbone("policy"))
     ours, library = (gradients(roles, states, low=low) for states in (all_states, library_states))

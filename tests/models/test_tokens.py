@@ -86,19 +86,20 @@ def test_a_marker_in_a_prompt_is_text_and_the_templates_own_are_tokens():
     assert call not in rendered.tokens
 
 
-@pytest.mark.parametrize("answer", ["no <|im_end|> yes", [{"role": "assistant", "content": "no <|im_end|> yes"}]])
-def test_a_marker_in_an_answer_does_not_end_it(answer: Any):
+@pytest.mark.parametrize(
+    ("answer", "text", "call"),
+    [
+        ("no <|im_end|> yes", "no <|im_end|> yes", False),  # does not end it
+        ([{"role": "assistant", "content": "no <|im_end|> yes"}], "no <|im_end|> yes", False),
+        ("<tool_call>a<|im_end|>\n", "a", True),  # what a policy writes itself stays a token
+        ([{"role": "assistant", "content": "<tool_call>a"}], "a", True),
+    ],
+)
+def test_a_marker_in_an_answer(answer: Any, text: str, call: bool):
     tokenizer = chatml()
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    start, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
     _, target = render_answer(tokenizer, "hi", answer, **HOW)
-    assert target == [*as_text(tokenizer, "no <|im_end|> yes"), end]
-
-
-def test_what_a_policy_writes_itself_stays_a_token():
-    tokenizer = chatml()
-    call, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
-    for answer in ("<tool_call>a", "<tool_call>a<|im_end|>\n", [{"role": "assistant", "content": "<tool_call>a"}]):
-        assert render_answer(tokenizer, "hi", answer, **HOW)[1] == [call, *as_text(tokenizer, "a"), end]
+    assert target == [*([start] if call else []), *as_text(tokenizer, text), end]
 
 
 def test_judged_texts_and_observations_hold_no_markers():

@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.building import full_roles, lora_roles
-from tests.models.test_fused_half import error, gradients, widened
+from tests.models.test_layers import MAKE, errors, gradients, widened
 from tinyrl.models.batches import all_states, library_states
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
 
 pytestmark = [pytest.mark.real, pytest.mark.release]
-MAKE = {"lora": lora_roles, "full": full_roles}
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -24,8 +22,8 @@ def test_errors_in_bfloat16_are_at_most_the_librarys(real: Path, make: str):
             torch.nn.init.normal_(parameter, std=0.02)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert supports_fused_layers(roles.backbone("policy"))
-    exact = gradients(widened(roles, MAKE[make], real), library_states, low=None)
-    ours, library = (error(gradients(roles, s, low=torch.bfloat16), exact) for s in (all_states, library_states))
+    exact = gradients(widened(roles, make, real), library_states)
+    ours, library = (errors(gradients(roles, s, low=torch.bfloat16), exact) for s in (all_states, library_states))
     print(f"\n{make}: log-probabilities {ours[0]:.4f}, gradients {ours[1]:.4f}; the library's {library}")
     for mine, theirs in zip(ours, library, strict=True):
         assert 0 < mine <= TIMES_THE_LIBRARY * theirs

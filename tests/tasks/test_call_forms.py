@@ -43,18 +43,9 @@ CODER = (
 )
 GRANITE = "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
 SPECIAL = {MISTRAL: "[TOOL_CALLS]", LLAMA: "<|python_tag|>"}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "nullable": True}}}
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "nullable": True}},
-            },
-        },
-    },
+    {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": NUMBERS}},
     {"type": "function", "function": {"name": "show", "parameters": {"properties": {"text": {"type": "string"}}}}},
 ]
 ADDED, SHOW = Call("add", {"a": 1, "b": 2}), Call("show", {"text": "12"})

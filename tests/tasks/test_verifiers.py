@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.embedded_models.reviews import unparsable_share
 from tests.conftest import shared_data
 from tinyrl.environments.search import INVALID
 from tinyrl.starter import split_of
 from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_rows, load_task
 from tinyrl.tasks.countdown import check_expression
-from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.search_qa import normalised_answer
 from tinyrl.tasks.sums import write
 
@@ -413,20 +411,6 @@ def test_a_countdown_tool_computes_and_counts() -> None:
     assert check_expression("7 * 5", episode) == "35, but each of 3, 4, 5 has to be used exactly once"
     with pytest.raises(ValueError, match="not an expression"):
         check_expression("3 +", episode)
-
-
-@pytest.mark.parametrize(
-    ("completion", "broken"),
-    [
-        (" the plot was superb, and the cast was old. i loved it.", 0.0),
-        (" the plot was superb. plot plot plot.", 0.5),
-        (" i loved it. i loved it.", 0.5),
-        ("", 1.0),
-        ([said(" i hated it.")], 0.0),
-    ],
-)
-def test_the_share_of_a_review_that_cannot_be_parsed(completion: Any, broken: float) -> None:
-    assert unparsable_share(completion_text(completion)) == pytest.approx(broken)
 
 
 def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_ANSWERS = {
+ANSWERS = {
     "num_generations rollout_n rollout.n n_samples_per_prompt": "grpo.group_size",
     "beta kl_loss_coef": "grpo.kl_coef",
     "init_kl_coef kl_ctrl.kl_coef": "ppo.kl_coef",
@@ -110,7 +110,7 @@ _ANSWERS = {
     "attn_implementation": "!attention is PyTorch's fused kernel (sdpa) where the model supports it",
     "project_name": "!a tracker's project is tinyrl, or what its own variable says (such as WANDB_PROJECT)",
 }  # fmt: skip
-_UNDER_DPO = {
+ANSWERS_OF_DPO = {
     "beta": "dpo.beta",
     "loss_type": "dpo.loss",
     "reference_free": "dpo.loss: orpo or simpo",
@@ -127,8 +127,8 @@ def _by_name(answers: dict[str, str]) -> dict[str, str]:
     return {name: answer for names, answer in answers.items() for name in names.split()}
 
 
-ALIASES = _by_name(_ANSWERS)
-ALIASES_OF_DPO = ALIASES | _by_name(_UNDER_DPO)
+ALIASES = _by_name(ANSWERS)
+ALIASES_OF_DPO = ALIASES | _by_name(ANSWERS_OF_DPO)
 
 
 def find_alias(path: tuple[str, ...], *, method: Any = None) -> tuple[str, str] | None:

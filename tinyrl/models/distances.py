@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from tinyrl.algorithms.distillation import LOWEST, jensen_shannon, mixture, top_bins
-from tinyrl.models.logprobs import Head, chunks_of, finite
+from tinyrl.models.logprobs import Head, chunks_of, finite, recomputed
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,7 @@ def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: flo
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
         return Distance(*_FrozenHead.apply(states, head, teacher, temperature, beta))  # pyright: ignore
-    parts = [
-        checkpoint(
-            dense_distances, states[chunk], head, teacher[chunk], temperature, beta,
-            use_reentrant=False, preserve_rng_state=False,
-        )
-        for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
-    ]  # fmt: skip
-    return Distance(*(torch.cat(columns) for columns in zip(*parts, strict=True)))  # pyright: ignore
+    return Distance(*recomputed(dense_distances, states, head, teacher, temperature, beta))
 
 
 def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> TeacherTopK:

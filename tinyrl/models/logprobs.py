@@ -8,7 +8,9 @@ backward needs no logits. With a trainable head (full fine-tuning) backward reco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,15 +100,17 @@ def token_logprobs(
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
         return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
-    parts: list[tuple[Tensor, Tensor]] = [
-        checkpoint(
-            dense_logprobs, states[chunk], head, targets[chunk], temperature,
-            use_reentrant=False, preserve_rng_state=False,
-        )
-        for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
-    ]  # fmt: skip  # pyright: ignore
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies if entropy_grad else [entropy.detach() for entropy in entropies])
+    logprobs, entropy = recomputed(dense_logprobs, states, head, targets, temperature)
+    return logprobs, entropy if entropy_grad else entropy.detach()
+
+
+def recomputed(dense: Callable[..., Any], states: Tensor, head: Head, rows: Any, *settings: float) -> list[Tensor]:
+    """Apply dense(states, head, rows, *settings), of one chunk each, to all of them; backward computes chunks again."""
+    parts: list[Any] = [
+        checkpoint(dense, states[c], head, rows[c], *settings, use_reentrant=False, preserve_rng_state=False)
+        for c in chunks_of(len(states), head.weight.shape[0], device=states.device)
+    ]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

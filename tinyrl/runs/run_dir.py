@@ -68,7 +68,10 @@ class RunLock:
         return self
 
     def release(self, *_: object) -> None:
-        self._lock.release(force=True)
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
+                os.truncate(self.folder / LOCK, 0)
+            self._lock.release(force=True)
 
     __enter__, __exit__ = take, release
 
@@ -307,7 +310,7 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
     without `overwrite`, and always while somebody trains in it. Raises ValueError when it cannot be made.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
-    root, stem = Path(output_dir), f"{config.method}-{config.task.name}-"
+    root, stem = Path(output_dir), f"{config.method}-{Path(config.task.name or '').stem}-"
     while True:
         there = [p.name.removeprefix(stem) for p in root.iterdir()] if root.is_dir() else []
         last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
