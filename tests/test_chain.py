@@ -37,7 +37,7 @@ def test_the_chain_runs_from_text_to_a_table(
     capsys.readouterr()
     app([*compare, "--num-prompts", "6", "--json", "--device", "cpu"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)
-    names = [row["policy"].split("/")[0] for row in rows]
+    names = [row["target"].split("/")[0] for row in rows]
     assert names == [f"sentiment-{name}" for name in ("sft", "dpo", "ppo", "a2c", "grpo", "rloo")]
     assert all({"reward", "verifier"} == row["win_rate"].keys() for row in rows[1:])
     assert all(row["num_prompts"] == 6 for row in rows)

@@ -48,13 +48,3 @@ def test_products_of_a_real_forward_pass_are_the_floor_s():
     found = operations(shape, 5, work=Grpo(num_prompts=1, group_size=1), prompt=7)
     pairs = 5 * (7 + 2.5) + 7 * 7 / 2
     assert found["sampling"] - 4 * 2 * 16 * 2 * pairs == pytest.approx(linear)
-
-
-def test_sizes_are_those_the_results_name():
-    """256 x 6 with a vocabulary of 4,096: 7M; 512 x 8: 33M; v is s with 32,768 words and no early ends."""
-    weights = {
-        name: shape.layers * sum(a * b for a, b in shape.matrices) + shape.vocabulary * shape.hidden
-        for name, shape in SIZES.items()
-    }
-    assert (weights["s"], weights["m"]) == (6_946_816, 32_505_856)
-    assert replace(SIZES["v"], name="s", vocabulary=4096, early_ends=True) == SIZES["s"]

@@ -1,5 +1,6 @@
 """Recipes and overrides: broken files, overrides laid over them, and config.yaml read back."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tinyrl.config.aliases import ALIASES
-from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
     MAX_RECIPE_BYTES,
@@ -21,7 +21,6 @@ from tinyrl.config.recipe import (
     load_written_config,
     method_of,
     packaged_recipes,
-    read_recipe,
     split_settings,
 )
 from tinyrl.config.schema import Config
@@ -56,58 +55,45 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "place", "parts"),
     [
-        ("", "recipe r.yaml is empty"),
-        ("# only a comment\n", "recipe r.yaml is empty"),
-        (b"\xef\xbb\xbf", "recipe r.yaml is empty"),
-        ("- a\n", "r.yaml:1: a recipe is a mapping of sections (model:, task:, grpo:, ...), not a list"),
-        ("just text\n", "r.yaml:1: a recipe is a mapping of sections (model:, task:, grpo:, ...), not 'just text'"),
-        (
-            b"method: grpo\nmodel: {path: caf\xe9}\n",
-            "r.yaml:2: not UTF-8: byte 0xe9 at offset 30; save the file as UTF-8",
-        ),
-        (b"\xef\xbb\xbfmethod: \xff", "r.yaml:1: not UTF-8: byte 0xff at offset 11; save the file as UTF-8"),
-        ("method: grpo".encode("utf-16"), "r.yaml:1: not UTF-8: byte 0xff at offset 0; save the file as UTF-8"),
-        ("method: grpo\ngrpo: {group_size: [4\n", "r.yaml:3: broken YAML: "),
-        ("method: grpo\ngrpo:\n\tgroup_size: 4\n", "r.yaml:3: broken YAML: found character '\\t' that cannot"),
-        ("method: grpo\nmethod: ppo\n", "r.yaml:2: `method` stands twice (first at r.yaml:1)"),
-        (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: `grpo.kl_coef` stands twice (first at r.yaml:4)"),
-        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml:4: unknown key `grpo.group_sise`. Did you mean `grpo.group_size`?"),
-        (
-            SORT + "reward:\n  functions:\n    - use: a.py:f\n      wait: 1\n",
-            "r.yaml:6: unknown key `reward.functions[0].wait`. Did you mean `reward.functions[0].weight`?",
-        ),
-        (SORT + "run: {num_steps: many}\n", "r.yaml:3: `run.num_steps` is 'many'; it must be a whole number of at"),
-        (SORT + "grpo: {num_generations: 4}\n", "r.yaml:3: `grpo.num_generations` is not a setting: `num_generat"),
-        (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml:3: grpo.minibatch_size=7 does not divide the 256 sequences"),
-        (SORT + "grpo.kl_coef: 0\n", "r.yaml:3: unknown key `grpo.kl_coef`. "),
-        (
-            "method: gpro\n",
-            "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, distill, sft, reward or dpo. Did you mean `grpo`?",
-        ),
-        ("method: [grpo]\n", "r.yaml:1: `method` is ['grpo']; it must be grpo, ppo, distill, sft, reward or dpo."),
-        ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, distill, sft, reward or dpo."),
-        ("method: ppo\n", "r.yaml:1: this recipe is for `tinyrl train ppo`, not grpo"),
-        ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: this recipe is for `tinyrl train reward`, not grpo"),
+        ("# only a comment\n", "recipe r.yaml", "empty"),
+        (b"\xef\xbb\xbf", "recipe r.yaml", "empty"),
+        ("- a\n", "r.yaml:1: ", "a mapping of sections"),
+        (b"method: grpo\nmodel: {path: caf\xe9}\n", "r.yaml:2: ", "UTF-8"),
+        ("method: grpo".encode("utf-16"), "r.yaml:1: ", "UTF-8"),
+        ("method: grpo\ngrpo: {group_size: [4\n", "r.yaml:3: ", "broken YAML"),
+        (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: ", "`grpo.kl_coef`.*r.yaml:4"),
+        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml:4: ", "`grpo.group_size`"),
+        (SORT + "reward:\n  functions:\n    - use: a.py:f\n      wait: 1\n", "r.yaml:6: ", "`reward.functions"),
+        (SORT + "run: {num_steps: many}\n", "r.yaml:3: ", "`run.num_steps` is 'many'"),
+        (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml:3: ", "grpo.minibatch_size=7"),
+        ("method: gpro\n", "r.yaml:1: ", "`grpo`"),
+        ("method: [grpo]\n", "r.yaml:1: ", "`method` is"),
+        ("method: ppo\n", "r.yaml:1: ", "train ppo`, not grpo"),
+        ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: ", "train reward`, not grpo"),
+        (b"a" * (MAX_RECIPE_BYTES + 1), "recipe r.yaml", "100,000 bytes"),
     ],
 )
-def test_a_bad_recipe_is_answered_with_its_line(recipe: Callable[..., str], content: str | bytes, sentence: str):
-    assert refused("grpo", recipe(content)).startswith(sentence)
+def test_a_bad_recipe_is_answered_with_its_line(
+    recipe: Callable[..., str], content: str | bytes, place: str, parts: str
+):
+    found = refused("grpo", recipe(content))
+    assert found.startswith(place)
+    assert re.search(parts, found)
 
 
-def test_a_recipe_too_large_is_not_parsed(recipe: Callable[..., str]):
-    assert refused("grpo", recipe(b"a" * (MAX_RECIPE_BYTES + 1))) == (
-        "recipe r.yaml is too large: a recipe has at most 100,000 bytes"
-    )
+def test_a_recipe_as_other_editors_write_it(recipe: Callable[..., str]):
+    for content in (b"\xef\xbb\xbf" + SORT.encode(), SORT.replace("\n", "\r\n"), "task: {name: sort}\n"):
+        assert load_config("grpo", recipe(content), overrides=[]).task.name == "sort"
 
 
-def test_a_byte_order_mark_is_accepted(recipe: Callable[..., str]):
-    assert load_config("grpo", recipe(b"\xef\xbb\xbf" + SORT.encode()), overrides=[]).task.name == "sort"
-
-
-def test_windows_line_ends_are_accepted(recipe: Callable[..., str]):
-    assert load_config("grpo", recipe(SORT.replace("\n", "\r\n")), overrides=[]).task.name == "sort"
+def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    assert "`starter-grpo`" in refused("grpo", "starter-gpro")
+    for name in ("./nothing.yaml", "folder", "x" * 5000, "a\0b"):
+        assert refused("grpo", name).startswith("recipe '")
 
 
 def test_a_recipe_for_two_methods(recipe: Callable[..., str]):
@@ -117,34 +103,6 @@ def test_a_recipe_for_two_methods(recipe: Callable[..., str]):
     assert "grpo" not in ppo.written()
     assert (grpo.grpo.num_prompts, ppo.ppo.num_prompts) == (4, 64)
     assert "ppo" not in dump_config(grpo)
-
-
-def test_a_recipe_need_not_say_its_method(recipe: Callable[..., str]):
-    assert load_config("ppo", recipe("task: {name: sort}\n"), overrides=[]).method == "ppo"
-
-
-def test_a_recipe_is_not_for_reward_because_it_has_rewards(recipe: Callable[..., str]):
-    """`reward:` is the section of reward functions; the method reward has reward_model."""
-    name = recipe(SORT + "reward: {timeout_s: 5.0}\n")
-    assert refused("reward", name) == "r.yaml:1: this recipe is for `tinyrl train grpo`, not reward"
-
-
-def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    for name, sentence in {
-        "starter-gpro": "recipe 'starter-gpro' is neither a file nor a packaged recipe. Did you mean `starter-grpo`?",
-        "./nothing.yaml": "recipe './nothing.yaml' is neither a file nor a packaged recipe.",
-        "folder": "recipe 'folder' is a folder.",
-        "x" * 5000: f"recipe '{'x' * 77}...' is neither",
-        "a\0b": "recipe 'a\\x00b' is neither",
-    }.items():
-        assert refused("grpo", name).startswith(sentence)
-
-
-def test_an_unreadable_recipe(tmp_path: Path):
-    with pytest.raises(ValueError, match=f"cannot read recipe {tmp_path}: Is a directory"):
-        read_recipe(tmp_path)
 
 
 def test_packaged_recipes_are_found_by_name_and_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -167,87 +125,60 @@ def overridden(values: dict[str, Any], *overrides: str) -> dict[str, Any]:
 
 def test_overrides_are_laid_over_and_read_as_yaml():
     before = {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
-    after = overridden(before, "grpo.kl_coef=5e-5", "run.seed=3", "task.name=sort", "model.adapter=", "lora={r: 4}")
+    after = overridden(
+        before, "grpo.kl_coef=1", "grpo.kl_coef=5e-5", "run.seed=3", "model.adapter=", "lora={r: 4}", "a.b=x=y"
+    )
     assert after == {
         "grpo": {"kl_coef": 5e-5, "group_size": 4},
         "run": {"seed": 3},
-        "task": {"name": "sort"},
         "model": {"adapter": None},
         "lora": {"r": 4},
+        "a": {"b": "x=y"},
     }
     assert before == {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
 
 
-def test_the_last_override_wins_and_a_value_may_hold_equals_signs():
-    assert overridden({}, "a.b=1", "a.b=x=y") == {"a": {"b": "x=y"}}
-
-
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "part"),
     [
-        ("grpo.kl_coef", "override 'grpo.kl_coef' is not of the form section.key=value"),
-        ("=3", "override '=3' is not of the form section.key=value"),
-        ("grpo..x=3", "override 'grpo..x=3' is not of the form section.key=value"),
-        ("grpo.x=[1", "override 'grpo.x=[1': broken YAML: expected ',' or ']'"),
-        ("grpo.x=a: b: c", "override 'grpo.x=a: b: c': broken YAML: mapping values are not allowed here; put text"),
-        ("grpo.x=2024-01-01", "override 'grpo.x=2024-01-01': '2024-01-01' is a date; put text in quotes"),
-        ("grpo.x=&a [*a]", "override 'grpo.x=&a [*a]': broken YAML: *a: a recipe has no aliases"),
-        ("list.0.x=1", "override 'list.0.x=1': `list` is [1] (r.yaml), so give all of it: list=..."),
-        ("text.x=1", "override 'text.x=1': `text` is 'abc' (r.yaml), so give all of it: text=..."),
+        ("grpo.kl_coef", "section.key=value"),
+        ("=3", "section.key=value"),
+        ("grpo..x=3", "section.key=value"),
+        ("grpo.x=[1", "broken YAML"),
+        ("grpo.x=2024-01-01", "is a date"),
+        ("grpo.x=&a [*a]", "no aliases"),
+        ("list.0.x=1", "(r.yaml), so give all of it: list="),
+        ("text.x=1", "(r.yaml), so give all of it: text="),
     ],
 )
-def test_broken_overrides(override: str, sentence: str):
-    with pytest.raises(ValueError, match=r"^override") as caught:
+def test_broken_overrides(override: str, part: str):
+    with pytest.raises(ValueError, match=re.escape(part)) as caught:
         overridden({"list": [1], "text": "abc"}, override)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(f"override '{override}'")
 
 
 def test_a_mistake_in_an_override_is_placed_there(recipe: Callable[..., str]):
     name = recipe(SORT + "grpo:\n  clip_eps: 0.2\n  kl_coef: 0\n")
-    for override, sentence in {
-        "grpo.clip_eps=2": "override 'grpo.clip_eps=2': `grpo.clip_eps` is 2; it must be",
-        "grpo={clip_eps: 2}": "override 'grpo={clip_eps: 2}': `grpo.clip_eps` is 2; it must be",
-        "grpo.clip_eps.x=2": "override 'grpo.clip_eps.x=2': `grpo.clip_eps` is 0.2 (r.yaml:4), so give all of it",
-        "grpo.minibatch_size=7": "grpo.minibatch_size=7 does not divide",
-        "run.micro_batch_tokens=abc": "override 'run.micro_batch_tokens=abc': `run.micro_batch_tokens` is 'abc'; it "
-        "must be auto or a whole number of at least 1.",
+    for override, part in {
+        "grpo.clip_eps=2": "`grpo.clip_eps` is 2",
+        "grpo={clip_eps: 2}": "`grpo.clip_eps` is 2",
+        "grpo.clip_eps.x=2": "`grpo.clip_eps` is 0.2 (r.yaml:4)",
+        "ppo.kl_coef=1": "`ppo` is for ppo, not for grpo",
+        "reward_model.batch_size=3": "`reward_model` is for reward, not for grpo",
+        "method=ppo": "tinyrl train grpo",
     }.items():
-        assert refused("grpo", name, override).startswith(sentence)
+        found = refused("grpo", name, override)
+        assert found.startswith(f"override '{override}'")
+        assert part in found
+    assert refused("grpo", name, "grpo.minibatch_size=7").startswith("grpo.minibatch_size=7 does not divide")
+    assert refused("ppo", name, "ppo.num_epochs=1").startswith("r.yaml:1: ")
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("ppo.kl_coef=1", "override 'ppo.kl_coef=1': `ppo` is for ppo, not for grpo. Did you mean `grpo.kl_coef`?"),
-        ("critic.warmup=3", "override 'critic.warmup=3': `critic` is for ppo, not for grpo."),
-        (
-            "reward_model.batch_size=3",
-            "override 'reward_model.batch_size=3': `reward_model` is for reward, not for grpo.",
-        ),
-        ("method=ppo", "override 'method=ppo': the method is said once: tinyrl train grpo"),
-    ],
+    ("method", "part"), [("gpro", "`grpo`"), ("", "Methods: "), ("starter-grpo", "train grpo"), ("run.seed=3", "train")]
 )
-def test_an_override_that_nothing_would_read_is_refused(recipe: Callable[..., str], override: str, sentence: str):
-    assert refused("grpo", recipe(SORT), override) == sentence
-
-
-def test_an_override_cannot_turn_a_recipe_into_one_for_another_method(recipe: Callable[..., str]):
-    assert (
-        refused("ppo", recipe(SORT), "ppo.num_epochs=1") == "r.yaml:1: this recipe is for `tinyrl train grpo`, not ppo"
-    )
-
-
-@pytest.mark.parametrize(
-    ("method", "sentence"),
-    [
-        ("gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, distill, sft, reward, dpo"),
-        ("", "unknown method ''. Methods: grpo, ppo, distill, sft, reward, dpo"),
-        ("starter-grpo", "which method? Say it first, as in `tinyrl train grpo starter-grpo`"),
-        ("run.seed=3", "which method? Say it first, as in `tinyrl train grpo run.seed=3`"),
-    ],
-)
-def test_unknown_methods(method: str, sentence: str):
-    assert refused(method, None) == sentence
+def test_unknown_methods(method: str, part: str):
+    assert part in refused(method, None)
 
 
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
@@ -292,32 +223,12 @@ def test_config_yaml_is_the_same_object(method: str, lora: bool, tmp_path: Path)
     assert round_trip(config, tmp_path) == config
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_config_yaml_is_the_same_with_a_preset_and_what_was_changed_of_it(preset: str, tmp_path: Path):
-    config = Config.model_validate({"method": "grpo", "grpo": {"preset": preset, "clip_eps_high": 0.123}})
-    assert round_trip(config, tmp_path) == config
-
-
 def test_a_null_that_was_asked_for_stays_null(tmp_path: Path):
     """ppo.minibatch_size defaults to 64: a null that was left out would come back as 64."""
     config = Config.model_validate({"method": "ppo", "ppo": {"minibatch_size": None}})
     back = round_trip(config, tmp_path)
     assert back == config
     assert back.ppo.minibatch_size is None
-
-
-def test_a_config_yaml_larger_than_a_recipe_is_still_read(tmp_path: Path):
-    config = Config.model_validate({"method": "grpo", "task": {"system_prompt": "\u2028" * 60_000}})
-    assert len(dump_config(config)) > MAX_RECIPE_BYTES
-    assert round_trip(config, tmp_path) == config
-
-
-def test_a_config_yaml_without_its_method(tmp_path: Path):
-    (tmp_path / "config.yaml").write_text("model: {path: starter}\n")
-    with pytest.raises(
-        ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, distill, sft, reward or dpo"
-    ):
-        load_written_config(tmp_path / "config.yaml")
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)

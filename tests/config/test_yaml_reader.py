@@ -41,7 +41,6 @@ def refused(text: str) -> str:
         ("", None),
         ("# nothing", None),
         ("'5e-5'", "5e-5"),
-        ("!!str 5", None),
         ("e5", "e5"),
         ("5e", "5e"),
         ("a.jsonl", "a.jsonl"),
@@ -52,59 +51,43 @@ def refused(text: str) -> str:
     ],
 )
 def test_scalars_are_read_as_people_mean_them(text: str, value: Any):
-    if text == "!!str 5":
-        assert "marked as 'str'" in refused(text)
-    else:
-        assert parse(text) == value
-        assert type(parse(text)) is type(value)
+    assert parse(text) == value
+    assert type(parse(text)) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "line", "part"),
     [
-        ("a: 1\nb: [1, 2\n", "f.yaml:3: broken YAML: expected ',' or ']', but got '<stream end>'"),
-        (
-            "a:\n\tb: 1\n",
-            "f.yaml:2: broken YAML: found character '\\t' that cannot start any token; "
-            "indent with spaces, not with tabs, near 'b: 1'",
-        ),
-        (
-            "a: b: c\n",
-            "f.yaml:1: broken YAML: mapping values are not allowed here; "
-            "put text with a colon in quotes, near 'a: b: c'",
-        ),
-        ("a: 1\n b: 2\n", "f.yaml:2: broken YAML: mapping values are not allowed here; put text with a colon in"),
-        ("a: 1\n---\nb: 2\n", "f.yaml:2: broken YAML: but found another document, near '---'"),
-        ("a: 1\nb: \x00\n", "f.yaml:2: broken YAML: unacceptable character #x0000: special characters"),
-        ("a: 1\na: 2\n", "f.yaml:2: `a` stands twice (first at f.yaml:1)"),
-        ("a:\n  b: 1\n  c: 2\n  b: 3\n", "f.yaml:4: `a.b` stands twice (first at f.yaml:2)"),
-        ("a: [{b: 1, b: 2}]", "f.yaml:1: `a.0.b` stands twice (first at f.yaml:1)"),
-        ("a: &x [1]\nb: *x\n", "f.yaml:2: broken YAML: *x: a recipe has no aliases, write the value itself, near"),
-        ("a: &x [*x]\n", "f.yaml:1: broken YAML: *x: a recipe has no aliases"),
-        ("<<: {a: 1}\n", "f.yaml:1: a key is a name, and '<<' is read as merge; put it in quotes"),
-        ("a: 2024-01-01\n", "f.yaml:1: '2024-01-01' is a date; put text in quotes"),
-        ("a: 2024-99-99\n", "f.yaml:1: '2024-99-99' is a date; put text in quotes"),
-        ("a: =\n", "f.yaml:1: '=' is a YAML sign; put text in quotes"),
-        ("a: !!python/object/apply:os.system [ls]\n", "f.yaml:1: the tag python/object/apply:os.system is marked as"),
-        ("a: !thing x\n", "f.yaml:1: 'x' is marked as '!thing'; put text in quotes"),
-        ("a: !!bool maybe\n", "f.yaml:1: 'maybe' is marked as 'bool'; put text in quotes"),
-        ('a: !!int ""\n', "f.yaml:1: '' is marked as 'int'; put text in quotes"),
-        ("a: !!set {b}\n", "f.yaml:1: the tag set is marked as 'set'"),
-        ("1: a\n", "f.yaml:1: a key is a name, and '1' is read as int; put it in quotes"),
-        ("null: a\n", "f.yaml:1: a key is a name, and 'null' is read as null; put it in quotes"),
-        ("a:\n  on: 1\n", "f.yaml:2: a key is a name, and 'on' is read as bool; put it in quotes"),
-        ("? [a, b]\n: c\n", "f.yaml:1: a key is a name, and this one is read as seq; put it in quotes"),
-        (f"a: {'9' * 5000}\n", f"f.yaml:1: the number {'9' * 77}... has more than 18 digits"),
-        ("a: 1000000000000000000\n", "f.yaml:1: the number 1000000000000000000 has more than 18 digits"),
-        ("a: 0xfffffffffffffff\n", "f.yaml:1: the number 0xfffffffffffffff has more than 18 digits"),
-        ("a: 0b_\n", "f.yaml: broken YAML: invalid literal for int() with base 2: ''"),
-        ('a: "\\ud800"\n', "f.yaml:1: invalid Unicode (lone surrogate) in '\\ud800'"),
-        ("a: " + "[" * 20 + "]" * 20, "f.yaml:1: nested too deep"),
-        ("[" * 5000, "f.yaml: broken YAML: nested too deep"),
+        ("a: 1\nb: [1, 2\n", 3, "broken YAML"),
+        ("a:\n\tb: 1\n", 2, "spaces, not with tabs"),
+        ("a: b: c\n", 1, "a colon in quotes"),
+        ("a: 1\n---\nb: 2\n", 2, "another document"),
+        ("a: 1\nb: \x00\n", 2, "broken YAML"),
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", 4, "`a.b`"),
+        ("a: [{b: 1, b: 2}]", 1, "`a.0.b`"),
+        ("a: &x [1]\nb: *x\n", 2, "no aliases"),
+        ("<<: {a: 1}\n", 1, "merge"),
+        ("a: 2024-01-01\n", 1, "date"),
+        ("a: =\n", 1, "YAML sign"),
+        ("a: !!python/object/apply:os.system [ls]\n", 1, "python/object/apply:os.system"),
+        ("a: !!str 5", 1, "marked as 'str'"),
+        ("a: !!bool maybe\n", 1, "marked as 'bool'"),
+        ('a: !!int ""\n', 1, "marked as 'int'"),
+        ("1: a\n", 1, "'1' is read as int"),
+        ("a:\n  on: 1\n", 2, "'on' is read as bool"),
+        ("? [a, b]\n: c\n", 1, "read as seq"),
+        (f"a: {'9' * 5000}\n", 1, "18 digits"),
+        ("a: 0xfffffffffffffff\n", 1, "18 digits"),
+        ("a: 0b_\n", None, "broken YAML"),
+        ('a: "\\ud800"\n', 1, "invalid Unicode"),
+        ("a: " + "[" * 20 + "]" * 20, 1, "nested too deep"),
+        ("[" * 5000, None, "nested too deep"),
     ],
 )
-def test_what_is_refused_names_its_line(text: str, sentence: str):
-    assert refused(text).startswith(sentence)
+def test_what_is_refused_names_its_line(text: str, line: int | None, part: str):
+    found = refused(text)
+    assert found.startswith(f"{where(line)}: ")
+    assert part in found
 
 
 def test_aliases_that_would_fill_the_memory_are_answered_at_once():
@@ -149,8 +132,4 @@ PLAIN = st.recursive(
 def test_what_is_written_is_read_back(values: dict[str, Any]):
     text = dump_plain(values).encode("utf-8").decode("utf-8")
     assert parse(text) == values
-
-
-def test_the_same_list_twice_is_written_twice():
-    shared = ["a"]
-    assert parse(dump_plain({"x": shared, "y": shared})) == {"x": ["a"], "y": ["a"]}
+    assert parse(dump_plain({"x": values, "y": values})) == {"x": values, "y": values}  # no alias

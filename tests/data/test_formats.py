@@ -138,10 +138,10 @@ def test_a_row_is_parsed_or_refused(what: Any, row: dict[str, Any], wanted: Any)
 )
 def test_the_columns_decide_the_objective(row: dict[str, Any], wanted: str) -> None:
     if wanted in ("pairs", "labels"):
-        assert objective_of(row, "auto") == wanted
+        assert objective_of(row) == wanted
     else:
         with pytest.raises(ValueError, match=wanted):
-            objective_of(row, "auto")
+            objective_of(row)
 
 
 @pytest.mark.parametrize(

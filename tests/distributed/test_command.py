@@ -1,4 +1,4 @@
-"""The command under a launcher: refusals, `--dry-run`, and a real launch of two processes."""
+"""The command under a launcher: refusals, and a real launch of two processes."""
 
 from __future__ import annotations
 

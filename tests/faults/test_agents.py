@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests import running
-from tests.faults.children import Child, before_call, resumed, train, wait_for, workers_left
+from tests.faults.children import Child, before_call, resumed, train, workers_left
 from tinyrl.config.schema import Config
 from tinyrl.generation.agents import AgentEpisode
 from tinyrl.runs.checkpoint import newest_sound
@@ -112,14 +112,6 @@ AGENT = """
         raise RuntimeError("planted")
 
 
-    def sleepy(row, url, key):
-        ask(url, key, "x")
-        if not (FOLDER / "asleep").exists():
-            (FOLDER / "asleep.new").write_text(f"{os.getpid()}")
-            os.rename(FOLDER / "asleep.new", FOLDER / "asleep")
-            time.sleep(1000)
-
-
     def honest(row, url, key):
         said = ask(url, key, row["prompt"])
         said += ask(url, key, row["prompt"] + said + " and")
@@ -189,20 +181,6 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
     reasons = {(KINDS[int(line["prompt"].split()[1])], line["reason"].partition(" (")[0]) for line in failed}
     assert {kind for kind, _ in reasons} == {*FAILS}
     assert all(FAILS[kind] in reason for kind, reason in reasons), reasons
-
-
-def test_an_agent_ended_by_kill_9_fails_its_episode_alone(model: Path, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, model, ["honest", "sleepy", "honest"])
-    child = Child(train, settings, tmp_path, output=tmp_path / "said.txt")
-    wait_for((tmp_path / "asleep").exists, child)
-    os.kill(int((tmp_path / "asleep").read_text()), signal.SIGKILL)
-    assert child.end() == 0, child.said
-    run = RunDir(tmp_path / "run")
-    [failed] = map(json.loads, (run.path / "failed_rewards.jsonl").read_text().splitlines())
-    assert failed["prompt"] == "Say 1"
-    assert "SIGKILL" in failed["reason"]
-    assert sum(line.get("reward/dropped", 0) for line in running.metrics(run)) == 1
-    assert sum(bool(text) for texts in said_in(run).values() for text in texts) == 5
 
 
 def test_a_run_ended_by_kill_9_while_agents_play_is_resumed(model: Path, tmp_path: Path) -> None:

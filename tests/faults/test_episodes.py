@@ -10,7 +10,6 @@ import json
 import math
 import os
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +46,11 @@ def doing(does: str, *, always: bool = False) -> str:
     return textwrap.dedent(ANSWERING).format(bad=BAD, always=always, does=does)
 
 
-@dataclass
-class Fault:
-    """What an environment does to the bad prompt's episodes, and the reason that is given for dropping them."""
-
-    does: str
-    reason: str
-    timeout_s: float = 30.0
-    one_by_one: bool = True  # whether the batch was lost to it, so that its rows were tried alone
-
-
+# What an environment does to the bad prompt's episodes, and the reason that is given for dropping them
 FAULTS = {
-    "raises": Fault("raise KeyError('town')", "`respond` raised KeyError: 'town' (world.py, line 16)"),
-    "hangs": Fault("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)", timeout_s=4.0),
-    "dies": Fault("os._exit(7)", "`respond` ended its process with exit code 7"),
-    "reward NaN": Fault("replies[row] = Reply(reward=float('nan'))", "gave the reward nan", one_by_one=False),
+    "hangs": ("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)"),
+    "dies": ("os._exit(7)", "`respond` ended its process with exit code 7"),
+    "reward NaN": ("replies[row] = Reply(reward=float('nan'))", "gave the reward nan"),
 }
 
 
@@ -70,8 +59,9 @@ FAULTS = {
 def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fault = FAULTS[name]
-    settings = answered_by(tmp_path, doing(fault.does), environment={"timeout_s": fault.timeout_s})
+    does, reason = FAULTS[name]
+    timeout_s = 4.0 if name == "hangs" else 30.0
+    settings = answered_by(tmp_path, doing(does), environment={"timeout_s": timeout_s})
     code, run, _ = running.train(settings, tmp_path)
     said = capfd.readouterr().err
     assert code == 0, said
@@ -81,13 +71,13 @@ def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(
     assert all(math.isfinite(line["reward/mean"]) and 0 < line["optim/grad_norm"] < 100 for line in steps)
     failed = [json.loads(line) for line in run.failed_rewards.read_text().splitlines()]
     assert [(row["step"], row["prompt"]) for row in failed] == [(step, BAD) for step in (1, 2) for _ in range(GROUP)]
-    assert all(fault.reason in row["reason"] and row["episode"] for row in failed), failed[0]["reason"]
+    assert all(reason in row["reason"] and row["episode"] for row in failed), failed[0]["reason"]
     warned = [line for line in said.splitlines() if "their rows are dropped" in line]
     assert len(warned) == 2
-    assert all(fault.reason in line and BAD in line for line in warned)
+    assert all(reason in line and BAD in line for line in warned)
     trained = [line for line in samples(run) if line["kind"] == "train"]
     assert all((line["reward"] is None) == (line["prompt"] == BAD) for line in trained)
-    assert said.count("was tried row by row") == fault.one_by_one
+    assert said.count("was tried row by row") == (name != "reward NaN")  # where the batch was lost
     assert workers_left({os.getpid()}) == []
 
 
@@ -102,20 +92,10 @@ def test_three_batches_without_answers_stop_the_run(tmp_path: Path, capsys: pyte
     assert "raised OSError: gone (world.py, line 16)" in said
 
 
-# What is said is odd, and yet is only text
-
-ODD = {
-    "a megabyte": "x" * 1_000_000,
-    "markers": "\x1b[2J\u202efound\x00 <eos> <pad> \ud83d <script>alert(1)</script> ;",
-}
-
-
-@pytest.mark.parametrize("name", ODD)
 @pytest.mark.wide
-def test_odd_text_is_read_cut_and_shown_harmlessly(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings = answered_by(tmp_path, doing(f"replies[row] = {ODD[name]!a}", always=True))
+def test_odd_text_is_read_cut_and_shown_harmlessly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    odd = "\x1b[2J\u202efound\x00 <eos> <pad> \ud83d <script>alert(1)</script> ;" + "x" * 1_000_000
+    settings = answered_by(tmp_path, doing(f"replies[row] = {odd!a}", always=True))
     code, run, _ = running.train(settings, tmp_path)
     said = capfd.readouterr()
     assert code == 0, said.err
@@ -146,9 +126,6 @@ def test_the_right_answer_is_not_scored_when_the_environment_says_it(tmp_path: P
         assert line["rewards"]["lookup"] == float(answers in ([right], [right, "."]))
         on_output += line["rewards"]["lookup"] == 0.0
     assert on_output > 10
-
-
-# Episodes that never end, or end at once
 
 
 def test_an_environment_that_never_says_done_is_ended_by_the_turns(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import json
 import os
 import random
 import signal
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from tinyrl.runs.run_dir import RunDir
 
 STEPS = 4
 MOST_DRAWS = 30  # of a moment, until one comes after the beginning and before the end
-SAVING = ("fsync", "rename", "rmdir")  # what a save and the pruning after it are made of
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"grpo": {"num_epochs": 2, "minibatch_size": 8, "refill_rounds": 1}, "run": {"eval_every": 1}},
     "ppo": {
@@ -52,49 +52,30 @@ class Whole:
     settings: Config
     run: RunDir
     seconds: float  # from the start of its process to the end
-    calls: dict[str, int]  # how often it called each function of SAVING
 
 
 @pytest.fixture(scope="module")
-def wholes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
-    """The uninterrupted run of each method."""
-    return {method: whole_run(method, model, tmp_path_factory.mktemp(method)) for method in METHODS}
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
+    """The uninterrupted run of a method, made once."""
+
+    @cache
+    def make(method: str) -> Whole:
+        folder, sections = tmp_path_factory.mktemp(method), copy.deepcopy(METHODS[method])
+        if "task" in sections:
+            sections["task"]["data"] = str(folder / "pairs.jsonl")
+            (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+        often = {"num_steps": STEPS, "save_every": 1, "eval_prompts": 4}
+        settings = running.config(method, model, **{**sections, "run": {**often, **sections["run"]}})
+        start = time.monotonic()
+        child = Child(train, settings, folder, "whole", output=folder / "whole.txt")
+        assert child.end() == 0, child.said
+        return Whole(settings, RunDir(folder / "whole"), time.monotonic() - start)
+
+    return make
 
 
-def whole_run(method: str, model: Path, folder: Path) -> Whole:
-    sections = copy.deepcopy(METHODS[method])
-    if "task" in sections:
-        sections["task"]["data"] = str(folder / "pairs.jsonl")
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    often = {"num_steps": STEPS, "save_every": 1, "eval_prompts": 4}
-    settings = running.config(method, model, **{**sections, "run": {**often, **sections["run"]}})
-    first = Child(train_counting, settings, folder, folder / "calls.json", output=folder / "first.txt")
-    assert first.end() == 0, first.said  # it warms the disk's cache up, too
-    start = time.monotonic()
-    child = Child(train, settings, folder, "whole", output=folder / "whole.txt")
-    assert child.end() == 0, child.said
-    seconds = time.monotonic() - start
-    return Whole(settings, RunDir(folder / "whole"), seconds, json.loads((folder / "calls.json").read_text()))
-
-
-def train_counting(settings: Config, folder: Path, counts: Path) -> None:
-    """Train, and write down how often each function of SAVING was called."""
-    calls: dict[str, int] = dict.fromkeys(SAVING, 0)
-    for name in SAVING:
-        count_calls(name, calls)
-    code, *_ = running.train(settings, folder, name="first")
-    counts.write_text(json.dumps(calls))
-    sys.exit(code)
-
-
-def count_calls(name: str, calls: dict[str, int]) -> None:
-    plain = getattr(os, name)
-
-    def counting(*arguments: Any, **named: Any) -> Any:
-        calls[name] += 1
-        return plain(*arguments, **named)
-
-    setattr(os, name, counting)
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_until(settings: Config, folder: Path, call: str, number: int) -> None:
@@ -113,10 +94,6 @@ def go_on_until(path: Path, call: str, number: int) -> None:
     """The same of a run that is resumed."""
     before_call(os, call, number, do=kill_myself)
     go_on(path)
-
-
-def kill_myself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_run(whole: Whole, folder: Path, draw: random.Random) -> tuple[RunDir, int]:
@@ -155,50 +132,43 @@ def assert_killed_runs_resume(whole: Whole, folder: Path, *, times: int, seed: i
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.wide
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
-    method: str, wholes: dict[str, Whole], tmp_path: Path
+    method: str, whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
-    assert_killed_runs_resume(wholes[method], tmp_path, times=2, seed=1)
+    assert_killed_runs_resume(whole(method), tmp_path, times=2, seed=1)
 
 
 @pytest.mark.release
-def test_twenty_of_twenty_random_kills_are_resumed_to_the_bit(wholes: dict[str, Whole], tmp_path: Path) -> None:
-    assert_killed_runs_resume(wholes["ppo"], tmp_path, times=20, seed=2)
-
-
-def assert_killed_saves_resume(whole: Whole, folder: Path, *, call: str, number: int) -> None:
-    """Kill a run at a call of a save; kill its resume at the first such call, too; then let it end."""
-    folder.mkdir()
-    run = RunDir(folder / "run")
-    child = Child(train_until, whole.settings, folder, call, number, output=folder / "said.txt")
-    assert child.end() == -signal.SIGKILL, child.said
-    if not (run.path / "config.yaml").exists():
-        return  # nothing had begun
-    assert_whole_checkpoints(run)
-    Child(go_on_until, run.path, call, 1, output=folder / "said.txt").end()
-    assert_whole_checkpoints(run)
-    assert "warning: step" not in resumed(run)
-    assert_same(whole.run, run, STEPS)
+def test_twenty_of_twenty_random_kills_are_resumed_to_the_bit(whole: Callable[[str], Whole], tmp_path: Path) -> None:
+    assert_killed_runs_resume(whole("ppo"), tmp_path, times=20, seed=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", SAVING)
-def test_a_kill_at_any_call_of_a_save_loses_nothing(call: str, wholes: dict[str, Whole], tmp_path: Path) -> None:
-    whole = wholes["grpo"]
-    number = random.Random(call).randint(1, whole.calls[call])
-    assert_killed_saves_resume(whole, tmp_path / call, call=call, number=number)
+@pytest.mark.parametrize(("call", "number"), [("fsync", 30), ("rename", 5), ("rmdir", 2)])
+def test_a_kill_within_a_save_and_within_its_resume_loses_nothing(
+    call: str, number: int, whole: Callable[[str], Whole], tmp_path: Path
+) -> None:
+    """At a call of a save or of the pruning after it; the resume at the first such call, too."""
+    undisturbed, run = whole("grpo"), RunDir(tmp_path / "run")
+    child = Child(train_until, undisturbed.settings, tmp_path, call, number, output=tmp_path / "said.txt")
+    assert child.end() == -signal.SIGKILL, child.said
+    assert_whole_checkpoints(run)
+    Child(go_on_until, run.path, call, 1, output=tmp_path / "said.txt").end()
+    assert_whole_checkpoints(run)
+    assert "warning: step" not in resumed(run)
+    assert_same(undisturbed.run, run, STEPS)
 
 
 @pytest.mark.slow
 def test_a_resume_that_was_killed_while_it_cut_the_records_holds_no_line_twice(
-    wholes: dict[str, Whole], tmp_path: Path
+    whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
     """The line of step 2 is written and its checkpoint is not; metrics.jsonl is cut and samples.jsonl is not yet."""
-    whole, run = wholes["grpo"], RunDir(tmp_path / "run")
-    child = Child(train_until_save, whole.settings, tmp_path, 3, output=tmp_path / "said.txt")
+    undisturbed, run = whole("grpo"), RunDir(tmp_path / "run")
+    child = Child(train_until_save, undisturbed.settings, tmp_path, 3, output=tmp_path / "said.txt")
     assert child.end() == -signal.SIGKILL, child.said
     before = [file.stat().st_size for file in (run.metrics, run.samples)]
     assert Child(go_on_until, run.path, "truncate", 2, output=tmp_path / "said.txt").end() == -signal.SIGKILL
     assert run.metrics.stat().st_size < before[0]
     assert run.samples.stat().st_size == before[1]
     resumed(run)
-    assert_same(whole.run, run, STEPS)
+    assert_same(undisturbed.run, run, STEPS)

@@ -165,22 +165,13 @@ def test_sampling_that_does_not_fit_is_split_and_samples_are_the_same(deep_cache
     assert_alike(within.run, whole.run)
 
 
-HELPS = ("model.gradient_checkpointing=true", "generation.max_new_tokens", "model.quantization=4bit")
-
-
-def assert_explained(within: Ended, when: str) -> None:
-    """It ended with a message on what used the memory and three things to change."""
-    assert within.code == 4, within.said
-    assert "Traceback" not in within.said
-    said = within.said[within.said.index("out of memory") :]
-    assert said.startswith(f"out of memory {when}")
-    assert all(thing in said for thing in HELPS)
-    assert "memory of weights: base " in said
-
-
 def test_one_row_that_cannot_be_sampled_ends_the_run_and_is_explained(deep_cache_model: Path, tmp_path: Path) -> None:
-    """Its keys and values take 130 MB."""
+    """Its keys and values take 130 MB; the message names what used the memory and three things to change."""
     long = {**STOP_SOON, "max_new_tokens": 2000}
     within = end_of(settings_for(deep_cache_model, generation=long), tmp_path, room_mb=10)
-    assert_explained(within, "while training")
+    assert within.code == 4, within.said
     assert within.max_rows == 1
+    assert "Traceback" not in within.said
+    message = within.said[within.said.index("out of memory while training") :]
+    for part in ("model.gradient_checkpointing=true", "generation.max_new_tokens", "memory of weights: base "):
+        assert part in message

@@ -131,28 +131,6 @@ def recipe(settings: Config, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.slow
-def test_the_command_resumes_what_it_stopped(model: Path, whole: RunDir, tmp_path: Path) -> None:
-    """Stopped while it waits for a reward that takes a quarter of an hour."""
-    words = ("train", "ppo", recipe(settings_for(model, tmp_path, reward=SLEEPER), tmp_path), "--name", "run")
-    with (tmp_path / "said.txt").open("wb") as said:
-        process = command(*words, "--output-dir", str(tmp_path), stdout=said, stderr=said)
-    try:
-        wait_until((tmp_path / "asleep").exists, process)
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(PATIENCE_S) == 75
-    finally:
-        process.kill()
-    run = RunDir(tmp_path / "run")
-    assert f"tinyrl train --resume {run.path}" in (tmp_path / "said.txt").read_text()
-    assert workers_left({process.pid}) == []
-    again = command("train", "--resume", str(run.path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    output, _ = again.communicate(timeout=PATIENCE_S)
-    assert again.returncode == 0, output.decode()
-    assert (run.path / "report.html").exists()
-    assert_same(whole, run, STEPS)
-
-
 def wait_until(there: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not there():

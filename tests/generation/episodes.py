@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from tests.generation.sampling import Engine
-from tinyrl.generation.engine import Completion, FinishReason, Request
-from tinyrl.generation.turns import Response
+from tinyrl.generation.engine import Completion, FinishReason, Request, Response
+from tinyrl.generation.turns import play_plainly
 
 Answer = tuple[int, list[int] | None]
 Respond = Callable[[int, list[list[int]]], list[int] | None]
@@ -94,36 +93,6 @@ def plain(
     engine: Engine, requests: list[Request], group: int, answer: Scripted, **options: Any
 ) -> list[list[Completion]]:
     """Each turn sampled anew from its whole prefix, all of a turn before the next; answers come at once."""
-    answer.restart()
-    flat = [replace(r, first_sample=r.first_sample + i) for r in requests for i in range(group)]
-    done = [Completion([], [], "length", []) for _ in flat]
-    going = list(range(len(flat)))
-    options = {"seed": 0, "step": 0, **options}
-    while going:
-        turns = engine.sample(
-            [
-                replace(
-                    flat[i],
-                    prompt_tokens=flat[i].prompt_tokens + done[i].tokens,
-                    first_token=flat[i].first_token + len(done[i].tokens),
-                    max_new_tokens=answer.limit(i),
-                )
-                for i in going
-            ],
-            1,
-            **options,
-        )
-        for i, (turn,) in zip(going, turns, strict=True):
-            done[i] = more(done[i], turn.tokens, turn.logprobs, True, turn.finish_reason)
-            answer.ended(i, turn)
-        answers = {i: tokens for i, tokens in answer.answers(wait=True) if tokens is not None}
-        for i, tokens in answers.items():
-            done[i] = more(done[i], tokens, [0.0] * len(tokens), False, done[i].finish_reason)
-        going = sorted(answers)
-    return [done[i : i + group] for i in range(0, len(done), group)]
-
-
-def more(said: Completion, tokens: list[int], logprobs: list[float], chosen: bool, why: FinishReason) -> Completion:
-    """The response with these tokens behind it."""
-    assert said.action_mask is not None
-    return Completion(said.tokens + tokens, said.logprobs + logprobs, why, said.action_mask + [chosen] * len(tokens))
+    key: Any = {"seed": 0, "step": 0, **options}
+    play_plainly(requests, group, engine=engine, episodes=answer, options=key)  # pyright: ignore[reportArgumentType]
+    return answer.completions(group)

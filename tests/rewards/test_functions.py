@@ -26,8 +26,9 @@ def make_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     made: list[FunctionReward] = []
     monkeypatch.chdir(tmp_path)
 
-    def make(code: str, *, use: str = "rewards.py:score", **options) -> FunctionReward:
-        (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    def make(code: str | None, *, use: str = "rewards.py:score", **options) -> FunctionReward:
+        if code is not None:
+            (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
         made.append(FunctionReward(use, **options))
         return made[-1]
 
@@ -49,31 +50,18 @@ def reasons(call: RewardCall) -> dict[int, str]:
     return {failure.row: failure.reason for failure in call.failures}
 
 
-def test_a_batch_is_scored_in_order_and_columns_arrive(make_reward: MakeReward):
-    reward = make_reward("""
-        def score(prompts, completions, **columns):
-            assert list(columns) == ["answer", "completion_ids"], columns
-            return [len(p) + 10 * len(c) + 100 * a + 1000 * i[0] for p, c, a, i
-                    in zip(prompts, completions, columns["answer"], columns["completion_ids"])]
-    """)
-    call = reward(["a", "bb", "ccc"], ["xxx", "x", ""], {"answer": [1, 2, 3], "completion_ids": [[7], [8], [9]]})
-    assert shown(call) == [7131.0, 8212.0, 9303.0]
-    assert (call.failures, call.retried) == ([], None)
-    assert (reward.name, reward.weight) == ("score", 1.0)
-
-
-def test_text_and_messages_arrive_as_they_are(make_reward: MakeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_batch_is_scored_in_order_and_arrives_as_it_is(make_reward: MakeReward, tmp_path: Path):
     reward = make_reward("""
         import json
         def score(prompts, completions, **columns):
             open("seen.json", "w").write(json.dumps([prompts, completions, columns]))
-            return [0.0] * len(prompts)
+            return [1.5, None]
     """)
     prompts = [[{"role": "user", "content": "é\ud800\U0001f600\u2028\x00\n"}], "plain"]
     completions = [[{"role": "assistant", "content": "\udfff"}], "x" * 300_000]
-    columns = {"nested": [{"a": [1, None, True]}, 1.5], "large": [2**70, -1]}
-    assert shown(reward(prompts, completions, columns)) == [0.0, 0.0]
+    columns = {"nested": [{"a": [1, None, True]}, 1.5], "large": [2**70, -1], "completion_ids": [[7], [8]]}
+    call = reward(prompts, completions, columns)
+    assert (shown(call), call.failures, call.retried) == ([1.5, None], [], None)
     assert json.loads((tmp_path / "seen.json").read_text()) == [prompts, completions, columns]
 
 
@@ -84,33 +72,29 @@ def test_functions_may_name_the_columns_they_take(make_reward: MakeReward):
         reward(["p"], ["c"], {"answers": [1]})
 
 
-def test_an_async_function_is_awaited(make_reward: MakeReward):
-    reward = make_reward("""
-        import asyncio
-        async def one(text):
-            await asyncio.sleep(0.01)
-            return float(len(text))
-        async def score(prompts, completions, **columns):
-            return await asyncio.gather(*[one(text) for text in completions])
-    """)
-    assert shown(score(reward, ["a", "bbb"])) == [1.0, 3.0]
+@pytest.mark.parametrize(
+    ("use", "files"),
+    [
+        ("rewards.py:score", {"rewards.py": "from loading import worth\n", "loading.py": "worth = 4.0"}),
+        (
+            "json.py:score",
+            {"json.py": "import json\nworth = json.loads('4.0')\n"},
+        ),  # it replaces no module of that name
+        ("people.scores:score", {"people/scores.py": "from . import worth\n", "people/__init__.py": "worth = 4.0"}),
+    ],
+)
+def test_a_file_or_module_imports_what_is_beside_it(
+    use: str, files: dict[str, str], make_reward: MakeReward, tmp_path: Path
+):
+    first, *_ = files
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code + (SCORE if name == first else ""))
+    reward = make_reward(None, use=use)
+    assert shown(score(reward, ["a"])) == [4.0]
 
 
-def test_a_file_imports_those_beside_it_and_not_ours(make_reward: MakeReward, tmp_path: Path):
-    (tmp_path / "loading.py").write_text("bonus = 0.25")
-    code = """
-        import importlib.util, loading
-        def score(prompts, completions, **columns):
-            return [loading.bonus + (importlib.util.find_spec("guard") is not None)] * len(prompts)
-    """
-    assert shown(score(make_reward(code), ["a"])) == [0.25]
-
-
-def test_a_file_does_not_replace_a_module_of_its_name(make_reward: MakeReward, tmp_path: Path):
-    (tmp_path / "json.py").write_text(
-        "import json\ndef score(prompts, completions, **columns):\n    return json.loads('[2.0]') * len(prompts)"
-    )
-    assert shown(score(make_reward("", use="json.py:score"), ["a"])) == [2.0]
+SCORE = "def score(prompts, completions, **columns):\n    return [worth] * len(prompts)\n"
 
 
 def test_no_torch_is_loaded_beside_a_function(make_reward: MakeReward):
@@ -118,35 +102,11 @@ def test_no_torch_is_loaded_beside_a_function(make_reward: MakeReward):
     assert shown(score(reward, ["a"])) == [0.0]
 
 
-def test_a_module_is_found_from_the_base_folder(make_reward: MakeReward, tmp_path: Path):
-    (tmp_path / "people").mkdir()
-    (tmp_path / "people" / "__init__.py").write_text("worth = 4.0")
-    (tmp_path / "people" / "scores.py").write_text(
-        "from . import worth\ndef deep(prompts, completions, **columns):\n    return [worth] * len(prompts)"
-    )
-    assert shown(score(make_reward("", use="people.scores:deep"), ["a"])) == [4.0]
-
-
 def test_hashes_are_the_same_in_every_worker(make_reward: MakeReward):
     reward = make_reward("def score(prompts, completions, **columns):\n    return [hash('tinyrl') % 1_000_003]")
     first = shown(score(reward, ["a"]))
     reward.close()
     assert shown(score(reward, ["a"])) == first
-
-
-def test_none_does_not_apply_and_bad_values_drop_their_rows(make_reward: MakeReward):
-    reward = make_reward("""
-        def score(prompts, completions, **columns):
-            known = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1", "true": True, "good": 0.5}
-            return [known[text] for text in completions]
-    """)
-    call = score(reward, ["good", "none", "nan", "inf", "text", "true"])
-    assert shown(call) == [0.5, None, None, None, None, 1.0]
-    assert reasons(call) == {
-        2: "`score` returned NaN",
-        3: "`score` returned inf",
-        4: "`score` returned a str ('1'), not a number",
-    }
 
 
 def test_a_function_that_raises_once_loses_nothing(make_reward: MakeReward):
@@ -198,8 +158,6 @@ def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
         ("time.sleep(1000)", 1, "gave no answer within 1 s (rewards.py, line 5)"),
         ("re.match('(a+)+b', 'a' * 60)", 1, "gave no answer within 1 s (rewards.py, line 5)"),  # keeps the GIL
         ("ctypes.string_at(0)", 30, "died of SIGSEGV (rewards.py, line 5)"),
-        ("os.abort()", 30, "died of SIGABRT (rewards.py, line 5)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 30, "died of SIGKILL"),
         ("os._exit(3)", 30, "ended its process with exit code 3"),
         ("sys.exit('no\\n more\\x1b[2J')", 30, "ended its process with exit code 1; it last wrote: more[ESC][2J"),
         ("os.closerange(3, 100), time.sleep(1000)", 30, "broke off its connection to us"),
@@ -344,19 +302,19 @@ def test_a_column_that_is_not_json_is_named(make_reward: MakeReward, value: obje
         reward(["p"], ["c"], {"fine": [1], "strange": [value]})
 
 
-def test_code_that_does_not_load_is_the_persons_to_mend(make_reward: MakeReward):
-    reward = make_reward("import no_such_module\ndef score(prompts, completions):\n    return []")
-    with pytest.raises(
-        ValueError,
-        match=r"^reward\.functions: use 'rewards\.py:score' could not be loaded: it raised ModuleNotFoundError: "
-        r"No module named 'no_such_module' \(rewards\.py, line 1\)\.$",
-    ):
-        reward.start()
-
-
-def test_what_is_no_function_is_refused(make_reward: MakeReward):
-    with pytest.raises(ValueError, match="could not be loaded: it is a str"):
-        score(make_reward("score = 'high'"), ["a"])
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (
+            "import no_such_module\ndef score(completions):\n    return []",
+            r"No module named .* \(rewards\.py, line 1\)",
+        ),
+        ("score = 'high'", "it is a str"),
+    ],
+)
+def test_code_that_does_not_load_is_the_persons_to_mend(code: str, why: str, make_reward: MakeReward):
+    with pytest.raises(ValueError, match=rf"^reward\.functions: use 'rewards\.py:score' could not be loaded: .*{why}"):
+        make_reward(code).start()
 
 
 def test_an_import_that_hangs_is_given_up(make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch):
@@ -375,23 +333,6 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
     assert reasons(call) == {0: "`score` could not be loaded: it raised RuntimeError: edited (rewards.py, line 1)"}
 
 
-def test_code_that_hangs_when_loaded_again_costs_the_batch_one_wait(
-    make_reward: MakeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(calls, "LOAD_TIMEOUT_S", 0.5)
-    monkeypatch.chdir(tmp_path)
-    code = "def score(prompts, completions):\n    return [1.0] * len(prompts)"
-    reward = make_reward(code, timeout_s=0.5)
-    reward.start()
-    reward.close()
-    hang = "import time\nwith open('loads', 'a') as log:\n    log.write('x')\ntime.sleep(1000)"
-    (tmp_path / "rewards.py").write_text(f"{hang}\n{code}")
-    call = score(reward, ["a", "b", "c"])
-    why = "`score` could not be loaded: it gave no answer within 0.5 s (rewards.py, line 4)"
-    assert reasons(call) == dict.fromkeys(range(3), why)
-    assert (tmp_path / "loads").read_text() == "x"
-
-
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process, "CGROUP_LIMIT", tmp_path / "memory.max")
     total = psutil.virtual_memory().total
@@ -402,50 +343,27 @@ def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path,
     assert process.memory_limit() == 500_000
 
 
-LYING = """
-    class Liar(list):
-        def __len__(self):
-            return 3
-    class Odd(float):
-        def __float__(self):
-            raise KeyError("odd")
-"""
+CHAT = [{"role": "assistant", "content": "4"}]
 
 
-@pytest.mark.parametrize(
-    ("returned", "reason"),
-    [
-        ("Liar([1.0])", "returned a list of 1 for a batch of 3"),
-        ("Liar([1.0] * 5)", "returned a list of 5 for a batch of 3"),
-        ("[1.0, Odd(2.0), 1.0]", "raised KeyError: 'odd' (rewards.py, line 7)"),
-    ],
-)
-def test_what_lies_about_itself_costs_rows_and_not_the_run(make_reward: MakeReward, returned: str, reason: str):
-    code = f"{LYING}    def score(prompts, completions):\n        return {returned}\n    score.whole_batch = True"
-    assert reasons(score(make_reward(code), ["a", "b", "c"])) == dict.fromkeys(range(3), f"`score` {reason}")
+@pytest.mark.parametrize("code", ["float('4' in c)", "float('4' != c)", "float(c[-3:] == '4')"])
+def test_text_sought_in_a_message_is_noticed(code: str, make_reward: MakeReward):
+    reward = make_reward(f"def score(prompts, completions, **columns):\n    return [{code} for c in completions]")
+    assert not reward(["p"], ["4"], {}).failures
+    assert reward.chat_hint is None
+    assert not reward(["p"], [CHAT], {}).failures
+    assert "its text is completion[0]" in str(reward.chat_hint)
 
 
-def test_text_sought_in_a_message_is_noticed(make_reward: MakeReward):
-    def hint_of(code: str, completion: object) -> str | None:
+def test_a_message_is_read_or_handled_as_text(make_reward: MakeReward):
+    for code in ("float(c[0]['content'] == '4')", "float(c == [1])", "float({} in c)"):
         reward = make_reward(f"def score(prompts, completions, **columns):\n    return [{code} for c in completions]")
-        assert not reward(["p"], [completion], {}).failures
-        return reward.chat_hint
-
-    chat = [{"role": "assistant", "content": "4"}]
-    says = "`score` compares a completion with text, but a completion is a list of messages here, as the prompts are; "
-    for code in ("float('4' in c)", "float(c == '4')", "float('4' != c)", "float(c[-3:] == '4')"):
-        assert hint_of(code, chat) == f'{says}its text is completion[0]["content"]'
-        assert hint_of(code, "4") is None
-    for code in ("float(c[0]['content'] == '4')", "float(c == [1])", "float({} in c)", "len(c) + len(c[0])"):
-        assert hint_of(code, chat) is None
-
-
-def test_a_message_handled_as_text_says_how_to_get_at_the_text(make_reward: MakeReward):
-    chat = [{"role": "assistant", "content": "4"}]
-    for code in ("float(c.strip())", "float(re.search('4', c) is not None)", "float(c)", "float(''.join(completions))"):
+        assert not reward(["p"], [CHAT], {}).failures
+        assert reward.chat_hint is None
+    for code in ("float(c.strip())", "float(re.search('4', c) is not None)"):
         reward = make_reward(f"import re\ndef score(prompts, completions):\n    return [{code} for c in completions]")
-        [reason] = reasons(reward(["p"], [chat], {})).values()
-        assert 'its text is completion[0]["content"])' in reason
+        [reason] = reasons(reward(["p"], [CHAT], {})).values()
+        assert "its text is completion[0]" in reason
 
 
 def test_what_is_printed_is_kept_in_lines(make_reward: MakeReward):
@@ -454,22 +372,18 @@ def test_what_is_printed_is_kept_in_lines(make_reward: MakeReward):
         print("loading")
         def score(prompts, completions, **columns):
             print("judging", *completions)
-            print("at \\x1b[31m once", file=sys.stderr)
             if completions == ["die"]:
-                print("no line break", end="")
-                sys.stdout.flush()
+                print("no line break", end="", flush=True)
                 os.abort()
             return [1.0] * len(prompts)
     """)
     lines: list[str] = []
     score(reward, ["a", "b"])
-    reward.printed.send_to(lines.append)
-    assert "".join(lines).splitlines() == ["score: loading", "score: judging a b", "score: at [ESC][31m once"]
-    lines.clear()
     score(reward, ["die"])
-    said = "".join(lines).splitlines()
-    assert said[:2] == ["score: judging die", "score: at [ESC][31m once"]
-    assert said[2].startswith("score: no line breakFatal Python error: Aborted")
+    reward.printed.send_to(lines.append)
+    first, second, third, fourth, *_ = "".join(lines).splitlines()
+    assert (first, second, third) == ("score: loading", "score: judging a b", "score: judging die")
+    assert fourth.startswith("score: no line break")
 
 
 def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
@@ -532,11 +446,7 @@ def test_a_timeout_is_a_positive_number(make_reward: MakeReward, timeout_s: floa
     [
         "json.dumps = lambda *a, **k: 1 / 0",
         "json.loads = lambda *a, **k: 1 / 0",
-        "json.loads = json.dumps = None",
-        "json.JSONEncoder.encode = lambda self, value: '[]'",
-        "json.JSONEncoder.default = json.JSONEncoder.iterencode = None",
         "json.decoder.scanner = json.encoder.c_make_encoder = json._default_encoder = json._default_decoder = None",
-        "json.JSONDecoder.decode = lambda self, text: 3",
     ],
 )
 def test_json_that_a_function_breaks_is_its_own(broken: str, make_reward: MakeReward):
@@ -546,7 +456,7 @@ def test_json_that_a_function_breaks_is_its_own(broken: str, make_reward: MakeRe
 
 @pytest.mark.parametrize(
     "written",
-    ["[]", "3", "null", "{}", '{"error": 1}', '{"values": 3}', '{"values": [1, 2], "failures": 7}', "[" * 9999],
+    ["[]", "{}", '{"error": 1}', '{"values": [1, 2], "failures": 7}', "[" * 9999],
 )
 @pytest.mark.wide
 def test_a_false_reply_in_the_pipe_is_a_failure_of_the_function(written: str, make_reward: MakeReward):

@@ -28,5 +28,5 @@ def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:
         with torch.no_grad():
             score = float(model(ids).logits)
         assert abs(line["rewards"]["model"] - score) < 1e-4
-        assert abs(line["reward"] - 0.5 * score) < 1e-4
+        assert abs(line["reward"] - score) < 1e-4
     assert searched  # some were episodes of several turns

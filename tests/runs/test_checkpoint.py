@@ -71,25 +71,16 @@ def test_what_is_written(root: Path):
 SHA256_OF_STATE = "23344736596883ce1a08ba1d0135b621cc0f1d92006e26ee80597136c815876f"
 
 
-def test_a_checkpoint_is_named_by_its_step():
-    assert checkpoint_name(120) == "step-000120"
-    assert checkpoint_name(12_345_678) == "step-12345678"
-    assert [checkpoint_step(Path("runs/x") / name) for name in ("step-000120", "step-12345678")] == [120, 12_345_678]
-    for name in ("step-", "step-1a", "step-²", "step-٣", "last", ".writing-step-000001"):
-        with pytest.raises(ValueError, match="is not a checkpoint folder"):
-            checkpoint_step(Path(name))
-
-
 def test_only_checkpoints_are_listed_in_the_order_of_their_steps(root: Path):
     for name in ("step-1000000", "step-²", "best", ".writing-step-000011"):
         (root / name).mkdir()
+    assert (checkpoint_name(120), checkpoint_step(root / "step-12345678")) == ("step-000120", 12_345_678)
+    with pytest.raises(ValueError, match="is not a checkpoint folder"):
+        checkpoint_step(root / "step-²")
     (root / "step-000099").write_text("a file")
     assert [p.name for p in list_checkpoints(root)] == ["step-000005", "step-000010", "step-1000000"]
     assert list_checkpoints(root / "none") == []
     assert newest_sound(root / "none") == (None, [])
-
-
-# Damage
 
 
 def empty(folder: Path) -> None:
@@ -97,58 +88,36 @@ def empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def flip_a_bit(folder: Path, name: str = "adapter_model.safetensors", byte: int = 9, bit: int = 0) -> None:
-    content = bytearray((folder / name).read_bytes())
-    content[byte] ^= 1 << bit
-    (folder / name).write_bytes(content)
+def flip_a_bit(folder: Path) -> None:
+    content = bytearray((folder / "adapter_model.safetensors").read_bytes())
+    content[9] ^= 1
+    (folder / "adapter_model.safetensors").write_bytes(content)
 
 
 def truncate(folder: Path) -> None:
     os.truncate(folder / "critic/adapter_model.safetensors", 3)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty folder": (empty, "step-000010: MANIFEST.json is missing"),
-    "missing file": (lambda f: (f / "state.json").unlink(), "step-000010: state.json is missing"),
-    "truncated file": (truncate, "step-000010: critic/adapter_model.safetensors has 3 bytes instead of 12"),
-    "missing optimizer": (lambda f: (f / "optimizer.safetensors").unlink(), "step-000010: optimizer.safetensors is"),
-    "missing generators": (lambda f: (f / "random.safetensors").unlink(), "step-000010: random.safetensors is missing"),
-    "missing manifest": (lambda f: (f / MANIFEST).unlink(), "step-000010: MANIFEST.json is missing"),
-    "one flipped bit": (flip_a_bit, "step-000010: adapter_model.safetensors is not what was written"),
-    "longer file": (lambda f: fill(f, b"\n"), "step-000010: adapter_model.safetensors has"),
-    "broken manifest": (lambda f: os.truncate(f / MANIFEST, 40), "step-000010: MANIFEST.json is damaged"),
-    "a manifest that is a list": (lambda f: (f / MANIFEST).write_text("[]"), "step-000010: MANIFEST.json is damaged"),
-    "a manifest nested too deep": (
-        lambda f: (f / MANIFEST).write_text("[" * 99_999),
-        "step-000010: MANIFEST.json is d",
-    ),
-    "a later schema": (
-        lambda f: (f / MANIFEST).write_text('{"schema": 2, "files": {}}'),
-        "step-000010: schema 2 (this",
-    ),
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "MANIFEST.json is missing": empty,
+    "state.json is missing": lambda f: (f / "state.json").unlink(),
+    "critic/adapter_model.safetensors has 3 bytes instead of 12": truncate,
+    "adapter_model.safetensors is not what was written": flip_a_bit,
+    "adapter_model.safetensors has": lambda f: fill(f, b"\n"),
+    "MANIFEST.json is damaged": lambda f: os.truncate(f / MANIFEST, 40),
+    "MANIFEST.json is d": lambda f: (f / MANIFEST).write_text("[]"),
+    "MANIFEST.json is": lambda f: (f / MANIFEST).write_text("[" * 99_999),
+    "schema 2 (this": lambda f: (f / MANIFEST).write_text('{"schema": 2, "files": {}}'),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(root: Path, kind: str):
-    damage, warning = DAMAGE[kind]
-    damage(root / "step-000010")
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(root: Path, problem: str):
+    DAMAGE[problem](root / "step-000010")
     folder, warnings = newest_sound(root)
     assert folder == root / "step-000005"
     assert len(warnings) == 1
-    assert warnings[0].startswith(warning)
-
-
-def test_every_single_flipped_bit_of_a_manifest_is_seen_or_harmless(root: Path):
-    """Harmless: what the manifest says of the files is still true (a bit of `step`, of white space)."""
-    folder = root / "step-000010"
-    whole = (folder / MANIFEST).read_bytes()
-    entries = json.loads(whole)["files"]
-    for byte in range(0, len(whole), 3):
-        flip_a_bit(folder, MANIFEST, byte, byte % 8)
-        if problem_with(folder) is None:
-            assert json.loads((folder / MANIFEST).read_text())["files"] == entries
-        (folder / MANIFEST).write_bytes(whole)
+    assert warnings[0].startswith(f"step-000010: {problem}")
 
 
 def test_a_manifest_cannot_reach_outside(root: Path, tmp_path: Path):
@@ -158,9 +127,6 @@ def test_a_manifest_cannot_reach_outside(root: Path, tmp_path: Path):
         manifest = {"schema": 1, "step": 10, "files": {name: entry}}
         (root / "step-000010" / MANIFEST).write_text(json.dumps(manifest))
         assert "outside of the checkpoint" in str(problem_with(root / "step-000010"))
-
-
-# Writers that fail
 
 
 def test_a_write_that_fails_leaves_what_was_there(root: Path):
@@ -226,9 +192,6 @@ def test_replacing_the_checkpoint_of_a_step(root: Path):
     assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
 
 
-# Writers that are killed
-
-
 def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
@@ -286,9 +249,6 @@ def test_a_writer_that_is_killed_between_its_renames_loses_nothing_when_the_next
     prune(root, keep=2, protected=[])
     assert [checkpoint_step(p) for p in list_checkpoints(root)] == [10, 15]
     assert [problem_with(p) for p in list_checkpoints(root)] == [None, None]
-
-
-# Pruning
 
 
 def test_pruning_keeps_the_newest_and_the_protected(root: Path):

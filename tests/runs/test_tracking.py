@@ -18,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tinyrl.config.schema import Config
 from tinyrl.runs.tracking import Trackers, check_trackers, flat
 
-installed = {name: importlib.util.find_spec(name) is not None for name in ("tensorboard", "trackio", "wandb")}
+installed = {name: importlib.util.find_spec(name) is not None for name in ("tensorboard", "wandb")}
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -85,26 +85,6 @@ print(json.dumps({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag 
     stored = [path.read_text() for path in (tmp_path / "run-1" / "tensorboard").rglob("hparams.yml")]
     assert all("grpo.group_size: 8\n" in text for text in stored)
     assert stored
-
-
-@needs("trackio")
-def test_trackio_has_the_run_by_name_with_completions(tmp_path: Path) -> None:
-    read = """
-import json
-import os
-from trackio.sqlite_storage import SQLiteStorage as Storage
-[name] = Storage.get_runs("tinyrl")
-logs = Storage.get_logs("tinyrl", name)
-numbers = sorted({(line["step"], line["reward/mean"]) for line in logs if "reward/mean" in line})
-tables = [line["completions"] for line in logs if "completions" in line]
-config = Storage.get_run_config("tinyrl", name)
-print(json.dumps([name, numbers, tables[0]["_value"], config["grpo.group_size"]]))
-"""
-    name, numbers, table, group_size = log_and_read("trackio", read, tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
-    assert name == "run-1"
-    assert numbers == [[step, 10.0 + step] for step in range(6)]
-    assert table == [{"step": 0, "prompt": "2 + 2 =", "completion": "0 <b>", "reward": 1.0, "finish_reason": "eos"}]
-    assert group_size == 8
 
 
 @needs("wandb")

@@ -22,9 +22,6 @@ FOLDER = Path(tinyrl.starter.__file__).parent
 MODEL = FOLDER / "lookup_model"
 
 
-# ---- the tokenizer ----
-
-
 def test_every_word_is_one_token_and_texts_round_trip() -> None:
     tokenizer = load_tokenizer("lookup")
     assert len(tokenizer) == 164
@@ -34,17 +31,7 @@ def test_every_word_is_one_token_and_texts_round_trip() -> None:
         assert len(tokens) == len(text.split())
         assert tokenizer.unk_token_id not in tokens
         assert tokenizer.decode(tokens) == text
-
-
-def test_an_episode_in_pieces_has_the_tokens_of_the_whole() -> None:
-    tokenizer = load_tokenizer("lookup")
-    pieces = ["question: job of Ada Stone ?", " search Ada Stone job ;", " found cook ;", " answer cook ."]
-    tokens = [token for piece in pieces for token in tokenizer(piece).input_ids]
-    assert tokens == tokenizer("".join(pieces)).input_ids
     assert tokenizer.decode(tokenizer(" search Ada\nfoo <b>").input_ids) == " search Ada<unk><unk>"
-
-
-# ---- the files ----
 
 
 def test_shipped_files_are_the_checksummed_ones_in_half_precision() -> None:
@@ -65,9 +52,6 @@ def test_rebuilding_gives_the_same_model(tmp_path: Path) -> None:
         assert (tmp_path / "lookup_model" / name).read_bytes() == (MODEL / name).read_bytes()
     shipped, built = (json.loads((f / "CHECKSUMS.json").read_text())["lookup_model"] for f in (FOLDER, tmp_path))
     assert built["eval/loss"] == pytest.approx(shipped["eval/loss"], abs=0.02)
-
-
-# ---- where training starts ----
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +86,10 @@ def played(parts: SamplingParts, *, greedy: bool) -> tuple[float, float]:
     return sum(score or 0.0 for score in scores) / len(rows), sum(len(turn) == 1 for turn in turns) / len(rows)
 
 
-def test_greedy_decoding_never_searches_and_guesses(parts: SamplingParts) -> None:
+def test_greedy_decoding_never_searches_and_sampling_does_in_nearly_half_of_the_episodes(parts: SamplingParts) -> None:
     right, unsearched = played(parts, greedy=True)
     assert unsearched == 1.0
     assert right <= 0.15
-
-
-def test_sampling_searches_in_nearly_half_of_the_episodes(parts: SamplingParts) -> None:
     right, unsearched = played(parts, greedy=False)
     assert 0.45 < unsearched < 0.65
     assert 0.2 < right < 0.45

@@ -1,7 +1,5 @@
 """render_answer: the turn that is learnt as the difference of two renderings, for small templates and a real one."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from tests.conftest import shared_data
 from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.data.formats import preference, text_examples
-from tinyrl.data.readers import placed_rows
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import answer_tokens, render_answer
 from tinyrl.tasks.prompts import render_prompt
@@ -60,25 +57,30 @@ def turns_of(tokenizer: Any, row: dict[str, Any], **more: Any) -> list[tuple[str
 # ---- text ----
 
 
-def test_text_behind_a_prompt_is_tokenised_as_it_stands_and_ends_in_eos():
+@pytest.mark.parametrize(
+    ("prompt", "answer", "wanted"),
+    [
+        ("hello", "world", ([3], [4, 2])),
+        ("hello", "", ([3], [2])),
+        *[(None, text, ([1], [3, 2])) for text in ("hello", "<s> hello", "hello </s>", "<s> hello </s>")],
+        ("hello", "<s> world </s>", ([3], [4, 2])),
+        ("<s> hello", "<s> world", ([1, 3], [4, 2])),
+    ],
+)
+def test_a_text_has_one_start_and_one_end(prompt: str | None, answer: str, wanted: tuple[list[int], list[int]]):
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
+    assert render_answer(small_tokenizer(), prompt, answer, **how) == wanted
+    around = small_tokenizer(pattern="<s> $A </s>")
+    with_bos = [1, *(token for token in wanted[0] if token != 1)]
+    assert render_answer(around, prompt, answer, **how) == (with_bos, wanted[1])
+
+
+def test_without_a_bos_a_text_begins_with_eos():
     tokenizer = small_tokenizer(pattern="<s> $A </s>")
-    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
-    assert render_answer(tokenizer, "hello", "world", **how) == ([1, 3], [4, 2])
-    assert render_answer(tokenizer, None, "world", **how) == ([1], [4, 2])
-    assert render_answer(tokenizer, "hello", "", **how) == ([1, 3], [2])
     tokenizer.bos_token = None
-    assert render_answer(tokenizer, None, "world", **how) == ([2], [4, 2])
-
-
-def test_a_text_brings_its_own_start_and_end_once():
-    tokenizer = small_tokenizer()
     how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
-    for text in ("hello", "<s> hello", "hello </s>", "<s> hello </s>"):
-        assert render_answer(tokenizer, None, text, **how) == ([1], [3, 2])
-    assert render_answer(tokenizer, "hello", "<s> world </s>", **how) == ([3], [4, 2])
-    assert render_answer(tokenizer, "<s> hello", "<s> world", **how) == ([1, 3], [4, 2])
-    tokenizer.bos_token = None
-    assert render_answer(tokenizer, None, "</s> hello", **how) == ([2], [3, 2])
+    for text in ("hello", "</s> hello"):
+        assert render_answer(tokenizer, None, text, **how) == ([2], [3, 2])
     assert parts_of(tokenizer_with(None), None, "a<eos>\n") == ("<eos>", "a<eos>")
 
 
@@ -135,36 +137,34 @@ def test_pairs_that_hold_their_prompt_are_read_as_they_are(
         assert read + learnt == f"{text.removesuffix(chr(10)).removesuffix('<eos>')}<eos>"
 
 
-def test_text_behind_a_prompt_of_the_template():
-    assert parts_of(tokenizer_with(PLAIN), [USER], "4") == ("[user]2+2?<eos>\n[assistant]", "4<eos>")
-    assert parts_of(tokenizer_with(PLAIN), "2+2?", "4", system_prompt="add") == (
-        "[system]add<eos>\n[user]2+2?<eos>\n[assistant]", "4<eos>"
-    )  # fmt: skip
+END = PLAIN.replace("{{ eos_token }}", "<end>")
 
 
-# ---- messages ----
-
-
-def test_a_turn_is_what_the_template_adds_to_its_prompt_through_the_end_of_turn():
-    """The line break behind the end of the turn is the template's, and comes with the next turn."""
-    tokenizer = tokenizer_with(PLAIN)
-    assert parts_of(tokenizer, [USER], [ANSWER]) == ("[user]2+2?<eos>\n[assistant]", "4<eos>")
-    assert parts_of(tokenizer, "2+2?", [ANSWER]) == ("[user]2+2?<eos>\n[assistant]", "4<eos>")
-
-
-def test_the_prompt_is_the_one_that_is_sampled_from():
-    tokenizer = tokenizer_with(PLAIN)
-    messages = [{"role": "system", "content": "old"}, USER]
-    for system_prompt in (None, "new"):
-        how: Any = {"chat": "auto", "system_prompt": system_prompt, "variables": {}}
-        tokens, _ = render_answer(tokenizer, messages, [ANSWER], **how)
-        assert tokens == render_prompt(tokenizer, messages, **how).tokens
-
-
-def test_another_turn_of_the_assistant_is_a_new_one():
-    """A prompt of a task that ends with the assistant is continued; a message of its own is not its continuation."""
-    rendered = parts_of(tokenizer_with(PLAIN), [USER, ANSWER], [{"role": "assistant", "content": "sure"}])
-    assert rendered == ("[user]2+2?<eos>\n[assistant]4<eos>\n[assistant]", "sure<eos>")
+@pytest.mark.parametrize(
+    ("template", "prompt", "answer", "more", "wanted"),
+    [
+        (PLAIN, [USER], "4", {}, ("[user]2+2?<eos>\n[assistant]", "4<eos>")),
+        (PLAIN, "2+2?", "4", {"system_prompt": "add"}, ("[system]add<eos>\n[user]2+2?<eos>\n[assistant]", "4<eos>")),
+        # the line break behind the end of the turn is the template's, and comes with the next turn
+        (PLAIN, [USER], [ANSWER], {}, ("[user]2+2?<eos>\n[assistant]", "4<eos>")),
+        (PLAIN, "2+2?", [ANSWER], {}, ("[user]2+2?<eos>\n[assistant]", "4<eos>")),
+        # a task's prompt that ends with the assistant is continued; a message is another turn
+        (PLAIN, [USER, ANSWER], [{"role": "assistant", "content": "sure"}], {},
+         ("[user]2+2?<eos>\n[assistant]4<eos>\n[assistant]", "sure<eos>")),
+        (PLAIN.replace("{{ eos_token }}", ""), [USER], [ANSWER], {}, ("[user]2+2?\n[assistant]", "4\n<eos>")),
+        (END, [USER], [ANSWER], {}, ("[user]2+2?<end>\n[assistant]", "4<end>")),
+        # a special token inside a turn does not end it
+        (PLAIN, [USER], [{"role": "assistant", "content": "4<end> or 5"}], {},
+         ("[user]2+2?<eos>\n[assistant]", "4<end> or 5<eos>")),
+    ],
+)  # fmt: skip
+def test_a_turn_is_what_the_template_adds_to_its_prompt_through_the_end_of_turn(
+    template: str, prompt: Any, answer: Any, more: dict[str, Any], wanted: tuple[str, str]
+):
+    tokenizer = tokenizer_with(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    assert parts_of(tokenizer, prompt, answer, **more) == wanted
+    assert str(tokenizer.decode(render_prompt(tokenizer, prompt, **more).tokens)) == wanted[0] or prompt[-1] == ANSWER
 
 
 def test_each_turn_of_a_template_that_strips_earlier_thinking_is_exact():
@@ -204,67 +204,6 @@ def test_tool_turns_are_context_and_definitions_are_shown():
         (start, called),
         (f"{start}{called}\n[tool]4<eos>\n[assistant]", "four<eos>"),
     ]
-
-
-def test_tables_are_learnt_as_the_rows_that_they_were_made_of(tmp_path: Path):
-    """Arrow gives every struct the keys of all: what a row does not have is null there."""
-    datasets = pytest.importorskip("datasets")
-
-    def row(name: str, parameters: dict[str, Any], arguments: Any) -> dict[str, Any]:
-        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
-        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        messages = [
-            USER,
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "4"},
-        ]
-        return {"messages": [*messages, ANSWER], "tools": [tool]}
-
-    city = {"type": "object", "properties": {"city": {"type": "string"}}}
-    unit = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["k"]}}, "required": ["unit"]}
-    rows = [row("weather", city, {"city": "Rome"}), row("heat", unit, {"unit": "k"}), row("now", {}, {})]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = datasets.Dataset.from_list(rows)
-    table.to_parquet(str(tmp_path / "rows.parquet"))
-    table.save_to_disk(str(tmp_path / "saved"))
-    assert table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "unit": None}
-    tokenizer = tokenizer_with(TOOLS.replace("{{ t.function.name }}", "{{ t | tojson }}"))
-    of_each = [
-        [turns_of(tokenizer, row) for _, row in placed_rows(str(tmp_path / name))]
-        for name in ("rows.jsonl", "rows.parquet", "saved")
-    ]
-    shown = '[{"type": "function", "function": {"name": "weather", "parameters": ' + json.dumps(city) + "}}]"
-    assert of_each[0][0][0] == (
-        f"({shown[1:-1]})[user]2+2?<eos>\n[assistant]", '<call>weather({"city": "Rome"})<eos>'
-    )  # fmt: skip
-    assert [turns[0][1] for turns in of_each[0][1:]] == ['<call>heat({"unit": "k"})<eos>', "<call>now({})<eos>"]
-    assert of_each[1:] == of_each[:1] * 2
-
-
-@pytest.mark.parametrize("arguments", ["null", "", None, {}, "{}"])
-def test_a_call_without_arguments_is_learnt_with_none(arguments: Any):
-    call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
-    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
-    assert turns_of(tokenizer_with(TOOLS), row)[0][1] == "<call>now({})<eos>"
-    del call["function"]["arguments"]  # pyright: ignore
-    assert turns_of(tokenizer_with(TOOLS), row)[0][1] == "<call>now({})<eos>"
-
-
-def test_where_the_template_writes_no_end_of_turn_there_is_an_eos():
-    template = PLAIN.replace("{{ eos_token }}", "")
-    assert parts_of(tokenizer_with(template), [USER], [ANSWER]) == ("[user]2+2?\n[assistant]", "4\n<eos>")
-
-
-def test_the_end_of_turn_may_be_another_token_than_eos():
-    tokenizer = tokenizer_with(PLAIN.replace("{{ eos_token }}", "<end>"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    assert parts_of(tokenizer, [USER], [ANSWER]) == ("[user]2+2?<end>\n[assistant]", "4<end>")
-
-
-def test_a_special_token_inside_a_turn_does_not_end_it():
-    tokenizer = tokenizer_with(PLAIN)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    assert parts_of(tokenizer, [USER], [{"role": "assistant", "content": "4<end> or 5"}])[1] == "4<end> or 5<eos>"
 
 
 def test_a_turn_without_a_token_is_refused():
@@ -319,15 +258,8 @@ def test_turns_of_a_real_template(real: Any):
     assert first == (question, "easy\n</think>\n\n4<|im_end|>")
     after = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert second == (f"{question}easy\n</think>\n\n4<|im_end|>\n{after}", "\n</think>\n\n6<|im_end|>")
-
-
-@needs_data
-def test_thoughts_behind_a_closed_think_block_are_refused(real: Any):
-    with pytest.raises(ValueError, match="does not continue its own prompt") as caught:
+    with pytest.raises(ValueError, match="does not continue its own prompt"):  # thoughts behind a closed think block
         turns_of(real, {"messages": REAL})
-    assert r"assistant\n<think>\n\n</think>\n\n'" in str(caught.value)
-    assert r"assistant\n<think>\neasy\n</think>\n\n4" in str(caught.value)
-    assert "task.chat_template={NAME: VALUE}" in str(caught.value)
 
 
 @needs_data

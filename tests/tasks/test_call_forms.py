@@ -10,9 +10,9 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.environments.calls import Call, calls_of
 from tinyrl.environments.environment import Environment
-from tinyrl.environments.host import respond_with
+from tinyrl.environments.tool_calls import Call, calls_of
+from tinyrl.environments.worker_service import respond_with
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.turns import EpisodeRunner, Episodes, episode_notes
 from tinyrl.tasks.call_forms import CallForm, call_form
@@ -43,18 +43,9 @@ CODER = (
 )
 GRANITE = "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
 SPECIAL = {MISTRAL: "[TOOL_CALLS]", LLAMA: "<|python_tag|>"}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "nullable": True}}}
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "nullable": True}},
-            },
-        },
-    },
+    {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": NUMBERS}},
     {"type": "function", "function": {"name": "show", "parameters": {"properties": {"text": {"type": "string"}}}}},
 ]
 ADDED, SHOW = Call("add", {"a": 1, "b": 2}), Call("show", {"text": "12"})

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tinyrl.tasks.grading import (
@@ -17,7 +17,6 @@ from tinyrl.tasks.grading import (
     first_number,
     last_number,
     normalised_text,
-    numbers_equal,
     parse_number,
     safe_arithmetic,
     tagged,
@@ -78,16 +77,6 @@ def test_the_number_that_a_text_is(value):
         assert parse_number(written) == value, written
 
 
-def test_numbers_are_equal_whatever_they_look_like():
-    assert numbers_equal("1,000", "1000.00")
-    assert numbers_equal("$5.", 5)
-    assert numbers_equal("0.1", 0.1)
-    assert not numbers_equal("1000", "1001")
-    assert not numbers_equal("0.333", "1/3")
-    assert not numbers_equal("cat", "cat")
-    assert not numbers_equal(None, None)
-
-
 @pytest.mark.parametrize(
     ("text", "first", "last"),
     [
@@ -138,13 +127,6 @@ def test_safe_arithmetic_refuses_the_rest(text, wanted):
         safe_arithmetic(text)
 
 
-def test_safe_arithmetic_in_other_spellings():
-    assert safe_arithmetic("3 × 4 ÷ 2 − 1") == 5
-    assert safe_arithmetic("（３＋４）＊５") == 35
-    assert safe_arithmetic("007") == 7
-    assert safe_arithmetic("(" * 40 + "1" + ")" * 40) == 1
-
-
 EXPRESSIONS = st.recursive(
     st.integers(0, 99).map(str),
     lambda inner: (
@@ -157,6 +139,7 @@ EXPRESSIONS = st.recursive(
 
 
 @settings(deadline=None)
+@example("(" * 40 + "1" + ")" * 40)
 @given(EXPRESSIONS)
 def test_safe_arithmetic_agrees_with_python(text):
     try:
@@ -166,6 +149,8 @@ def test_safe_arithmetic_agrees_with_python(text):
             safe_arithmetic(text)
     else:
         assert safe_arithmetic(text) == wanted
+    for written, value in (("3 × 4 ÷ 2 − 1", 5), ("（３＋４）＊５", 35), ("007", 7)):
+        assert safe_arithmetic(written) == value
 
 
 @pytest.mark.parametrize(
@@ -206,10 +191,22 @@ def test_think_answer_format(text, right):
     assert think_answer_format(text) is right
 
 
-def test_normalised_text():
-    assert normalised_text("  Straße\n IS\u00a0Ｌong. ") == "strasse is long"
-    assert normalised_text(".") == "."
-    assert normalised_text("X" * 5000 + "  .") == "x" * 5000 + " ."
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("  Straße\n IS\u00a0Ｌong. ", "strasse is long"),
+        (".", "."),
+        ("X" * 5000 + "  .", "x" * 5000 + " ."),
+        ("Ｐａｒｉｓ", "paris"),
+        ("𝐏aris", "paris"),
+        ("ＡＢＣ　１", "abc 1"),
+        ("cafe\u0301", "caf\u00e9"),
+        ("x²", "x²"),
+    ],
+    ids=lambda text: text[:8],
+)
+def test_normalised_text(text, wanted):
+    assert normalised_text(text) == wanted
 
 
 @pytest.mark.parametrize(
@@ -240,10 +237,3 @@ def test_a_megabyte_of_anything_is_answered(text):
     after_last(text, "####")
     with pytest.raises(ValueError, match="expression"):
         safe_arithmetic(text)
-
-
-def test_texts_that_are_the_same_but_for_their_form_are_equal():
-    assert normalised_text("Ｐａｒｉｓ") == normalised_text("paris") == normalised_text("𝐏aris")
-    assert normalised_text("ＡＢＣ　１") == "abc 1"
-    assert normalised_text("cafe\u0301") == normalised_text("caf\u00e9")
-    assert normalised_text("x²") != normalised_text("x2")

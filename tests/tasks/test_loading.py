@@ -1,9 +1,10 @@
-"""Tasks by name, and rows from a task or a file: checked, split, cut to size."""
+"""Tasks by name or file, and their rows: own or the user's, checked, split, cut to size."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,61 +13,28 @@ from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
 from tinyrl.rollout.components import Options, trainer_of
-from tinyrl.tasks import TASKS, Task, load_rows, load_split, load_splits, load_task
-
-
-def toy_rows(split):
-    return [{"q": f"{split} {i}"} for i in range(3)]
-
-
-def toy_prompt(row):
-    if not isinstance(row["q"], str):
-        raise ValueError(f"'q' must be text, not {row['q']!r}")
-    return row["q"]
-
-
-def toy_gold(row):
-    if row.get("gold") == "":
-        raise ValueError("'gold' is empty")
-    return row.get("gold")
-
+from tinyrl.runs.run_dir import create_run
+from tinyrl.tasks import TASKS, Task, layout_notes, load_rows, load_split, load_splits, load_task, text_in
 
 TOY = Task(
     name="toy",
-    summary="",
-    rows=toy_rows,
-    prompt=toy_prompt,
-    verify=None,
-    gold=toy_gold,
+    rows=lambda split: [{"q": f"{split} {i}"} for i in range(3)],
+    prompt=lambda row: text_in(row, "q"),
+    gold=lambda row: text_in(row, "gold") if "gold" in row else None,
     columns=("q",),
 )
 
 
-def jsonl(path, rows):
+def jsonl(path: Path, rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def test_prompts_of_rows_are_messages_in_any_form_that_rows_to_learn_from_have(tmp_path):
-    user = {"role": "user", "content": "2+2?"}
-    call = {"name": "add", "arguments": {"a": 2}}
-    forms = [
-        [user],
-        [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}],
-        [{"from": "human", "value": "2+2?"}],
-        [user, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}],
-    ]
-    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": form, "answer": "4"} for form in forms])
-    task = load_task("rows")
-    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
-    assert [task.prompt(row) for row in load_rows(task, "eval", data=data, eval_data=data)] == [[user]] * 3 + [called]
-    image = jsonl(tmp_path / "image.jsonl", [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}])
-    with pytest.raises(ValueError, match=r"image\.jsonl:1: .*'image'"):
-        load_rows(task, "eval", data=image, eval_data=image)
+# ---- tasks ----
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_is_what_it_is_called(name):
+def test_every_task_is_what_it_is_called(name: str):
     task = load_task(name)
     assert task.name == name
     assert len(task.summary.splitlines()) == 1
@@ -78,170 +46,38 @@ def test_a_wrong_name_is_answered_with_the_right_one():
         load_task("countdwon")
 
 
+def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
+    (tmp_path / "beside.py").write_text("WORDS = {'train': ['ab'], 'eval': ['cd']}\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside import WORDS\n"
+        "from tinyrl.tasks import Task\n"
+        "from tinyrl.tasks.grading import by_row\n"
+        "def rows(split):\n"
+        "    return [{'prompt': f'{word}:', 'answer': word[::-1]} for word in WORDS[split]]\n"
+        "TASK = Task(name='reverse', rows=rows,\n"
+        "            verify=by_row(lambda text, row: float(text == row['answer'])), gold=lambda row: row['answer'])\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:TASK"
+    config = Config.model_validate({"method": "grpo", "task": {"name": name}})
+    check_before_loading(config)
+    assert load_splits(config) == [[{"prompt": "ab:", "answer": "ba"}], [{"prompt": "cd:", "answer": "dc"}]]
+    verify = load_task(name).verify
+    assert verify is not None
+    assert verify(["ab:"] * 2, ["ba", "ab"], answer=["ba", "ba"]) == [1.0, 0.0]
+    assert create_run(str(tmp_path / "runs"), name=None, config=config, overwrite=False).path.name == "grpo-mine-1"
+    (tmp_path / "other.py").write_text("1 / 0\n")
+    for wrong, wanted in (
+        ("other.py:TASK", "ZeroDivisionError"),
+        ("none.py:TASK", "no file"),
+        ("mine.py:X", "has no X"),
+    ):
+        with pytest.raises(ValueError, match=f"^task.name=.*{wanted}"):
+            load_task(f"{tmp_path / wrong}")
+
+
 def test_full_marks_are_a_pass():
     assert [Task.is_pass(s) for s in (1.0, 1.0 - 1e-12, 1.5)] == [True, True, True]
     assert [Task.is_pass(s) for s in (0.999, 0.0, -1.0, None, float("nan"))] == [False] * 5
-
-
-def test_a_task_brings_its_own_rows():
-    assert load_rows(TOY, "train") == [{"q": "train 0"}, {"q": "train 1"}, {"q": "train 2"}]
-    assert load_rows(TOY, "eval", max_samples=2) == [{"q": "eval 0"}, {"q": "eval 1"}]
-
-
-def test_data_and_eval_data_override_where_rows_come_from(tmp_path):
-    a, b = jsonl(tmp_path / "a.jsonl", [{"x": "a"}]), jsonl(tmp_path / "b.jsonl", [{"x": "b"}])
-    columns = {"q": "x"}
-    assert load_rows(TOY, "train", data=a, eval_data=b, columns=columns) == [{"q": "a"}]
-    assert load_rows(TOY, "eval", data=a, eval_data=b, columns=columns) == [{"q": "b"}]
-    assert load_rows(TOY, "train", eval_data=b, columns=columns) == toy_rows("train")
-    assert load_rows(TOY, "eval", eval_data=b, columns=columns) == [{"q": "b"}]
-
-
-def test_data_alone_is_split_by_prompt_and_seed(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", [{"q": f"{i % 30}", "n": i} for i in range(60)])
-    train, held = (load_rows(TOY, split, data=source) for split in ("train", "eval"))
-    assert len(train) == 54
-    assert len(held) == 3
-    assert not {row["q"] for row in held} & {row["q"] for row in train}
-    assert load_rows(TOY, "train", data=source, max_samples=6) == train[:6]
-
-
-@pytest.mark.parametrize("method", ["grpo", "sft"])
-def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path, method):
-    source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
-
-    def held(seed, **task):
-        values = {"method": method, "task": {"data": source, **task}, "run": {"seed": seed}}
-        config = Config.model_validate(values)
-        rows = example_rows(config)[1] if method == "sft" else load_split(config, "eval")
-        return [row["prompt"] for row in rows]
-
-    # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
-    assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
-
-
-def test_no_more_rows_are_read_than_max_samples_takes(tmp_path):
-    """Four to train on and four of a tenth of what is read, so 40; with a file for each split four."""
-    rows = [{"q": f"{n}"} for n in range(40)]
-    source = jsonl(tmp_path / "a.jsonl", [*rows, {"q": 7}])
-    whole = jsonl(tmp_path / "b.jsonl", rows)
-    for split in ("train", "eval"):
-        cut = load_rows(TOY, split, data=source, max_samples=4)
-        assert cut == load_rows(TOY, split, data=whole)[:4]
-        assert len(cut) == 4
-        with pytest.raises(ValueError, match=r"a\.jsonl:41"):
-            load_rows(TOY, split, data=source, max_samples=5)
-        assert load_rows(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
-
-
-@pytest.mark.parametrize("count", [1, 9])
-def test_few_prompts_are_trained_on_and_evaluated(tmp_path, count):
-    rows = [{"q": f"{n}"} for n in range(count)]
-    source = jsonl(tmp_path / "a.jsonl", rows)
-    assert load_rows(TOY, "train", data=source) == load_rows(TOY, "eval", data=source) == rows
-
-
-def test_rows_get_the_same_columns(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])
-    assert load_rows(TOY, "train", data=source, eval_data=source) == [
-        {"q": "a", "x": 1, "y": None},
-        {"q": "b", "x": None, "y": 2},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "wanted"),
-    [
-        (
-            [{"q": "a"}, {"Q": "b", "n": 1}],
-            {},
-            "a.jsonl:2: no column 'q', which task 'toy' needs.*Columns: Q, n.*task.columns.q",
-        ),
-        ([{"q": "a"}, {"q": 7}], {}, "a.jsonl:2: 'q' must be text, not 7"),
-        ([{"q": "a"}, {"q": "b", "gold": ""}], {}, "a.jsonl:2: 'gold' is empty"),
-        (
-            [{"q": "a", "completions": 1}],
-            {},
-            "a.jsonl:1: no column may be called 'completions'.*task.columns.NEW=completions",
-        ),
-        ([{"q": "a"}], {"columns": {"q": "p"}}, "a.jsonl:1: no column 'p'"),
-    ],
-)
-def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path, rows, options, wanted):
-    with pytest.raises(ValueError, match=wanted):
-        load_rows(TOY, "train", data=jsonl(tmp_path / "a.jsonl", rows), **options)
-
-
-def test_conversations_and_pairs_have_the_prompt_that_they_begin_with(tmp_path):
-    asked = {"role": "user", "content": "how many?"}
-    said = [{"role": "assistant", "content": "two"}, {"role": "user", "content": "why?"}]
-    rows = [
-        {"prompt": "how many?", "completion": "two"},
-        {"messages": [asked, *said]},
-        {"chosen": [asked, said[0]], "rejected": [asked, {"role": "assistant", "content": "three"}]},
-        {"chosen": "so many are two", "rejected": "so many are three"},
-    ]
-    read = load_rows(load_task("rows"), "train", data=jsonl(tmp_path / "a.jsonl", rows), eval_data="none")
-    assert [row["prompt"] for row in read] == ["how many?", [asked], [asked], "so many are"]
-    differing = jsonl(tmp_path / "b.jsonl", [{"chosen": "two", "rejected": "three"}])
-    with pytest.raises(ValueError, match=r"b\.jsonl:1: `chosen` and `rejected` have no first word in common"):
-        load_rows(load_task("rows"), "train", data=differing, eval_data="none")
-
-
-GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
-LABELLED = {"text": "b", "label": 1}
-
-
-def settings(tmp_path, method, *rows, **sections):
-    data = jsonl(tmp_path / "a.jsonl", rows)
-    return Config.model_validate({"method": method, "task": {"data": data, "eval_data": data}, **sections})
-
-
-@pytest.mark.parametrize(
-    ("method", "first", "row", "wanted"),
-    [
-        ("sft", GOOD, {"prompt": "a", "completon": "b"}, "no column 'completion', .* Did you mean `completon`"),
-        ("sft", GOOD, {"text": None}, "'text' is null"),
-        ("sft", GOOD, {"messages": [{"role": "user"}]}, "'messages' has a message without `content`"),
-        ("reward", GOOD, {"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
-        ("dpo", GOOD, {"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected' must be text or messages"),
-        ("reward", LABELLED, {"text": "a", "label": "good"}, "'label' must be true, false or a number, not 'good'"),
-        ("reward", LABELLED, {"chosen": "a b", "rejected": "a c"}, "no column 'label'"),
-        ("sft", GOOD, {f"{'x' * 30}{n}": "v" * 90 for n in range(2000)}, "no column 'completion'"),
-    ],
-)
-def test_rows_to_learn_from_are_answered_with_their_line(tmp_path, method, first, row, wanted):
-    with pytest.raises(ValueError, match=rf"a\.jsonl:2: {wanted}") as caught:
-        example_rows(settings(tmp_path, method, first, row))
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "ppo"])
-def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path, method):
-    config = settings(tmp_path, method, GOOD, {"n": 1}, model={"path": str(tmp_path / "no model")})
-    if method == "ppo":
-        text = jsonl(tmp_path / "b.jsonl", [GOOD])
-        config = settings(tmp_path, method, GOOD, model=config.model, ppo={"ptx_coef": 1.0, "ptx_data": text})
-        Path(text).write_text("{")
-    with pytest.raises(ValueError, match=r"[ab]\.jsonl:\d: "):
-        trainer_of(method)(config, options=Options(device="cpu"))
-
-
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward"])
-def test_a_file_is_read_once(tmp_path, method, monkeypatch):
-    rows = [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)]
-    values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", rows)}}
-    opened, lines = [], readers._lines
-    monkeypatch.setattr(readers, "_lines", lambda source: opened.append(source) or lines(source))
-    config = Config.model_validate(values)
-    check_before_loading(config)
-    train, held_out = load_splits(config) if method == "grpo" else example_rows(config)
-    assert (len(train), len(held_out), len(opened)) == (18, 2, 1)
-
-
-def test_columns_without_data_are_refused():
-    with pytest.raises(ValueError, match=r"no task\.data is given"):
-        load_rows(TOY, "train", columns={"q": "x"})
 
 
 def test_tasks_and_rows_need_no_torch():
@@ -254,6 +90,68 @@ def test_tasks_and_rows_need_no_torch():
     assert done.stdout.strip() == "[]"
 
 
+# ---- where rows come from ----
+
+
+def test_data_and_eval_data_override_a_tasks_own_rows(tmp_path: Path):
+    a, b = jsonl(tmp_path / "a.jsonl", [{"x": "a"}]), jsonl(tmp_path / "b.jsonl", [{"x": "b"}])
+    both, one = {"data": a, "eval_data": b, "columns": {"q": "x"}}, {"eval_data": b, "columns": {"q": "x"}}
+    assert load_rows(TOY, "eval", max_samples=2) == [{"q": "eval 0"}, {"q": "eval 1"}]
+    assert [load_rows(TOY, split, **both) for split in ("train", "eval")] == [[{"q": "a"}], [{"q": "b"}]]
+    assert [len(load_rows(TOY, split, **one)) for split in ("train", "eval")] == [3, 1]
+    with pytest.raises(ValueError, match=r"no task\.data is given"):
+        load_rows(TOY, "train", columns={"q": "x"})
+
+
+def test_data_alone_is_split_by_prompt(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", [{"q": f"{i % 30}", "n": i} for i in range(60)])
+    train, held = (load_rows(TOY, split, data=source) for split in ("train", "eval"))
+    assert (len(train), len(held)) == (54, 3)
+    assert not {row["q"] for row in held} & {row["q"] for row in train}
+    assert load_rows(TOY, "train", data=source, max_samples=6) == train[:6]
+    few = jsonl(tmp_path / "b.jsonl", [{"q": f"{i}"} for i in range(9)])
+    assert len(load_rows(TOY, "train", data=few)) == len(load_rows(TOY, "eval", data=few)) == 9
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path, method: str):
+    source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
+
+    def held(seed: int) -> list[str]:
+        values = {"method": method, "task": {"data": source}, "run": {"seed": seed}}
+        config = Config.model_validate(values)
+        rows = example_rows(config)[1] if method == "sft" else load_split(config, "eval")
+        return [row["prompt"] for row in rows]
+
+    # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
+    assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
+
+
+def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
+    """Four to train on and four of a tenth of what is read, so 40; with a file for each split four."""
+    rows = [{"q": f"{n}"} for n in range(40)]
+    source, whole = jsonl(tmp_path / "a.jsonl", [*rows, {"q": 7}]), jsonl(tmp_path / "b.jsonl", rows)
+    for split in ("train", "eval"):
+        cut = load_rows(TOY, split, data=source, max_samples=4)
+        assert cut == load_rows(TOY, split, data=whole)[:4]
+        assert len(cut) == 4
+        with pytest.raises(ValueError, match=r"a\.jsonl:41"):
+            load_rows(TOY, split, data=source, max_samples=5)
+        assert load_rows(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft", "reward"])
+def test_a_file_is_read_once(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch):
+    rows = [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)]
+    values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", rows)}}
+    opened, lines = [], readers._lines
+    monkeypatch.setattr(readers, "_lines", lambda source: opened.append(source) or lines(source))
+    config = Config.model_validate(values)
+    check_before_loading(config)
+    train, held_out = load_splits(config) if method == "grpo" else example_rows(config)
+    assert (len(train), len(held_out), len(opened)) == (18, 2, 1)
+
+
 def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
@@ -262,9 +160,109 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 
     monkeypatch.setattr(readers, "_read_hub", read)
-    load_rows(TOY, "train", data="a/b", eval_data="a/b@test", revision="1f0c")
-    load_rows(TOY, "eval", data="a/b", eval_data="a/b@test", revision="1f0c")
-    load_rows(TOY, "eval", data="a/b", revision="1f0c")
-    task = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
+    task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
+    load_rows(TOY, "train", **task)
+    load_rows(TOY, "eval", **task)
     example_rows(Config.model_validate({"method": "sft", "task": task}))
-    assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b", "a/b@test")]
+    assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b@test")]
+
+
+# ---- what becomes of a row ----
+
+ASKED, SAID = {"role": "user", "content": "how many?"}, {"role": "assistant", "content": "two"}
+NO = {"role": "assistant", "content": "three"}
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "how many?", "completion": "two"}, {"prompt": "how many?"}),
+        ({"prompt": [{"from": "human", "value": "how many?"}]}, {"prompt": [ASKED]}),
+        ({"messages": [ASKED, SAID, ASKED]}, {"prompt": [ASKED]}),
+        ({"chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, {"prompt": [ASKED]}),
+        ({"chosen": "so many are two", "rejected": "so many are three"}, {"prompt": "so many are"}),
+        (
+            {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "2"}},
+            {"prompt": "p", "answer": "2"},
+        ),  # verl
+        ({"prompt": "p", "answer": 0, "reward_model": {"ground_truth": "2"}}, {"answer": 0}),
+    ],
+)
+def test_prompt_and_answer_of_own_rows(tmp_path: Path, row: dict[str, Any], wanted: dict[str, Any]):
+    data, task = jsonl(tmp_path / "a.jsonl", [row]), load_task("rows")
+    [read] = load_rows(task, "train", data=data, eval_data="none")
+    assert {"prompt": task.prompt(read), **{name: read[name] for name in wanted if name != "prompt"}} == {
+        "prompt": task.prompt(read),
+        **wanted,
+    }
+    assert len(layout_notes(read)) == (read.get("answer") == "2")
+
+
+def test_rows_get_the_same_columns(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])
+    assert load_rows(TOY, "train", data=source, eval_data=source) == [
+        {"q": "a", "x": 1, "y": None},
+        {"q": "b", "x": None, "y": 2},
+    ]
+
+
+def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path: Path):
+    data = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": ""}, {"prompt": "q", "answer": ["a", "b"]}])
+    values = {"method": "grpo", "task": {"data": data, "eval_data": data}}
+    own = {"functions": [{"use": "rewards.py:score"}]}
+    rows = load_split(Config.model_validate({**values, "reward": own}), "train")
+    assert [row["answer"] for row in rows] == ["", ["a", "b"]]
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: 'answer' is empty"):
+        load_split(Config.model_validate(values), "train")
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"Q": "b", "n": 1}, "no column 'q', which task 'toy' needs.*Columns: Q, n.*task.columns.q"),
+        ({"q": 7}, "'q' must be text, not 7"),
+        ({"q": "b", "gold": ""}, "'gold' must be text"),
+        ({"q": "a", "completions": 1}, "no column may be called 'completions'.*task.columns.NEW=completions"),
+    ],
+)
+def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path, row: dict[str, Any], wanted: str):
+    with pytest.raises(ValueError, match=f"a.jsonl:2: {wanted}"):
+        load_rows(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
+
+
+GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
+LABELLED = {"text": "b", "label": 1}
+
+
+def settings(tmp_path: Path, method: str, *rows: Any, **sections: Any) -> Config:
+    data = jsonl(tmp_path / "a.jsonl", rows)
+    return Config.model_validate({"method": method, "task": {"data": data, "eval_data": data}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "row", "wanted"),
+    [
+        ("sft", GOOD, {"prompt": "a", "completon": "b"}, "no column 'completion', .* Did you mean `completon`"),
+        ("dpo", GOOD, {"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected' must be text or messages"),
+        ("reward", LABELLED, {"text": "a", "label": "good"}, "'label' must be true, false or a number, not 'good'"),
+        ("reward", LABELLED, {"chosen": "a b", "rejected": "a c"}, "no column 'label'"),
+        ("sft", GOOD, {f"{'x' * 30}{n}": "v" * 90 for n in range(2000)}, "no column 'completion'"),
+    ],
+)
+def test_rows_to_learn_from_are_answered_with_their_line(
+    tmp_path: Path, method: str, first: dict[str, Any], row: dict[str, Any], wanted: str
+):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: {wanted}") as caught:
+        example_rows(settings(tmp_path, method, first, row))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "ppo"])
+def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path: Path, method: str):
+    config = settings(tmp_path, method, GOOD, {"n": 1}, model={"path": str(tmp_path / "no model")})
+    if method == "ppo":
+        text = jsonl(tmp_path / "b.jsonl", [GOOD])
+        config = settings(tmp_path, method, GOOD, model=config.model, ppo={"ptx_coef": 1.0, "ptx_data": text})
+        Path(text).write_text("{")
+    with pytest.raises(ValueError, match=r"[ab]\.jsonl:\d: "):
+        trainer_of(method)(config, options=Options(device="cpu"))

@@ -46,35 +46,19 @@ def test_searching_as_asked_finds_the_answer_of_every_row() -> None:
         assert verify([row["prompt"]], [turns], answer=[row["answer"]]) == [1.0]
 
 
-def test_what_a_search_answers() -> None:
-    assert replies(" search Ada Stone parent ;", " search Ada Stone job ;", "search Ada Stone job ;") == [
-        Reply(" found Emil Stone ;"),
-        Reply(" found cook ;"),
-        Reply(" found cook ;"),  # the space is the tokenizer's business
-    ]
-    assert replies(" search Ada Stone job ;", world="eval 0 1") == [Reply(" found miner ;")]
-
-
 @pytest.mark.parametrize(
-    "turn",
+    ("turn", "reply"),
     [
-        " search ;",
-        " search Ada job ;",
-        " search Ada Stone colour ;",
-        " search Ada Nobody job ;",
-        " search Ada Stone job pet ;",
-        " search Stone Ada job ;",
-        " ;",
-        " search <html> \ud83d x ;",
+        (" search Ada Stone parent ;", Reply(" found Emil Stone ;")),
+        ("search Ada Stone job ;", Reply(" found cook ;")),  # the space is the tokenizer's business
+        *[(turn, Reply(" found nothing ;", invalid=True)) for turn in (
+            " search ;", " search Ada job ;", " search Ada Stone colour ;", " search Ada Nobody job ;", " ;",
+            " search Ada Stone job pet ;", " search Stone Ada job ;", " search <html> \ud83d x ;")],
+        *[(turn, None) for turn in (" answer baker .", " answer ;", "", " ", " search Ada Stone job", " Ada .")],
     ],
-)
-def test_a_query_that_fits_nothing_finds_nothing(turn: str) -> None:
-    assert replies(turn) == [Reply(" found nothing ;", invalid=True)]
-
-
-@pytest.mark.parametrize("turn", [" answer baker .", " answer ;", "", " ", " search Ada Stone job", " Ada ."])
-def test_other_turns_end_the_episode(turn: str) -> None:
-    assert replies(turn) == [None]
+)  # fmt: skip
+def test_replies_of_the_search(turn: str, reply: Reply | None) -> None:
+    assert replies(turn) == [reply]
 
 
 def test_facts_differ_from_world_to_world_and_stay_in_the_family() -> None:

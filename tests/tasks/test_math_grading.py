@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tinyrl.cli.commands import app
+from tinyrl.rewards.functions import FunctionReward
 from tinyrl.tasks import load_task
 
 needs_math_verify = pytest.mark.skipif(
@@ -43,7 +43,7 @@ DIFFERENT = [
 ]
 
 
-def right(said: str, reference: str) -> float | None:
+def right(said: str, reference: str | None) -> float | None:
     from tinyrl.tasks.math_grading import equal_answers
 
     return equal_answers(["?"], [said], answer=[reference])[0]
@@ -60,20 +60,20 @@ def test_equal_answers_are_right_however_they_are_marked(said: str, reference: s
 
 
 @needs_math_verify
-@pytest.mark.parametrize(("said", "reference"), DIFFERENT)
-@pytest.mark.wide
-def test_different_answers_are_wrong(said: str, reference: str) -> None:
-    assert right(f"<answer>{said}</answer>", reference) == 0.0
-
-
-@needs_math_verify
-def test_an_answer_is_found_in_prose_and_rows_without_one_have_no_score() -> None:
-    from tinyrl.tasks.math_grading import equal_answers
-
-    texts = [r"Then the final answer is $2\sqrt{3}$. I hope it is correct.", "It is 3, so the answer is 4.", "7"]
-    assert equal_answers(["?"] * 3, texts, answer=[r"\sqrt{12}", "3", None]) == [1.0, 0.0, None]
-    assert equal_answers(["?"], ["7"]) == [None]
-    assert equal_answers(["?"], ["7"], answer=[" "]) == [None]
+@pytest.mark.parametrize(
+    ("text", "reference", "score"),
+    [
+        *[pytest.param(f"<answer>{said}</answer>", other, 0.0, marks=pytest.mark.wide) for said, other in DIFFERENT],
+        (r"Then the final answer is $2\sqrt{3}$. I hope it is correct.", r"\sqrt{12}", 1.0),
+        ("It is 3, so the answer is 4.", "3", 0.0),
+        ("7", None, None),
+        ("7", " ", None),
+    ],
+)
+def test_other_answers_are_wrong_and_rows_without_one_have_no_score(
+    text: str, reference: str | None, score: float | None
+) -> None:
+    assert right(text, reference) == score
 
 
 def test_only_tasks_with_an_answer_can_be_graded_so() -> None:
@@ -81,17 +81,14 @@ def test_only_tasks_with_an_answer_can_be_graded_so() -> None:
         load_task("sort", grading="math")
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_without_the_package_nothing_is_trained(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else find_spec(name)
     )
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1"}) + "\n" for i in range(4)))
-    words = ["train", "grpo", "task.data=rows.jsonl", "task.grading=math", *more]
+    words = ["train", "grpo", "task.data=rows.jsonl", "task.grading=math"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "task.grading=math needs math-verify: pip install 'tinyrl[math]'" in result.output
@@ -99,28 +96,7 @@ def test_without_the_package_nothing_is_trained(
 
 
 @needs_math_verify
-def test_a_run_grades_in_a_process_of_its_own(tmp_path: Path) -> None:
-    from tests import running
-    from tests.tiny_models import tiny_model
-    from tinyrl.rollout.components import Options, SamplingParts
-
-    rows = [{"prompt": f"say {a}:", "answer": r"\frac12"} for a in "abcdefgh"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task: dict[str, Any] = {
-        "name": "rows",
-        "data": str(tmp_path / "rows.jsonl"),
-        "max_samples": None,
-        "grading": "math",
-    }
-    model = tiny_model(tmp_path / "model", "llama")
-    config = running.config("grpo", model, task=task, reward={"functions": []})
-    parts = SamplingParts(config, options=Options(device="cpu"))
-    try:
-        assert parts.scorer.grader is not None
-        prompts = parts.train_prompts[:3]
-        texts = ["0.5", "1/3", "1/2"]
-        call = parts.scorer.grader([p.prompt for p in prompts], texts, {"answer": [p.row["answer"] for p in prompts]})
-        assert (call.scores, call.failures) == ([1.0, 0.0, 1.0], [])
-        assert parts.check()
-    finally:
-        parts.close()
+def test_math_is_graded_in_a_process_of_its_own() -> None:
+    with FunctionReward(load_task("rows", grading="math").grader or "", timeout_s=60.0) as grader:
+        call = grader(["?"] * 3, ["0.5", "1/3", "1/2"], {"answer": [r"\frac12"] * 3})
+    assert (call.scores, call.failures) == ([1.0, 0.0, 1.0], [])

@@ -17,12 +17,8 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": LOOK}]
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 REPLIES = ["It is 21 degrees.", "Nothing  there,\n\nso ask again: naïve 東京 👍🏽\n"]
 NEEDS_DATA = pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")

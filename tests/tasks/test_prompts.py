@@ -10,13 +10,17 @@ from tests.conftest import shared_data
 from tests.running import LookedAt
 from tinyrl.errors import Interrupted
 from tinyrl.runs import signals
-from tinyrl.tasks import load_task, prompts
+from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import prepare_prompts, render_prompt
 
 VOCABULARY = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4, "<think>": 5, "</think>": 6, "user": 7, ":": 8}
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<s> {{ m.role }} : {{ m.content }} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant : {% endif %}"
+)
+THINKING = TEMPLATE + (
+    "{% if add_generation_prompt %}<think> {% if enable_thinking is defined and not enable_thinking %}</think> "
+    "{% endif %}{% endif %}"
 )
 
 
@@ -35,14 +39,10 @@ def small_tokenizer(*, pattern: str | None = None, template: str | None = None) 
     return fast
 
 
-def test_text_without_a_template_stays_as_it_is():
-    rendered = render_prompt(small_tokenizer(), "hello world")
-    assert (rendered.text, rendered.tokens, rendered.opened) == ("hello world", [3, 4], "")
-
-
 @pytest.mark.parametrize(
     ("pattern", "text", "tokens"),
     [
+        (None, "hello world", [3, 4]),
         ("<s> $A", "hello world", [1, 3, 4]),
         ("<s> $A", "<s> hello", [1, 3]),  # a BOS that the text brings is not doubled
         ("$A </s>", "hello world", [3, 4]),  # nothing follows an EOS
@@ -52,19 +52,45 @@ def test_text_without_a_template_stays_as_it_is():
     ],
 )
 def test_a_bos_stays_and_an_appended_eos_goes(pattern, text, tokens):
-    assert render_prompt(small_tokenizer(pattern=pattern), text).tokens == tokens
+    rendered = render_prompt(small_tokenizer(pattern=pattern), text)
+    assert (rendered.text, rendered.tokens, rendered.opened) == (text, tokens, "")
 
 
-def test_a_system_prompt_without_a_template_stands_before_the_text():
-    rendered = render_prompt(small_tokenizer(), "world", system_prompt="hello")
-    assert (rendered.text, rendered.tokens) == ("hello\n\nworld", [3, 4])
+OLD, HELLO = {"role": "system", "content": "old"}, {"role": "user", "content": "hello"}
+ASKED = "<s> user : hello </s> <s> assistant : "
 
 
-def test_text_becomes_one_user_message_of_the_template():
-    rendered = render_prompt(small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE), "hello")
-    assert rendered.text == "<s> user : hello </s> <s> assistant : "
-    assert rendered.tokens == [1, 7, 8, 3, 2, 1, 0, 8]
-    assert rendered.opened == ""
+@pytest.mark.parametrize(
+    ("template", "prompt", "how", "text", "opened"),
+    [
+        (None, "world", {"system_prompt": "hello"}, "hello\n\nworld", ""),
+        (TEMPLATE, "hello", {"chat": False}, "hello", ""),
+        (TEMPLATE, "hello", {}, ASKED, ""),
+        (TEMPLATE, "hello", {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
+        (TEMPLATE, [OLD, HELLO], {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
+        (TEMPLATE, [OLD, HELLO], {}, f"<s> system : old </s> {ASKED}", ""),
+        (TEMPLATE, [OLD, HELLO], {"system_prompt": ""}, f"<s> system :  </s> {ASKED}", ""),
+        # messages that end with the assistant are continued
+        (TEMPLATE, [HELLO, {"role": "assistant", "content": "<think> a"}], {}, f"{ASKED}<think> a", "<think> a"),
+        # a <think> that the template opens is handed over, one in the person's own text is not
+        *[(TEMPLATE.replace("assistant : ", f"assistant : {end}"), "hello", {}, f"{ASKED}{end}", opened)
+          for end, opened in (("<think>\n", "<think>\n"), ("<think> </think>", ""), ("</think> <think>a", "<think>a"))],
+        (TEMPLATE, "use <think> please", {}, ASKED.replace("hello", "use <think> please"), ""),
+        (None, "use <think> please", {}, "use <think> please", ""),
+        (None, "Assistant: <think>\n", {}, "Assistant: <think>\n", "<think>\n"),
+        # variables reach the template
+        (THINKING, "hello", {"variables": {"enable_thinking": True}}, f"{ASKED}<think> ", "<think> "),
+        (THINKING, "hello", {"variables": {"enable_thinking": False}}, f"{ASKED}<think> </think> ", ""),
+    ],
+)  # fmt: skip
+def test_a_prompt_as_text(template, prompt, how, text, opened):
+    rendered = render_prompt(small_tokenizer(template=template), prompt, **how)
+    assert (rendered.text, rendered.opened) == (text, opened)
+
+
+def test_the_template_writes_its_own_bos():
+    tokenizer = small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE)
+    assert render_prompt(tokenizer, "hello").tokens == [1, 7, 8, 3, 2, 1, 0, 8]
 
 
 def test_messages_in_parts_are_the_same_prompt():
@@ -79,57 +105,27 @@ def test_messages_in_parts_are_the_same_prompt():
     assert prepared.text == "<s> user : hello world hello </s> <s> assistant : "
 
 
-def test_the_template_is_left_out_when_chat_is_off():
-    rendered = render_prompt(small_tokenizer(template=TEMPLATE), "hello", chat=False)
-    assert (rendered.text, rendered.tokens) == ("hello", [3])
-
-
-def test_the_system_prompt_comes_first_and_replaces_that_of_the_data():
-    tokenizer = small_tokenizer(template=TEMPLATE)
-    messages = [{"role": "system", "content": "old"}, {"role": "user", "content": "hello"}]
-    wanted = "<s> system : new </s> <s> user : hello </s> <s> assistant : "
-    assert render_prompt(tokenizer, "hello", system_prompt="new").text == wanted
-    assert render_prompt(tokenizer, messages, system_prompt="new").text == wanted
-    assert render_prompt(tokenizer, messages).text == wanted.replace("new", "old")
-    assert render_prompt(tokenizer, messages, system_prompt="").text == wanted.replace("new", "")
-
-
-def test_messages_that_end_with_the_assistant_are_continued():
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<think> world"}]
-    rendered = render_prompt(small_tokenizer(template=TEMPLATE), messages)
-    assert rendered.text == "<s> user : hello </s> <s> assistant : <think> world"
-    assert rendered.opened == "<think> world"
-
-
 @pytest.mark.parametrize(
-    ("end", "opened"),
-    [("<think>\n", "<think>\n"), ("<think> </think>", ""), ("</think> <think>a", "<think>a"), ("", "")],
-)
-def test_a_think_block_that_the_template_opens_is_handed_over(end, opened):
-    tokenizer = small_tokenizer(template=TEMPLATE.replace("assistant : ", "assistant : " + end))
-    assert render_prompt(tokenizer, "hello").opened == opened
-
-
-def test_a_think_tag_in_the_persons_own_text_opens_nothing():
-    assert render_prompt(small_tokenizer(template=TEMPLATE), "use <think> please").opened == ""
-    assert render_prompt(small_tokenizer(), "use <think> please").opened == ""
-    assert render_prompt(small_tokenizer(), "Assistant: <think>\n").opened == "<think>\n"
-
-
-@pytest.mark.parametrize(
-    ("template", "prompt", "chat", "wanted"),
+    ("template", "prompt", "how", "wanted"),
     [
-        (None, [{"role": "user", "content": "hello"}], "auto", "no chat template; give prompts as text"),
-        (TEMPLATE, [{"role": "user", "content": "hello"}], False, "task.chat=false"),
-        (None, "hello", True, "task.chat=true"),
-        (TEMPLATE, [{"role": "tool", "content": "hello"}], "auto", "refuses messages with the roles tool: no tools"),
-        (None, " ", "auto", "empty"),
-        (TEMPLATE, [{"role": "user", "content": 3}], "auto", "`content` is not text"),
+        (
+            THINKING,
+            "hello",
+            {"variables": {"enable_thinkin": 0}},
+            "no variable `enable_thinkin`.*mean `enable_thinking`",
+        ),
+        (None, "hello", {"variables": {"enable_thinking": False}}, "this model's tokenizer has no chat template"),
+        (None, [{"role": "user", "content": "hello"}], {}, "no chat template; give prompts as text"),
+        (TEMPLATE, [{"role": "user", "content": "hello"}], {"chat": False}, "task.chat=false"),
+        (None, "hello", {"chat": True}, "task.chat=true"),
+        (TEMPLATE, [{"role": "tool", "content": "hello"}], {}, "refuses messages with the roles tool: no tools"),
+        (None, " ", {}, "empty"),
+        (TEMPLATE, [{"role": "user", "content": 3}], {}, "`content` is not text"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(template, prompt, chat, wanted):
+def test_what_cannot_be_rendered_is_refused(template, prompt, how, wanted):
     with pytest.raises(ValueError, match=wanted):
-        render_prompt(small_tokenizer(template=template), prompt, chat=chat)
+        render_prompt(small_tokenizer(template=template), prompt, **how)
 
 
 def prepared(texts: list, **more):
@@ -145,28 +141,10 @@ def prepared(texts: list, **more):
     return prepare_prompts(load_task("rows"), rows, tokenizer=small_tokenizer(template=None), **how)
 
 
-def test_a_prompt_longer_than_any_tokens_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch):
-    """The longest token here has 8 characters, so 32 are allowed for each (of an unknown word): 128 for four tokens."""
-    read: list[int] = []
-
-    def render(tokenizer, prompt, **how):
-        read.append(len(prompt))
-        return render_prompt(tokenizer, prompt, **how)
-
-    monkeypatch.setattr(prompts, "render_prompt", render)
-    with pytest.raises(ValueError, match=r"^1 of 2 prompts .* \(first: row 2 with 312500; longest 312500 or more\)"):
-        prepared(["hello", "hello " * 1_666_667])
-    assert [p.index for p in prepared(["x" * 129, "hello world"], long_prompts="drop")] == [1]
-    with pytest.raises(ValueError, match=r"row 1 with 5; longest 5\): .*\nSet generation\.max_prompt_tokens=5, or"):
-        prepared(["hello " * 5])
-    assert [p.index for p in prepared(["x" * 128])] == [0]
-    assert read == [5, 11, 30, 128]
-
-
-def test_messages_are_measured_by_their_content():
-    chat = [{"role": "user", "content": "x" * 70}, {"role": "user", "content": "y" * 70}]
-    with pytest.raises(ValueError, match="row 1 with 4; longest 4 or more"):
-        prepared([chat])
+def test_long_prompts_are_refused_naming_the_first_or_dropped():
+    with pytest.raises(ValueError, match=r"^1 of 2 prompts .*row 2 with 5; longest 5\): .*\n.*max_prompt_tokens=5, or"):
+        prepared(["hello", "hello " * 5])
+    assert [p.index for p in prepared(["hello " * 5, "hello world"], long_prompts="drop")] == [1]
 
 
 def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):
@@ -180,28 +158,6 @@ def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):
 
     with LookedAt(stop_at_the_third), pytest.raises(Interrupted):
         prepared(["hello"] * 10)
-
-
-THINKING = TEMPLATE + (
-    "{% if add_generation_prompt %}<think> {% if enable_thinking is defined and not enable_thinking %}</think> "
-    "{% endif %}{% endif %}"
-)
-
-
-def test_variables_reach_the_template():
-    tokenizer = small_tokenizer(template=THINKING)
-    rendered = render_prompt(tokenizer, "hello")
-    assert (rendered.text, rendered.opened) == ("<s> user : hello </s> <s> assistant : <think> ", "<think> ")
-    rendered = render_prompt(tokenizer, "hello", variables={"enable_thinking": False})
-    assert (rendered.text, rendered.opened) == ("<s> user : hello </s> <s> assistant : <think> </think> ", "")
-    assert render_prompt(tokenizer, "hello", variables={"enable_thinking": True}).opened == "<think> "
-
-
-def test_a_variable_the_template_has_not_is_refused():
-    with pytest.raises(ValueError, match=r"no variable `enable_thinkin`. Did you mean `enable_thinking`?"):
-        render_prompt(small_tokenizer(template=THINKING), "hello", variables={"enable_thinkin": False})
-    with pytest.raises(ValueError, match="this model's tokenizer has no chat template"):
-        render_prompt(small_tokenizer(), "hello", variables={"enable_thinking": False})
 
 
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")

@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.embedded_models.reviews import unparsable_share
 from tests.conftest import shared_data
 from tinyrl.environments.search import INVALID
 from tinyrl.starter import split_of
 from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_rows, load_task
 from tinyrl.tasks.countdown import check_expression
-from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.search_qa import normalised_answer
 from tinyrl.tasks.sums import write
 
@@ -287,10 +285,11 @@ def test_every_gold_answer_of_own_rows_has_full_marks(answer: Any) -> None:
     assert scores(load_task("rows"), [load_task("rows").gold(row)], [row]) == [1.0]
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, "George Eliot", [" A "], ["!"], ["a < b"]])
-def test_every_gold_answer_of_questions_has_full_marks(golden: Any) -> None:
-    row = {"question": "?", "golden_answers": golden}
-    assert scores(load_task("search_qa"), [load_task("search_qa").gold(row)], [row]) == [1.0]
+def test_every_gold_answer_of_questions_has_full_marks() -> None:
+    task = load_task("search_qa")
+    for golden in (GOLDEN, "George Eliot", [" A "], ["!"], ["a < b"]):
+        row = {"question": "?", "golden_answers": golden}
+        assert scores(task, [task.gold(row)], [row]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -321,22 +320,6 @@ def test_answers_that_are_counted_as_the_same(name: str, text: str, answer: Any)
     assert task.answer is not None
     assert task.answer(text) == answer
     assert answer is None or hash(task.answer(text)) is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "parts"),
-    [
-        ("gsm8k", {"question": " How many? ", "answer": "#### 1"}, ["How many?\n", "####"]),
-        ("countdown", {"numbers": [3, 7, 25], "target": 46}, ["3, 7, 25", "46", "<answer>"]),
-        ("search_qa", {"question": " who wrote it ", "golden_answers": "a"},
-         ["<think>", "<search>", "<information>", "<answer>", "\nQuestion: who wrote it\n"]),
-        ("knights_and_knaves", {"prompt": " Who? ", "answer": ROLES}, ["Who?\n", "<think>", "<answer>"]),
-        ("rows", {"prompt": "hi "}, ["hi "]),
-    ],
-)  # fmt: skip
-def test_prompts_hold_the_row_and_ask_for_the_form(name: str, row: Row, parts: list[str]) -> None:
-    text = load_task(name).prompt(row)
-    assert all(part in text for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -413,20 +396,6 @@ def test_a_countdown_tool_computes_and_counts() -> None:
     assert check_expression("7 * 5", episode) == "35, but each of 3, 4, 5 has to be used exactly once"
     with pytest.raises(ValueError, match="not an expression"):
         check_expression("3 +", episode)
-
-
-@pytest.mark.parametrize(
-    ("completion", "broken"),
-    [
-        (" the plot was superb, and the cast was old. i loved it.", 0.0),
-        (" the plot was superb. plot plot plot.", 0.5),
-        (" i loved it. i loved it.", 0.5),
-        ("", 1.0),
-        ([said(" i hated it.")], 0.0),
-    ],
-)
-def test_the_share_of_a_review_that_cannot_be_parsed(completion: Any, broken: float) -> None:
-    assert unparsable_share(completion_text(completion)) == pytest.approx(broken)
 
 
 def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:

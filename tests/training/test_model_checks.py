@@ -1,23 +1,20 @@
-"""`tinyrl doctor MODEL`: a sound model passes; what is wrong with one is found by the check that is for it."""
+"""The model in `tinyrl check`: a sound model passes; what is wrong with one is found by the check that is for it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from tests.tiny_models import TinyModels, tiny_model
-from tinyrl.cli.commands import app
 from tinyrl.config.schema import Config
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
-from tinyrl.rollout.components import Options
+from tinyrl.rollout.components import Options, trainer_of
 from tinyrl.training import model_checks
-from tinyrl.training.model_checks import Check, check_model
+from tinyrl.training.model_checks import Check, check_parts
 
 SPEAKS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}END{% endfor %}"
@@ -27,8 +24,11 @@ SPEAKS = (
 
 def checked(folder: Path, **sections: Any) -> dict[str, Check]:
     values = {"method": "grpo", "model": {"path": str(folder)}, "task": {"name": "sort"}, **sections}
-    found = check_model(Config.model_validate(values), options=Options(device="cpu"))
-    return {one.name: one for one in found}
+    trainer = trainer_of("grpo")(Config.model_validate(values), options=Options(device="cpu"))
+    try:
+        return {one.name: one for one in check_parts(trainer, trainer.engine)}
+    finally:
+        trainer.close()
 
 
 def wrong(found: dict[str, Check]) -> list[str]:
@@ -39,9 +39,8 @@ def wrong(found: dict[str, Check]) -> list[str]:
 def test_a_sound_model_passes(tiny: TinyModels, kind: str) -> None:
     found = checked(tiny(kind))
     assert wrong(found) == []
-    assert {"padded = unpadded", "cached generation = rescored", "adapters off = base", "sampling engine"} <= {*found}
+    assert {"padded = unpadded", "cached generation = rescored", "adapters off = base"} <= {*found}
     assert found["end of text"].said == "<eos> (1)"
-    assert found["sampling engine"].said.startswith("fused" if kind == "llama" else "hf")
 
 
 def test_positions_that_padding_shifts_are_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,20 +94,3 @@ def test_a_prompt_begins_with_bos_once(tmp_path: Path) -> None:
         tokenizer.bos_token = "<pad>"
         tokenizer.save_pretrained(folder)
         assert checked(folder)["chat template"].result == result
-
-
-def test_the_command_says_what_is_wrong_and_exits_2(tmp_path: Path) -> None:
-    folder = with_template(tmp_path / "bad", SPEAKS)
-    done = CliRunner().invoke(app, ["doctor", str(folder), "--device", "cpu"])
-    assert done.exit_code == 2
-    assert "wrong chat template: a turn ends with 'END'" in done.output
-    assert done.stdout.strip().splitlines()[-1].startswith("1 wrong, ")
-    done = CliRunner().invoke(app, ["doctor", "starter", "--device", "cpu", "--json"])
-    assert done.exit_code == 0, done.output
-    assert {"ok"} <= {one["result"] for one in json.loads(done.stdout)} <= {"ok", "note"}
-
-
-def test_a_template_that_refuses_is_found(tmp_path: Path) -> None:
-    found = checked(with_template(tmp_path / "bad", "{{ raise_exception('only poems') }}"))
-    assert wrong(found) == ["chat template"]
-    assert "only poems" in found["chat template"].said

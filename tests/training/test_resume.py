@@ -303,7 +303,7 @@ def test_a_state_that_was_edited_and_sealed_again_is_a_sentence(name: str, stopp
     EDITS[name](state)
     (newest / STATE).write_text(json.dumps(state))
     (newest / checkpoints.MANIFEST).unlink()
-    checkpoints._seal(newest, 1)
+    checkpoints.seal(newest, 1)
     assert checkpoints.problem_with(newest) is None
     if name == "records of half a line":
         assert running.go_on(run) == 0

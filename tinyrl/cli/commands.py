@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import tinyrl
-from tinyrl.cli import doctor, evaluate, show, take, train
+from tinyrl.cli import check, evaluate, show, take, train
 from tinyrl.cli.errors import user_errors
 from tinyrl.cli.options import command
 from tinyrl.runs.launched import launched
@@ -24,13 +24,18 @@ SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
 GONE = {  # removed commands, and the line that does the work of each
     "checkpoints": "tinyrl show RUN",
     "compare": "tinyrl eval POLICY POLICY ... --vs POLICY",
+    "env test": "tinyrl check grpo task.data=ROWS environment.use=FILE.py:NAME --quick",
     "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
     "eval --benchmark": (
         "tinyrl serve RUN, and beside it lm_eval --model local-completions --model_args "
         "model=RUN,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=MODEL --tasks ..."
     ),
     "fork": "tinyrl train --from RUN[@STEP] [section.key=value ...]",
+    "plan": "tinyrl check [METHOD] RECIPE [section.key=value ...] --offline [--memory 24GB]",
+    "probe": "tinyrl check [METHOD] RECIPE [section.key=value ...] [--write ROWS.jsonl]",
     "prompts": "tinyrl show RUN --prompts [--export-hard FILE.jsonl]",
+    "reward attack": "tinyrl check grpo task.data=ROWS 'reward.functions=[{use: FILE.py:FUNCTION}]' --quick",
+    "reward test": "tinyrl check grpo task.data=ROWS 'reward.functions=[{use: FILE.py:FUNCTION}]' --quick",
     "recipes": "tinyrl list recipes",
     "samples": "tinyrl show RUN --samples (or --worst, --unsolved, --prompt I, --step N)",
     "settings": "tinyrl list settings [SECTION]",
@@ -39,6 +44,7 @@ GONE = {  # removed commands, and the line that does the work of each
         "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
     ),
     "tasks": "tinyrl list tasks",
+    "train --dry-run": "tinyrl check METHOD RECIPE [section.key=value ...]",
     "verify": "tinyrl train --from RUN@STEP (without settings it repeats the steps, to the bit)",
 }
 
@@ -85,17 +91,9 @@ def version(
                 )
 
 
-for function in (train.train, train.plan, train.probe):
-    app.command()(command(function, trains=True))
+app.command()(command(train.train, trains=True))
+app.command()(command(check.check, trains=True))
 app.command("eval")(command(evaluate.evaluate))
-for function in (doctor.doctor, take.export, take.chat, take.serve, show.report, show.show):
+for function in (check.doctor, take.export, take.chat, take.serve, show.report, show.show):
     app.command()(command(function))
 app.command("list")(command(show.list_names))
-for group, about, functions in (
-    ("reward", "Try a reward before training on it.", {"test": doctor.reward_test, "attack": doctor.reward_attack}),
-    ("env", "Try an environment before training.", {"test": doctor.environment_test}),
-):
-    inner = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=about)
-    app.add_typer(inner, name=group)
-    for name, function in functions.items():
-        inner.command(name)(command(function))

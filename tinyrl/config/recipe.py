@@ -152,7 +152,7 @@ def method_of(words: list[str]) -> tuple[str | None, list[str]]:
     source = read_recipe(find_recipe(words[0]))
     written = source.values.get("method")
     if not isinstance(written, str) or not is_method(written):
-        raise ValueError(f"{source.name} says no method; say it first, as in `tinyrl plan grpo {shortened(words[0])}`")
+        raise ValueError(f"{source.name} says no method; say it first, as in `tinyrl check grpo {shortened(words[0])}`")
     return written, words
 
 

@@ -11,101 +11,20 @@ stands between spaces and punctuation, so languages written without spaces are n
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
 import os
 import re
 import sqlite3
-import stat
 import threading
-import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from tinyrl.data.readers import Row, parse_row
+from tinyrl.data.readers import Row, reader_of
 from tinyrl.runs.signals import watched
-from tinyrl.text import first_line, listed
+from tinyrl.text import listed
 
-# ---- Passages, one text each ----
-# Rows are Search-R1's, `{"id": ..., "contents": "\"Title\"\ntext"}`, or have a `title` and a `text`. A file is read
-# row by row: Search-R1's own corpus has 21 million passages in 14 GB.
-
-COLUMNS = ("contents", "title", "text")
-
-
-class SearchFailed(Exception):
-    """A search that gave no passages for a reason outside the query: a damaged index, a server that did not answer."""
-
-
-def read_passages(source: Path) -> Iterator[str]:
-    """Yield the passages of a .jsonl or .parquet file, in its order. ValueError, with file and line, for a bad one."""
-    read = READERS.get(source.suffix.lower())
-    if read is None:
-        raise ValueError(f"{source}: a corpus is a file ending in {' or '.join(READERS)}")
-    empty = True
-    try:
-        for place, row in read(str(source)):
-            passage = passage_of(row, place)
-            if not passage.strip():
-                raise ValueError(f"{place}: an empty passage")
-            yield passage
-            empty = False
-    except OSError as error:
-        raise ValueError(f"{source}: cannot be read: {error.strerror or error}") from error
-    if empty:
-        raise ValueError(f"{source}: no passages in it")
-
-
-def passage_of(row: Row, place: str) -> str:
-    """Return the text of a row. ValueError, with `place`, where it has none."""
-    contents, title, text = (row.get(name) for name in COLUMNS)
-    if contents is None and isinstance(title, str) and isinstance(text, str):
-        contents = f'"{" ".join(title.split())}"\n{text}'
-    if not isinstance(contents, str):
-        found = f"one with the columns {listed(row)}" if contents is None else f"the contents {repr(contents)[:60]}"
-        raise ValueError(
-            f"{place}: a passage is a row with a text 'contents', or texts 'title' and 'text'; not {found}"
-        )
-    return contents
-
-
-def _read_jsonl(source: str) -> Iterator[tuple[str, Row]]:
-    with open(source, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                wrong = f"byte {error.object[error.start]:#04x}"
-                raise ValueError(f"{source}:{number}: not UTF-8: {wrong}; save the file as UTF-8") from None
-            if line.strip():
-                yield f"{source}:{number}", parse_row(line.removesuffix("\n"), source, number=number)
-
-
-def _read_parquet(source: str) -> Iterator[tuple[str, Row]]:
-    import pyarrow  # half a second that other formats need not wait for
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(source) as file:
-            known = [name for name in file.schema_arrow.names if name in COLUMNS]
-            number = 0
-            for batch in file.iter_batches(columns=known or None):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{source} row {number}", row
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
-
-
-READERS: dict[str, Callable[[str], Iterator[tuple[str, Row]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-
-
-# ---- The index ----
-
-LEFT_S = 3600.0  # an unfinished index that was not written to for so long has no writer any more
 FORMAT = 3  # of the index; one of another format is rebuilt
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 MAX_QUERY_CHARS = 1000  # a policy may ask anything
@@ -117,12 +36,31 @@ STOP_WORDS = frozenset(STOPPED.split())
 _WORD = re.compile(r"[^\W_]+")
 
 
+class SearchFailed(Exception):
+    """A search that gave no passages for a reason outside the query: a damaged index, a server that did not answer."""
+
+
+def passage_of(row: Row, place: str) -> str:
+    """Return the text of a row: Search-R1's `{"contents": "\\"Title\\"\\ntext"}`, or a `title` and a `text`.
+
+    ValueError, with `place`, where it has none.
+    """
+    contents, title, text = (row.get(name) for name in ("contents", "title", "text"))
+    if contents is None and isinstance(title, str) and isinstance(text, str):
+        contents = f'"{" ".join(title.split())}"\n{text}'
+    if not isinstance(contents, str):
+        found = f"one with the columns {listed(row)}" if contents is None else f"the contents {repr(contents)[:60]}"
+        raise ValueError(
+            f"{place}: a passage is a row with a text 'contents', or texts 'title' and 'text'; not {found}"
+        )
+    return contents
+
+
 class Corpus:
     """A file of passages that can be searched, from any thread; each process opens it for itself."""
 
-    def __init__(self, source: Path, index: Path, connection: sqlite3.Connection, num_passages: int) -> None:
-        self.source, self.index = source, index
-        self._connection, self._num_passages = connection, num_passages
+    def __init__(self, index: Path, connection: sqlite3.Connection, num_passages: int) -> None:
+        self.index, self._connection, self._num_passages = index, connection, num_passages
         self._lock = threading.Lock()
 
     @classmethod
@@ -133,22 +71,29 @@ class Corpus:
         ValueError: the file cannot be used. OSError: no index can be written.
         """
         source = Path(path).expanduser()
-        state, refused = _state(source), list[OSError]()
-        for place in _places(source):
+        if source.suffix.lower() not in (".jsonl", ".parquet"):
+            raise ValueError(f"{source}: a corpus is a file ending in .jsonl or .parquet")
+        if not source.is_file():
+            raise ValueError(f"{source}: cannot be read: no such file")
+        state = f"{FORMAT} {source.stat().st_size} {source.stat().st_mtime_ns}"
+        known = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tinyrl"
+        places = (source.with_name(f"{source.name}.fts5"), cache / f"{known}-{source.name}.fts5")
+        for place in places:
             if found := _opened(place, state):
-                return cls(source, place, *found)
-        for place in _places(source):
+                return cls(place, *found)
+        refused = []
+        for place in places:
             say(f"{source}: {source.stat().st_size / 1e6:,.0f} MB of passages are indexed, once; the index is {place}")
             try:
                 _write(place, source, state)
-            except OSError as error:
-                refused.append(error)
+                found = _opened(place, state)
+            except (OSError, sqlite3.OperationalError) as error:
+                refused.append(f"{place}: {error}")
                 continue
-            found = _opened(place, state)
-            assert found is not None
-            return cls(source, place, *found)
-        reasons = "; ".join(f"{error.filename}: {error.strerror}" for error in refused)
-        raise OSError(refused[0].errno, f"no place for the index of this corpus ({reasons})", str(source))
+            assert found, place
+            return cls(place, *found)
+        raise OSError(f"{source}: no place for the index of this corpus ({'; '.join(refused)})")
 
     def __len__(self) -> int:
         return self._num_passages
@@ -158,26 +103,21 @@ class Corpus:
         file. A query without a word finds nothing. SearchFailed: the index was damaged since it was opened.
         """
         assert top_k >= 1, top_k
+        ranked = "SELECT rowid FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?"
+        read = "SELECT contents FROM passages WHERE rowid = ?"  # texts of the best only
+        found = []
         try:
             with self._lock:
-                return [self._best(query, top_k) for query in queries]
-        except sqlite3.Error as error:
+                for query in queries:
+                    words = match_expression(query)
+                    numbers = self._connection.execute(ranked, (words, top_k)).fetchall() if words else []
+                    found.append([self._connection.execute(read, number).fetchone()[0] for number in numbers])
+        except (sqlite3.Error, TypeError) as error:  # the latter: a passage is missing
             raise SearchFailed(f"{self.index}: {error}; delete this index to rebuild it") from error
+        return found
 
     def close(self) -> None:
         self._connection.close()
-
-    def _best(self, query: str, top_k: int) -> list[str]:
-        words = match_expression(query)
-        if not words:
-            return []
-        ranked = "SELECT rowid FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?"
-        numbers = self._connection.execute(ranked, (words, top_k)).fetchall()  # texts of the best only are read
-        read = "SELECT contents FROM passages WHERE rowid = ?"
-        found = [self._connection.execute(read, number).fetchone() for number in numbers]
-        if None in found:
-            raise sqlite3.DatabaseError("a passage is missing")
-        return [contents for (contents,) in found]
 
 
 def match_expression(query: str) -> str:
@@ -188,23 +128,6 @@ def match_expression(query: str) -> str:
     words = {word.lower(): word for word in found}
     telling = {key: word for key, word in words.items() if key not in STOP_WORDS} or words
     return " OR ".join(f'"{word}"' for word in list(telling.values())[:MAX_WORDS])
-
-
-def _state(source: Path) -> str:
-    """Return what tells one state of a file from another: format of the index, bytes and time."""
-    try:
-        found = source.stat()
-    except OSError as error:
-        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{source}: not a file")
-    return f"{FORMAT} {found.st_size} {found.st_mtime_ns}"
-
-
-def _places(source: Path) -> tuple[Path, Path]:
-    known = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tinyrl"
-    return source.with_name(f"{source.name}.fts5"), cache / f"{known}-{source.name}.fts5"
 
 
 def _opened(place: Path, state: str) -> tuple[sqlite3.Connection, int] | None:
@@ -222,12 +145,17 @@ def _opened(place: Path, state: str) -> tuple[sqlite3.Connection, int] | None:
 
 
 def _write(place: Path, source: Path, state: str) -> None:
-    """Write the index of a file beside its place, and move it there. OSError: the folder takes no file."""
+    """Write the index of a file beside its place, and move it there."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for left in place.parent.glob(f"{glob.escape(place.name)}.*.new"):  # by a process that was killed
-        if time.time() - left.stat().st_mtime > LEFT_S:
-            left.unlink()
     writing = place.with_name(f"{place.name}.{os.getpid()}-{threading.get_ident()}.new")
+
+    def passages() -> Iterator[tuple[str]]:
+        for where, row in watched(reader_of(str(source))()):
+            passage = passage_of(row, where)
+            if not passage.strip():
+                raise ValueError(f"{where}: an empty passage")
+            yield (passage,)
+
     try:
         writing.unlink(missing_ok=True)
         with closing(sqlite3.connect(writing, isolation_level=None)) as connection:
@@ -236,19 +164,13 @@ def _write(place: Path, source: Path, state: str) -> None:
             connection.execute(f"CREATE VIRTUAL TABLE passages USING fts5(contents, tokenize = '{TOKENIZER}')")
             connection.execute("CREATE TABLE about (state, passages)")
             connection.execute("BEGIN")
-            rows = ((passage,) for passage in watched(read_passages(source)))
-            connection.executemany("INSERT INTO passages (contents) VALUES (?)", rows)
-            connection.execute("INSERT INTO about SELECT ?, rowid FROM passages ORDER BY rowid DESC LIMIT 1", (state,))
+            connection.executemany("INSERT INTO passages (contents) VALUES (?)", passages())
+            count = connection.execute("SELECT max(rowid) FROM passages").fetchone()[0]
+            if not count:
+                raise ValueError(f"{source}: no passages in it")
+            connection.execute("INSERT INTO about VALUES (?, ?)", (state, count))
             connection.execute("COMMIT")
-        if _state(source) != state:
-            raise ValueError(f"{source}: has changed while it was indexed; start again when it is complete")
         os.replace(writing, place)
-    except sqlite3.OperationalError as error:
-        if "fts5" in str(error):
-            version = sqlite3.sqlite_version
-            raise ValueError(f"this Python's SQLite ({version}) has no full-text search (FTS5)") from None
-        full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(writing)) from error
     finally:
         with suppress(OSError):
             writing.unlink(missing_ok=True)

@@ -29,7 +29,6 @@ OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_da
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that belong to the model, whatever the task
-
 OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is sampled
 
 
@@ -220,6 +219,5 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
     if asked.data is not None:  # all its rows are held out
         values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
     if asked.other_reward:
-        of_run = values.get("reward", {})
-        values["reward"] = {name: of_run[name] for name in ("timeout_s",) if name in of_run}
+        values["reward"] = {name: value for name, value in values.get("reward", {}).items() if name == "timeout_s"}
     return resolve(build_config(values, asked.settings))

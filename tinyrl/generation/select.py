@@ -7,7 +7,6 @@ modules with LoRA branches.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -70,32 +69,6 @@ def engine_of(
     )
 
 
-def how_held(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> Held | None:
-    """How the fused engine holds its weights; None where it would need a copy that is too large."""
-    if copied_bytes(roles, dtype, quantized=quantized) <= free * COPY_SHARE:
-        return "apart" if quantized or dtype != torch.float32 else "merged"
-    if quantized:
-        return "packed"
-    return "apart" if can_share(_base_weights(roles), dtype) else None
-
-
-def copied_bytes(roles: Roles, dtype: torch.dtype, *, quantized: bool) -> int:
-    """Bytes of the weights that the fused engine samples from and that are not the base's own, if there is room."""
-    backbone: Any = roles.backbone("policy")
-    layers = {id(p) for p in backbone.layers.parameters()}
-    shares = dtype != torch.float32 and not quantized
-    copied = 0
-    for weight in _base_weights(roles):
-        own = shares or id(weight) not in layers
-        if not (own and can_share([weight], dtype)):
-            copied += getattr(weight, "quant_state", weight).shape.numel() * dtype.itemsize
-    return copied
-
-
-def _base_weights(roles: Roles) -> list[Tensor]:
-    return [weight for name, weight in roles.causal.named_parameters() if "lora_" not in name]
-
-
 def select_engine(
     roles: Roles,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,73 +85,64 @@ def select_engine(
     Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
     quantized, free = bool(getattr(roles.causal, "is_quantized", False)), free_bytes(roles.device)
-    choice = partial(_choice, roles, wanted=wanted, dtype=dtype, longest=longest, quantized=quantized, free=free)
-    name, why = choice()
-    if name == "fused":
-        held = how_held(roles, dtype, quantized=quantized, free=free)
-        assert held is not None, "else it would not have been chosen"
-        engine = FusedEngine(roles, tokenizer, settings, dtype=dtype, held=held)
-        fits, said = _tried(engine, tried)
-        if fits:
-            return engine, said
-        if wanted == "fused" and not engine.exact and engine.decoders:
-            return engine, f"generation.engine; warning: {said}"
-        name, why = choice(no_fused=said)
-    return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged"), why
-
-
-def _choice(
-    roles: Roles,
-    *,
-    wanted: EngineName,
-    dtype: torch.dtype,
-    longest: int,
-    quantized: bool,
-    free: int,
-    no_fused: str | None = None,
-) -> tuple[EngineName, str]:
-    """The engine that a model of this shape has, and why; the fused one if its numbers turn out to be the model's. It
-    needs no weights, so plans ask it too. free: bytes of the device with the models loaded; no_fused: what was wrong
-    with the fused engine's numbers.
-    """
     if wanted == "hf":
-        return "hf", "generation.engine"
-    asked = "generation.engine" if wanted == "hf-merged" else None
-    no_fused = no_fused or asked or _why_not_fused(roles, longest)
-    if no_fused is None and how_held(roles, dtype, quantized=quantized, free=free) is None:
-        needed = copied_bytes(roles, dtype, quantized=quantized) / 1e9
-        no_fused = f"a copy of the weights ({needed:.1f} GB) would take most of the free memory"
+        return HfEngine(roles, tokenizer, settings), "generation.engine"
+    no_fused = "generation.engine" if wanted == "hf-merged" else _why_not_fused(roles, longest)
     if no_fused is None:
-        return "fused", ""
+        needed, base = _copied_bytes(roles, dtype, quantized=quantized), _base_weights(roles)
+        held: Held = "apart" if quantized or dtype != torch.float32 else "merged"
+        if needed > free * COPY_SHARE:  # what needs no copy still fits
+            held = "packed" if quantized else "apart"
+        if needed > free * COPY_SHARE and not quantized and not can_share(base, dtype):
+            no_fused = f"a copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
+        else:
+            engine = FusedEngine(roles, tokenizer, settings, dtype=dtype, held=held)
+            fits, trial = _tried(engine, tried)
+            if fits:
+                return engine, trial
+            if wanted == "fused" and not engine.exact and engine.decoders:
+                return engine, f"generation.engine; warning: {trial}"
+            no_fused = trial
     if wanted == "fused":
         raise ValueError(f"generation.engine=fused: {no_fused}; use auto")
     no_merging = _why_not_merged(roles, quantized=quantized, free=free)
     if no_merging is None:
-        return "hf-merged", no_fused
+        return HfEngine(roles, tokenizer, settings, merged=True), no_fused
     if wanted == "hf-merged":
         raise ValueError(f"generation.engine=hf-merged: {no_merging}; use auto")
-    return "hf", no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
+    return HfEngine(roles, tokenizer, settings), no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
 
 
-def _why_not_merged(roles: Roles, *, quantized: bool, free: int) -> str | None:
-    """Of the library's modules, whose adapted weights are copied."""
-    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in roles.adapted_layers(POLICY_ADAPTER))
-    base = str(roles.causal.dtype).removeprefix("torch.")
-    reasons = {
-        "the base is quantised, so LoRA stays unmerged": quantized,
-        NOT_PLAIN: not _is_plain(roles),
-        f"merged into {base} weights the first updates of LoRA would be rounded away, so it stays unmerged": (
-            roles.peft is not None and roles.causal.dtype != torch.float32
-        ),
-        f"a merged copy of the weights ({copy / 1e9:.1f} GB) would take most of the free memory": (
-            copy > free * COPY_SHARE
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+def _base_weights(roles: Roles) -> list[Tensor]:
+    return [weight for name, weight in roles.causal.named_parameters() if "lora_" not in name]
+
+
+def _copied_bytes(roles: Roles, dtype: torch.dtype, *, quantized: bool) -> int:
+    """Bytes of the weights that the fused engine samples from and that are not the base's own, if there is room."""
+    backbone: Any = roles.backbone("policy")
+    layers = {id(p) for p in backbone.layers.parameters()}
+    shares = dtype != torch.float32 and not quantized
+    copied = [w for w in _base_weights(roles) if not ((shares or id(w) not in layers) and can_share([w], dtype))]
+    return sum(getattr(weight, "quant_state", weight).shape.numel() * dtype.itemsize for weight in copied)
 
 
 def _is_plain(roles: Roles) -> bool:
     return all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
+
+
+def _why_not_merged(roles: Roles, *, quantized: bool, free: int) -> str | None:
+    """Why adapted weights of the library's modules are not copied and merged."""
+    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in roles.adapted_layers(POLICY_ADAPTER))
+    if quantized:
+        return "the base is quantised, so LoRA stays unmerged"
+    if not _is_plain(roles):
+        return NOT_PLAIN
+    if roles.peft is not None and roles.causal.dtype != torch.float32:
+        base = str(roles.causal.dtype).removeprefix("torch.")
+        return f"merged into {base} weights the first updates of LoRA would be rounded away, so it stays unmerged"
+    if copy > free * COPY_SHARE:
+        return f"a merged copy of the weights ({copy / 1e9:.1f} GB) would take most of the free memory"
+    return None
 
 
 def _why_not_fused(roles: Roles, longest: int) -> str | None:
@@ -220,8 +184,8 @@ def _tried(engine: FusedEngine, longest: int) -> tuple[bool, str]:
     error, library_error = float(gap.mean()), float(of_library.mean())
     fits, worst = as_exact(error, library_error), float(gap.max())
     if not engine.exact:
-        said = f"{error:.2g} nats from float32 on average, the library's modules {library_error:.2g}"
-        return fits, said if fits else f"its numbers are not those of {kind}: {said}"
+        found = f"{error:.2g} nats from float32 on average, the library's modules {library_error:.2g}"
+        return fits, found if fits else f"its numbers are not those of {kind}: {found}"
     if fits:
         return True, f"differs from the model's own forward pass by at most {worst:.1g}"
     return False, f"its numbers are not those of {kind} (by {worst:.2g})"

@@ -3,10 +3,10 @@
     until every episode is over:
         1. a turn for each: tokens up to EOS, a stop string or the episode's limit
         2. the environment answers the turns that have ended, a batch at a time
-        3. what it says is appended to the tokens, read by the policy and never trained on
+        3. its answer is appended to the tokens, prefilled and never trained on
 
-Two ways lead to the same `Episodes`. The plain one, for every engine, reads an episode from its beginning at each turn.
-An engine with a `play` of its own keeps the rows that wait, and reads the answers only.
+Two ways lead to the same `Episodes`. The plain one, for every engine, prefills an episode from its beginning at each
+turn. An engine with a `play` of its own holds the rows that wait, and prefills the answers only.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, r
     """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
     nothing answers. Raises ValueError where that cannot be done.
     """
-    if not plays(config):
+    section, task = config.environment, load_task(config.task.name or "rows")
+    if section.agent is not None or not (section.use or section.tools or task.respond or task.environment):
         return None
-    task = load_task(config.task.name or "rows")
     environment = Environment(
         config.environment,
         task=task.name,
@@ -127,7 +127,7 @@ def play(
     runner: EpisodeRunner,
     **options: Unpack[SampleOptions],
 ) -> tuple[list[Completion], list[Episode]]:
-    """`group_size` episodes for each request, in order, as completions (what was read is not `chosen`) and as episodes.
+    """`group_size` episodes for each request, in order, as completions (action_mask: the policy's own) and as episodes.
 
     Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
     """
@@ -144,26 +144,24 @@ def play(
 def play_plainly(
     requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: SampleOptions
 ) -> None:
-    """Turn by turn: each episode that goes on is a request of its own, with all that was said so far as its prompt."""
+    """Turn by turn: each episode that goes on is a request of its own, with its transcript so far as the prompt."""
     episodes.restart()
-    turns = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
-    going = list(range(len(turns)))
+    going = list(range(len(requests) * group_size))
     while going:
-        for sample, turn in zip(going, turns, strict=True):
+        following = [
+            requests[i // group_size].further(i % group_size, episodes.responses[i].tokens, episodes.limit(i))
+            for i in going
+        ]
+        for sample, [turn] in zip(going, engine.sample(following, 1, **options), strict=True):
             episodes.ended(sample, turn)
         answered: dict[int, list[int] | None] = {}
         while len(answered) < len(going):
             answered.update(episodes.answers(wait=True))
         going = [sample for sample in going if answered[sample] is not None]
-        following = [
-            requests[i // group_size].further(i % group_size, episodes.responses[i].tokens, episodes.limit(i))
-            for i in going
-        ]
-        turns = [group[0] for group in engine.sample(following, 1, **options)] if following else []
 
 
 class Episodes:
-    """The episodes of one call while they are played: told of each turn's end, it says what is read next.
+    """The episodes of one call while they are played: given the end of each turn, it returns what is prefilled next.
 
     Answers are worked out on a thread, a batch of waiting episodes at a time, so that an engine may go on meanwhile. An
     episode's answers are a function of its transcript, so which episodes share a batch changes nothing.
@@ -185,7 +183,9 @@ class Episodes:
         rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
-        self._call: Future[tuple[list[int], list[Reply | None]]] | None = None  # who was asked about, and the replies
+        self._call: Future[tuple[list[int], list[Reply | None]]] | None = (
+            None  # the samples that were asked about, and the replies
+        )
         self.restart()
 
     def __enter__(self) -> Episodes:
@@ -232,27 +232,23 @@ class Episodes:
             self._waiting.append(sample)
 
     def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
-        """The episodes whose answers have come since: the tokens to be read next, which their responses have from now
-        on, or None for one that is over.
+        """The episodes whose answers have come since: the tokens to be prefilled next, which their responses have from
+        now on, or None for one that is over.
 
         wait: for one at least, where any is asked for.
         """
         while True:
-            if self._call is not None and (self._call.done() or (wait and not self._ready)):
-                call, self._call = self._call, None
-                while not call.done():
-                    check_stop()
-                    wait_for([call], timeout=POLL_S)
-                asked, replies = call.result()
-                for sample, reply in zip(asked, replies, strict=True):
-                    self._answered(sample, reply)
             if self._call is None and self._waiting:
                 asked, self._waiting = self._waiting, []
                 self._call = self._thread.submit(self._ask, asked)
-                if wait and not self._ready:
-                    continue
-            ready, self._ready = self._ready, []
-            return ready
+            if self._call is None or not (self._call.done() or (wait and not self._ready)):
+                ready, self._ready = self._ready, []
+                return ready
+            call, self._call = self._call, None
+            while not wait_for([call], timeout=POLL_S).done:
+                check_stop()
+            for sample, reply in zip(*call.result(), strict=True):
+                self._answered(sample, reply)
 
     def finalized(self) -> list[Completion]:
         """The responses with what their episodes came to: why they ended, and the rewards of those cut off."""
@@ -313,30 +309,45 @@ def episode_notes(runner: EpisodeRunner) -> list[str]:
 
 
 def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, stop: list[str]) -> list[str]:
-    """Play an episode of this prompt with scripted turns, and show it as lines. `stop`: what ends a turn beside EOS."""
-    turns, tokenizer = scripted_turns(runner, prompt, task), runner.tokenizer
+    """Play an episode of this prompt with scripted turns, and show it as lines: a turn that asks (nonsense, where none
+    is known), and one that answers (the gold answer, or nonsense again). `stop`: what ends a turn beside EOS.
+    """
+    environment, observations, tokenizer = runner.environment, runner.observations, runner.tokenizer
+    question = prompt.row.get("question")
+    if not isinstance(question, str):
+        question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
+    asks = asking_turn(environment.built_in, environment.schemas, question)
+    if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
+        asks = task.asking_turn(prompt.row)
+    turns, ends = [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE], sorted(observations.eos)
     request, begun = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index), time.perf_counter()
     with Episodes([prompt], [request], 1, runner=runner, seed=0, step=0) as episodes:
-        for text in chain(turns, repeat(turns[-1])):
-            episodes.ended(0, _turn(text, prompt.text, runner.observations, stop, most=episodes.limit(0)))
-            [(_, read)] = episodes.answers(wait=True)
-            if read is None:
+        for text in chain(turns, repeat(turns[-1])):  # each as sampling would have ended it
+            tokens, reason, most = tokens_behind(tokenizer, prompt.text, text), "stop", episodes.limit(0)
+            if ends and not text.endswith(tuple(stop)):
+                tokens, reason = [*tokens, observations.end if observations.end in ends else ends[0]], "eos"
+            turn = tokens[:most]
+            episodes.ended(0, Completion(turn, [0.0] * len(turn), "length" if len(tokens) > most else reason))
+            [(_, added)] = episodes.answers(wait=True)
+            if added is None:
                 break
         [completion], [episode] = episodes.finalized(), episodes.episodes
-    seconds = time.perf_counter() - begun
     asked = len(episode.turn_ends) - (completion.finish_reason == "length")
-    assert completion.action_mask is not None
-    lines = ["episode of scripted turns (what the policy only reads is in brackets):"]
-    at = 0
-    for chosen, run in groupby(completion.action_mask):
+    each = f", {(time.perf_counter() - begun) * 1e3 / asked:.1f} ms a call" if asked else ""
+    lines, at, mask = (
+        ["episode of scripted turns (what the policy only reads is in brackets):"],
+        0,
+        completion.action_mask,
+    )
+    assert mask is not None
+    for chosen, run in groupby(mask):
         tokens = completion.tokens[at : (at := at + len(list(run)))]
         shown = " ".join(f"{visible(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
         shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
         lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
-    each = f", {seconds * 1e3 / asked:.1f} ms a call" if asked else ""
     lines.append(
-        f"  {sum(completion.action_mask)} of {len(completion.tokens)} tokens count; the environment was asked "
-        f"{asked} time{'s' * (asked != 1)}{each}; the episode ended: {completion.finish_reason}"
+        f"  {sum(mask)} of {len(mask)} tokens count; the environment was asked {asked} time{'s' * (asked != 1)}{each}; "
+        f"the episode ended: {completion.finish_reason}"
     )
     if episode.reward:
         lines.append(f"  the environment gave a reward of {episode.reward:.4g}")
@@ -345,25 +356,3 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
     elif episode.invalid:
         lines.append("warning: the environment calls a scripted turn invalid")
     return lines
-
-
-def scripted_turns(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task) -> list[str]:
-    """A turn that asks (nonsense, where none is known), and one that answers: the gold answer, or nonsense again."""
-    question = prompt.row.get("question")
-    if not isinstance(question, str):
-        question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-    environment = runner.environment
-    asks = asking_turn(environment.built_in, environment.schemas, question)
-    if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
-        asks = task.asking_turn(prompt.row)
-    return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
-
-
-def _turn(text: str, before: str, observations: ObservationTokens, stop: list[str], *, most: int) -> Completion:
-    """A turn as sampling would have ended it: at a stop string, with EOS, or after `most` tokens."""
-    tokens, ends, reason = tokens_behind(observations.tokenizer, before, text), sorted(observations.eos), "stop"
-    if ends and not text.endswith(tuple(stop)):
-        tokens.append(observations.end if observations.end in ends else ends[0])
-        reason = "eos"
-    reason = "length" if len(tokens) > most else reason
-    return Completion(tokens[:most], [0.0] * len(tokens[:most]), reason)

@@ -34,13 +34,7 @@ class RewardCall:
 class FunctionReward(WorkerFunction):
     """A user's reward function in a worker process; timeout_s is for a call."""
 
-    def __init__(
-        self,
-        use: str,
-        *,
-        weight: float = 1.0,
-        timeout_s: float = 60.0,
-    ) -> None:
+    def __init__(self, use: str, *, weight: float = 1.0, timeout_s: float = 60.0) -> None:
         source = parse_use(use, setting=SETTING)
         super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s})
         self.weight = weight

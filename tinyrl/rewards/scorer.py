@@ -26,7 +26,7 @@ from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import as_ended
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
-from tinyrl.workers.calls import Limits, RowFailure
+from tinyrl.workers.calls import RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
 # metrics of a run under reward/, beside the mean of each reward by its name
@@ -67,15 +67,15 @@ class Scorer:
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.policy_format, self.micro_batches, self.environment = policy_format, micro_batches, environment
-        limits: Limits = {"timeout_s": config.timeout_s}
+        seconds = config.timeout_s
         self.functions = [
-            JudgeReward(f, timeout_s=config.timeout_s, weight=f.weight)
+            JudgeReward(f, timeout_s=seconds, weight=f.weight)
             if f.is_judge
-            else FunctionReward(f.use, weight=f.weight, **limits)
+            else FunctionReward(f.use, timeout_s=seconds, weight=f.weight)
             for f in config.functions
         ]
         self.judges = [function for function in self.functions if isinstance(function, JudgeReward)]
-        self.grader = FunctionReward(task.grader, **limits) if task.grader else None
+        self.grader = FunctionReward(task.grader, timeout_s=seconds) if task.grader else None
         self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
         self.model_format: TextFormat | None = None  # how the reward model reads prompts; None: the policy's tokens

@@ -29,7 +29,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step in a checkpoint's name. Raises ValueError for a folder that is not one."""
+    """Return the step in a checkpoint's name. Raises ValueError for a folder that is not one."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is not a checkpoint folder (they are called {checkpoint_name(120)})")
@@ -52,13 +52,13 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
     try:
         temporary.mkdir()
         write(temporary)
-        _seal(temporary, step)
+        seal(temporary, step)
         if final.exists():
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(final, aside)
         os.rename(temporary, final)
         _flush(root)
-    except Exception as error:
+    except Exception as error:  # Rust libraries have the number of an operating system's error in their text alone
         number = re.search(r"os error (\d+)", str(error))
         if isinstance(error, OSError) or not (number or isinstance(error, SafetensorError)):
             raise
@@ -71,20 +71,21 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
     return final
 
 
-def _seal(folder: Path, step: int) -> None:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    folders = [p for p in folder.rglob("*") if p.is_dir()]
-    entries = {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
-    for path in files:
+def seal(folder: Path, step: int) -> None:
+    """Write MANIFEST.json of the files in `folder`, everything flushed to disk."""
+    there = sorted(p for p in folder.rglob("*") if p != folder / MANIFEST)
+    files = {p.relative_to(folder).as_posix(): p for p in there if p.is_file()}
+    entries = {name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for name, p in files.items()}
+    for path in files.values():
         _flush(path)
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"schema": SCHEMA, "step": step, "files": entries}, indent=1), encoding="utf-8")
-    for path in [manifest, *folders, folder]:
+    manifest = {"schema": SCHEMA, "step": step, "files": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (folder / MANIFEST, *(p for p in there if p.is_dir()), folder):
         _flush(path)
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why a checkpoint is unusable (a missing, truncated or altered file, an unfinished save); None if it verifies."""
+    """Return why a checkpoint is unusable (a file missing, truncated or altered, an unfinished save), or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
@@ -109,19 +110,16 @@ def problem_with(folder: Path) -> str | None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Every checkpoint folder of a run, oldest first, sound or not.
-
-    One that was renamed aside counts while its step has no other: its writer was killed between two renames.
+    """List the checkpoint folders of a run, oldest first, sound or not. One that was renamed aside counts while its
+    step has no other: its writer was killed between two renames.
     """
-    there = root.iterdir() if root.is_dir() else ()
-    folders = [p for p in there if _NAME.fullmatch(p.name) and p.is_dir()]
-    taken = {checkpoint_step(p) for p in folders if not p.name.startswith(_ASIDE)}
-    found = [p for p in folders if not p.name.startswith(_ASIDE) or checkpoint_step(p) not in taken]
-    return sorted(found, key=checkpoint_step)
+    there = [p for p in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(p.name) and p.is_dir()]
+    by_step = {checkpoint_step(p): p for p in sorted(there)}  # ".aside-step" sorts before "step"
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def newest_sound(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
+    """Return the newest checkpoint that verifies, and a sentence for each newer one that does not."""
     warnings = []
     for folder in reversed(list_checkpoints(root)):
         problem = problem_with(folder)
@@ -132,10 +130,9 @@ def newest_sound(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint a RUN or CHECKPOINT argument means: itself, or the newest sound one of the run."""
+    """Return the checkpoint that a RUN or CHECKPOINT argument means: itself, or the newest sound one of the run."""
     if (path / MANIFEST).is_file():
-        problem = problem_with(path)
-        if problem:
+        if problem := problem_with(path):
             raise ValueError(f"checkpoint {path} is damaged: {problem}")
         return path
     folder, warnings = newest_sound(path / "checkpoints")
@@ -156,8 +153,8 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
     superfluous = [folder for folder in there if folder.resolve() not in safe]
     for folder in superfluous:
         os.rename(folder, root / f"{_DELETING}{folder.name}")
-    for left in [p for p in root.iterdir() if p.name.startswith((_ASIDE, _WRITING, _DELETING))]:
-        if left not in there and left.resolve() not in safe:
+    for left in root.iterdir():
+        if left.name.startswith((_ASIDE, _WRITING, _DELETING)) and left not in there:
             shutil.rmtree(left, ignore_errors=True)
     return bool(superfluous)
 
@@ -167,7 +164,7 @@ def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < copies * needed:
-        each = "" if copies == 1 else " (and there are two while a new one takes the place of the old one)"
+        each = "" if copies == 1 else " (there are two while a new one replaces the old one)"
         sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB{each}, and {free / 1e6:,.1f} MB are free"
         raise OSError(errno.ENOSPC, sentence, str(there))
 

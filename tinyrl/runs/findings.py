@@ -247,7 +247,7 @@ TABLE = (  # most telling first
         lambda f, row: known(row.get("reward"), -math.inf)),
     Rule("loss is no number", lambda f: bool(f.losses),
         "{losses}: not a finite number in any of the last ten lines, so nothing is learnt from it.",
-        "Look for what overflows: model.dtype=float32, and `tinyrl doctor MODEL`.", kind=None, at_once=True),
+        "Look for what overflows: model.dtype=float32, and see `tinyrl check`.", kind=None, at_once=True),
     Rule("train up, held-out down", lambda f: f.fell == "reward", FELL, EARLIER,
         lambda f, row: -known(row.get("reward"), 0.0), kind="eval", at_once=True),
     Rule("overfitting", lambda f: f.fell == "loss", FELL, EARLIER, kind="eval", at_once=True),
@@ -276,7 +276,7 @@ TABLE = (  # most telling first
         "{truncated:.0%} of the completions are cut off at {max_new_tokens:.0f} tokens (generation.max_new_tokens) "
         "before they end, and are scored as they stand.",
         "Raise the limit: generation.max_new_tokens={doubled:.0f}. Where nearly all are cut, see whether this model "
-        "writes its end-of-text token: tinyrl doctor MODEL.", cut),
+        "writes its end-of-text token: tinyrl check.", cut),
     Rule("critic explains nothing",
         lambda f: f.explained_variance < (0.02 if f.critic_steps >= 60 else -0.2) and f.critic_steps >= 20,
         "The critic explains {explained_variance:.0%} of the variance of the returns after {critic_steps} steps, so "

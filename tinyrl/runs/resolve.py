@@ -4,9 +4,9 @@ models, which are their newest checkpoints that verify; defaults that fit the mo
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with absolute paths, checkpoints for runs, what model.adapter is (rank, alpha, targets), and
+    """Return the configuration with absolute paths, checkpoints for runs, rank, alpha and targets of model.adapter, and
     lengths within the model's positions where nobody has set them: half of them for what is written, a quarter for what
     is read between turns. Idempotent.
     Raises ValueError for a run that cannot be what it is named as.
@@ -63,30 +63,30 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
 
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings (of a `Config`, or as a checkpoint keeps them) with absolute paths for what is there; names of
-    embedded models and of the hub stay.
+    """Return nested settings (of a `Config`, or as a checkpoint keeps them) with absolute paths for what is there;
+    names of embedded models and of the hub stay.
     """
-    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
+    values = copy.deepcopy(values)
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
         if name in values.get(section, {}):
             values[section][name] = _absolute(values[section][name])
-    of_function = {"use": _absolute_use, "rubric": _absolute_file, "cache": _absolute_file}
-    if isinstance(functions := values.get("reward", {}).get("functions"), list):
-        values["reward"]["functions"] = [_changed(function, of_function) for function in functions]
-    uses = {"use": _absolute_use, "agent": _absolute_use, "tools": lambda tools: [_absolute_use(use) for use in tools]}
-    return values | {"environment": _changed(values["environment"], uses)} if "environment" in values else values
-
-
-def _changed(values: Any, changes: dict[str, Callable[[Any], Any]]) -> Any:
-    """A mapping with some of its values changed, where it has them."""
-    if not isinstance(values, dict):
-        return values
-    return values | {name: change(values[name]) for name, change in changes.items() if values.get(name)}
+    functions = values.get("reward", {}).get("functions")
+    for function in functions if isinstance(functions, list) else ():
+        for name, change in (("use", _absolute_use), ("rubric", os.path.abspath), ("cache", os.path.abspath)):
+            if isinstance(function, dict) and isinstance(function.get(name), str):
+                function[name] = change(os.path.expanduser(function[name]))
+    environment = values.get("environment", {})
+    for name in ("use", "agent"):
+        if environment.get(name):
+            environment[name] = _absolute_use(environment[name])
+    if environment.get("tools"):
+        environment["tools"] = [_absolute_use(use) for use in environment["tools"]]
+    return values
 
 
 def critic_run(config: Config) -> Config | None:
-    """The configuration of the run whose critic, or reward model of adapters, the critic of `config` starts from. None:
-    critic.path is not given, or is a whole model, which a fully fine-tuned run is too.
+    """Return the configuration of the run whose critic, or reward model of adapters, the one of `config` starts from.
+    None: critic.path is not given, or is a whole model, which a fully fine-tuned run is too.
     """
     found = _run_at(config.critic.path)
     if found is None or found.uses("critic"):
@@ -95,7 +95,7 @@ def critic_run(config: Config) -> Config | None:
 
 
 def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None:
-    """critic.kind; that of the run which critic.path names where nobody has set one. `bases`: model.path and
+    """Return critic.kind; that of the run which critic.path names where nobody has set one. `bases`: model.path and
     critic.path as resolved. Raises ValueError where what is named is for another kind, or another base.
     """
     path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
@@ -120,7 +120,7 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
 
 
 def _run_at(path: str | None) -> Config | None:
-    """The configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
+    """Return the configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
     run = named_run(path) if path else None
     return open_run(run).read_config() if run else None
 
@@ -131,7 +131,7 @@ def _trunk_of(kind: str | None) -> str | None:
 
 
 def _unfit(key: str, path: str, config: Config) -> str | None:
-    """What is wrong with naming a run of this configuration as `key`; None where nothing is."""
+    """Return what is wrong with naming a run of this configuration as `key`; None where nothing is."""
     if key == "reward.model":
         made_elsewhere = f"is a {config.method} run; a reward model is made by `tinyrl train reward`"
         return made_elsewhere if config.trains.policy else None
@@ -149,27 +149,23 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
 
 
 def _absolute(path: Any) -> Any:
-    """The absolute path of what is there; the name of an embedded model, or of what is on the hub, as it is."""
+    """Return the absolute path of what is there; the name of an embedded model, or of what is on the hub, as it is."""
     there = isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path))
-    return _absolute_file(path) if there else path
-
-
-def _absolute_file(path: Any) -> Any:
-    return os.path.abspath(os.path.expanduser(path)) if isinstance(path, str) else path
+    return os.path.abspath(os.path.expanduser(path)) if there else path
 
 
 def _absolute_use(use: Any) -> Any:
-    """'file.py:function' with the file's absolute path; a module's name stays, and what else a checkpoint may hold."""
+    """Return 'file.py:function' with the file's absolute path; a module's name, and anything else, as it is."""
     if not isinstance(use, str):
         return use
     place, colon, function = use.rpartition(":")
     file = os.path.expanduser(place.strip())
-    is_file = place.strip().endswith(".py") or "/" in place
-    return f"{os.path.abspath(file)}{colon}{function}" if is_file and os.path.isfile(file) else use
+    is_file = (file.endswith(".py") or "/" in file) and os.path.isfile(file)
+    return f"{os.path.abspath(file)}{colon}{function}" if is_file else use
 
 
 def _positions(path: str) -> int | None:
-    """How many positions the model in a folder has; None where its config.json is not at hand or does not say."""
+    """Return how many positions the model in a folder has; None where no config.json has them."""
     folder = starter_path(path) or Path(path)
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))

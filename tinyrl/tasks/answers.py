@@ -1,4 +1,4 @@
-"""Answers as tokens: what the model reads before its turn, the turn that is learnt, and the token that ends it.
+"""Answers as tokens: the turn to learn behind its prompt, and the token that ends it.
 
 Prompts are rendered as they are for sampling (prompts.py), and one token ends an answer wherever it is learnt, sampled
 or judged (`answer_end`). Torch is never imported.
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import Side
-from tinyrl.data.messages import Message, Prompt, roles_of
+from tinyrl.data.messages import Prompt, roles_of
 from tinyrl.models.templates import template_text
 from tinyrl.models.tokens import disguised, markers_of, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
@@ -29,37 +29,37 @@ from tinyrl.text import first_line, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPEN = "<think>"
 
 # ---- the end of an answer ----
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, *, chat: Literal["auto"] | bool, variables: dict[str, Any]) -> int:
-    """Return the token that ends an answer: the one that ends a turn of the chat template, where prompts go through it
-    and it has one; else EOS.
+    """Return the token that ends an answer: the one that ends a turn of the chat template if prompts go through it and
+    it writes one, else EOS.
     """
-    end, eos = None, tokenizer.eos_token_id
-    assert isinstance(eos, int)
     if in_chat(tokenizer, chat):
-        end = _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
-    return eos if end is None else end
+        return _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    return _eos(tokenizer)
 
 
 @lru_cache(maxsize=16)
-def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> int | None:
-    """The token that ends a turn in a chat template (the tokenizer's own, and it has so many tokens); None where it
-    writes none, or refuses.
-    """
+def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> int:
+    """Return the token that ends a turn of this chat template under a tokenizer of this size."""
     try:
         tokens = token_ids(tokenizer, _after_answer(tokenizer, json.loads(variables)))
     except ValueError:
-        return None
+        return _eos(tokenizer)
     at = _end_of_turn(tokenizer, tokens)
-    return None if at is None else tokens[at]
+    return _eos(tokenizer) if at is None else tokens[at]
+
+
+def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    assert isinstance(tokenizer.eos_token_id, int)
+    return tokenizer.eos_token_id
 
 
 def ended(tokens: list[int], end: int) -> list[int]:
-    """Return an answer's tokens, with `end` behind them where they do not end with it."""
+    """Append `end` to an answer's tokens unless they end with it."""
     return tokens if tokens[-1:] == [end] else [*tokens, end]
 
 
@@ -93,13 +93,13 @@ def template_fault(
 
 
 def _after_answer(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
-    """The text that the chat template writes behind an answer. Raises ValueError where it refuses."""
+    """Return the text that the chat template writes behind an answer. Raises ValueError if it refuses."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
     return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int | None:
-    """The place of a turn's last special token; None where more than space stands behind it."""
+    """Return the place of a turn's last special token; None if more than space follows it."""
     special = _special_ids(tokenizer, len(tokenizer))
     last = next((i for i in reversed(range(len(tokens))) if tokens[i] in special), None)
     return last if last is not None and not str(tokenizer.decode(tokens[last + 1 :])).strip() else None
@@ -107,9 +107,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int |
 
 @lru_cache(maxsize=4)
 def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
-    """The special tokens of a tokenizer of this size, all added ones too; not the one for unknown words, unless that is
-    EOS.
-    """
+    """Return the special tokens, all added ones too; not the one for unknown words, unless that is EOS."""
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     found = {*tokenizer.all_special_ids, *added}
     return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)
@@ -142,8 +140,8 @@ def answer_tokens(
         finished = answer.rstrip()
         if finished.endswith(markers.texts.get(end, "\0")):
             answer = finished.removesuffix(markers.texts[end])
-    if prompt.opened and answer.lstrip().startswith(OPEN):
-        thoughts, opened = answer.lstrip().removeprefix(OPEN), prompt.opened.removeprefix(OPEN)
+    if prompt.opened and answer.lstrip().startswith("<think>"):
+        thoughts, opened = answer.lstrip().removeprefix("<think>"), prompt.opened.removeprefix("<think>")
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
     if templated:
         answer = disguised(tokenizer, answer, own=True)
@@ -160,47 +158,32 @@ def render_answer(
     variables: dict[str, Any],
     tools: list[Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return (prompt tokens, target tokens): what the model reads before its turn, and the turn that is learnt.
+    """Return (prompt tokens, target tokens): the prompt of the turn, and the turn to learn.
 
-    A text without a prompt stands behind a BOS (EOS where there is none), its own or ours, through EOS. A text behind a
-    prompt is `answer_tokens`; where the prompt is rendered already, it is what that text goes on with. An answer of one
-    message of the assistant is what the chat template adds to its own rendering of the prompt with the generation
-    prompt, through the token that ends the turn (EOS where the template writes none). The two renderings are of these
-    messages alone, so a template that strips the thinking of earlier turns does so in both. Raises ValueError, quoting
-    the template, where the second does not begin with the first.
+    A text without a prompt follows a BOS (EOS if there is none), its own or ours, through EOS. A text behind a prompt
+    is `answer_tokens`; if the prompt is rendered already, the text is its continuation. An answer of one message of the
+    assistant is what the chat template adds to its own rendering of the prompt with the generation prompt, through the
+    token that ends the turn (EOS if the template writes none). Both renderings are of these messages alone, so a
+    template that strips the thinking of earlier turns does so in both. Raises ValueError, quoting the template, if the
+    second does not begin with the first.
     """
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int)
-    if not isinstance(answer, str):
-        asked, whole = _rendered_turn(tokenizer, prompt, answer, chat, system_prompt, variables, tools)
-        return _split_tokens(tokenizer, asked, whole, end=end)
-    if prompt is None:
+    end, how = _eos(tokenizer), {"chat": chat, "variables": variables}
+    if prompt is None and isinstance(answer, str):
         start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else end
         target = token_ids(tokenizer, answer)
         target = target[1:] if target[:1] == [start] else target
         last = _end_of_turn(tokenizer, target)
         return [start], ended(target if last is None or target[last] != end else target[: last + 1], end)
-    turn = None
-    if isinstance(prompt, str) and in_chat(tokenizer, chat):
-        turn = rendered_turn(tokenizer, prompt, variables, more=answer)
-    asked = prompt if turn is None else f"{prompt}{answer}"[: turn.start]
-    rendered = render_prompt(tokenizer, asked, chat=chat, system_prompt=system_prompt, variables=variables)
-    if turn is None:
-        return rendered.tokens, answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
-    end = answer_end(tokenizer, chat=chat, variables=variables)
-    return rendered.tokens, _split_tokens(tokenizer, rendered.text, f"{prompt}{answer}", end=end)[1]
-
-
-def _rendered_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt | None,
-    answer: list[Message],
-    chat: Literal["auto"] | bool,
-    system_prompt: str | None,
-    variables: dict[str, Any],
-    tools: list[Any] | None,
-) -> tuple[str, str]:
-    """The chat template's rendering of a prompt, and of the prompt with the assistant's message."""
+    if isinstance(answer, str):
+        turn = None
+        if isinstance(prompt, str) and in_chat(tokenizer, chat):
+            turn = rendered_turn(tokenizer, prompt, variables, more=answer)
+        asked = f"{prompt}{answer}"[: turn[0]] if turn else prompt
+        rendered = render_prompt(tokenizer, asked or "", system_prompt=system_prompt, **how)
+        if turn is None:
+            return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
+        target = _target(tokenizer, rendered.text, f"{prompt}{answer}", end=answer_end(tokenizer, **how))
+        return rendered.tokens, target
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
         raise ValueError(f"the rows are chat messages, but {why}; give prompts and answers as text")
@@ -219,14 +202,12 @@ def _rendered_turn(
             f"it writes {asked[start : at + 40]!r}, and with the turn {whole[start : at + 40]!r}. Where a variable of "
             "the template decides (enable_thinking), set it with task.chat_template={NAME: VALUE}"
         )
-    return asked, whole
+    return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=end)
 
 
-def _split_tokens(
-    tokenizer: PreTrainedTokenizerBase, asked: str, whole: str, *, end: int
-) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt as it is sampled from, and of what follows it, through the last special token where only
-    space comes after that, and else through an appended `end`.
+def _target(tokenizer: PreTrainedTokenizerBase, asked: str, whole: str, *, end: int) -> list[int]:
+    """Return the tokens of `whole` behind `asked`, through the last special token if only space follows it, and else
+    through an appended `end`.
     """
     prompt, both = token_ids(tokenizer, asked), token_ids(tokenizer, whole)
     together = both[: len(prompt)] == prompt  # else a token lies across the border
@@ -234,4 +215,4 @@ def _split_tokens(
     if not target:
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
     last = _end_of_turn(tokenizer, target)
-    return prompt, [*target, end] if last is None else target[: last + 1]
+    return [*target, end] if last is None else target[: last + 1]

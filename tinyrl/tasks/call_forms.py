@@ -1,8 +1,8 @@
-"""Forms of tool calls: recognise how a model's chat template writes a call, and read a policy's calls in that form.
+"""Forms of tool calls: recognise how a model's chat template writes a call, and parse a policy's calls in that form.
 
-Hermes' `<tool_call>{json}</tool_call>` is read from the text of a turn, where the tools are (environments/calls.py).
-Other forms are read here, from tokens: their markers ([TOOL_CALLS]) may be special tokens, which the text of a turn is
-without.
+Hermes' `<tool_call>{json}</tool_call>` is parsed from the text of a turn by the environment (environments/calls.py).
+Other forms are parsed here, from tokens: their markers ([TOOL_CALLS]) may be special tokens, which the text of a turn
+is without.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.calls import CLOSE, END_OF_THINKING, OPEN, Call, call_in, calls_of, refuse_constant
+from tinyrl.environments.tool_calls import CLOSE, END_OF_THINKING, OPEN, Call, call_in, calls_of, refuse_constant
 from tinyrl.models.templates import template_text
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import first_line, shortened
@@ -27,7 +28,7 @@ _PLACE = {"type": "object", "properties": {PARAMETER: {"type": "string", "descri
 _TOOL = {"type": "function", "function": {"name": NAME, "description": "Look up.", "parameters": _PLACE}}
 _FUNCTION = {"name": NAME, "arguments": {PARAMETER: VALUE}}
 _CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}  # Mistral's ids have nine characters
-FUNCTION, FUNCTION_END, ARGUMENT, ARGUMENT_END = "<function=", "</function>", "<parameter=", "</parameter>"
+FUNCTION, ARGUMENT = "<function=", "<parameter="
 HERMES = f"{OPEN}{{json}}{CLOSE}"
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and between two
@@ -35,13 +36,13 @@ _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and betw
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a policy writes calls of tools.
+    """The form in which a policy writes tool calls.
 
     name      for people
-    begins    what a call begins with in an answer's text without special tokens; "": that is not known
+    begins    beginning of a call in an answer's text without special tokens; "": unknown
     special   special tokens that are part of calls
     split     (text with these, tools) -> where the calls begin, and the calls
-    parse     instead of all this: (tokens, those before them) -> a message, as the tokenizer's response template has it
+    parse     instead: (tokens, those before them) -> a message, by the tokenizer's response template
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -53,13 +54,13 @@ class CallForm:
 
     @property
     def in_text(self) -> bool:
-        """Whether environments read the calls themselves, from the text of a turn."""
+        """Return whether environments parse the calls themselves, from the text of a turn."""
         return self.name == HERMES and not self.special
 
     def read(
         self, text: str, tokens: list[int], *, before: list[int], tools: list[Any] | None
     ) -> tuple[str, list[Call]]:
-        """The text of a policy's turn as far as its calls, and the calls. `tokens` are the turn's, behind `before`."""
+        """Split a policy's turn into its text before the calls, and the calls. `tokens`: the turn's, after `before`."""
         if self.parse is not None:
             try:
                 message = self.parse(tokens, before)
@@ -68,36 +69,46 @@ class CallForm:
                 return text, [Call(problem=first_line(error))]
             return message.get("content") or "", [_typed(call, tools or []) for call in calls]
         assert self.split is not None
-        written = text if self.in_text else self._with_markers(tokens)
+        written = text
+        if not self.in_text:
+            hidden = _special(self.tokenizer) - self.special
+            written = str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
         start, calls = self.split(written, tools or [])
         head = written[:start]
         return (text[: text.find(head) + len(head)] if head in text else text), calls
 
     def message(self, text: str, tokens: list[int], *, before: list[int], tools: list[Any] | None) -> Message:
-        """A policy's turn for an environment, with the calls that this does not read from the text itself."""
-        message: Message = {"role": "assistant", "content": text}
+        """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
+        that cannot be carried out is its problem, as text.
+        """
         calls = [] if self.in_text else self.read(text, tokens, before=before, tools=tools)[1]
-        return {**message, "tool_calls": [_entry(call) for call in calls]} if calls else message
-
-    def _with_markers(self, tokens: list[int]) -> str:
-        hidden = _special(self.tokenizer) - self.special
-        return str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
+        entries = [
+            each.problem or {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+            for each in calls
+        ]
+        return {"role": "assistant", "content": text, **({"tool_calls": entries} if entries else {})}
 
 
 def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> CallForm:
-    """The form in which a model writes calls: its tokenizer's response template where it has one, else the form in
-    which its chat template renders a call; Hermes' where that renders none. ValueError for a form that is not known.
+    """Return the form of a model's calls: its tokenizer's response template if it has one, else the form in which its
+    chat template renders a call; Hermes' if that renders none. Raises ValueError for an unknown form.
     """
-    if parse := _response_parser(tokenizer):
+    parse_response: Any = getattr(tokenizer, "parse_response", None)
+    if "tool_calls" in ((getattr(tokenizer, "response_template", None) or {}).get("fields") or {}):
+        parse = lambda tokens, before: parse_response(tokens, prefix=before)  # noqa: E731
         return CallForm(tokenizer, "the tokenizer's response template", parse=parse)
-    text = _rendered_call(tokenizer, variables)
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}
+    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    variables = {**variables, "tools": [_TOOL]}
+    plain, text = (template_text(tokenizer, [user, last], variables=variables) for last in (answer, called))
+    text = text[shared_length(plain, text) :]  # begins where the text of another answer does
     if VALUE not in text:
         return CallForm(tokenizer, HERMES, OPEN, split=_hermes_calls)
     if f"{FUNCTION}{NAME}>" in text and f"{ARGUMENT}{PARAMETER}>" in text:
-        marker, name = text[: text.find(NAME)], f"{FUNCTION}NAME>{ARGUMENT}NAME>..."
+        marker = text[: text.find(NAME)]
         special = _special_in(tokenizer, marker)
         begins = OPEN if OPEN in marker and not special else FUNCTION
-        return CallForm(tokenizer, name, begins, special, _xml_calls)
+        return CallForm(tokenizer, f"{FUNCTION}NAME>{ARGUMENT}NAME>...", begins, special, _xml_calls)
     start = next((at for at, sign in enumerate(text) if sign in "[{" and _holds_the_call(text, at)), None)
     if start is None:
         raise ValueError(
@@ -113,25 +124,6 @@ def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> 
     return CallForm(tokenizer, name, begins, special, lambda text, tools: _json_calls(text, marker))
 
 
-def _rendered_call(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
-    """A call as the chat template writes it: what begins where the text of another answer does."""
-    asked, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}
-    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    variables = {**variables, "tools": [_TOOL]}
-    said, text = (template_text(tokenizer, [asked, last], variables=variables) for last in (answer, called))
-    return text[shared_length(said, text) :]
-
-
-def _response_parser(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], list[int]], Message] | None:
-    """parse_response by what the tokenizer says of its model's answers, where that knows calls."""
-    read: Any = getattr(tokenizer, "parse_response", None)
-    if "tool_calls" in ((getattr(tokenizer, "response_template", None) or {}).get("fields") or {}):
-        return lambda tokens, before: read(tokens, prefix=before)
-    if "tool_calls" in ((getattr(tokenizer, "response_schema", None) or {}).get("properties") or {}):
-        return lambda tokens, before: read(str(tokenizer.decode(tokens)))  # transformers before 5.13
-    return None
-
-
 def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -139,12 +131,6 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def _special_in(tokenizer: PreTrainedTokenizerBase, text: str) -> frozenset[int]:
     ids: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return frozenset(_special(tokenizer).intersection(ids))
-
-
-def _entry(call: Call) -> Any:
-    """A call as messages have it; one that cannot be carried out is its problem, as text."""
-    function = {"name": call.name, "arguments": call.arguments}
-    return call.problem or {"type": "function", "function": function}
 
 
 # ---- the forms ----
@@ -160,8 +146,8 @@ def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
 
 
 def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
-    """Objects, or lists of them, each behind a marker; without one the whole answer is objects (Llama 3), and JSON
-    without a name is an answer.
+    """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
+    and JSON without a name is an answer.
     """
     calls, at = list[Call](), _after_thinking(text)
     first = max(0, text.find(marker, at)) if marker else at
@@ -203,37 +189,35 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
 
 
 def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
-    """Qwen-Coder's: <function=NAME> with a <parameter=NAME> for each argument, whose text is of the type in `tools`."""
+    """Parse Qwen-Coder's <function=NAME> with a <parameter=NAME> for each argument, as text of its type in `tools`."""
     at = _after_thinking(text)
     starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag, at)) >= 0]
     first, calls = min(starts, default=0), list[Call]()
     while (opened := text.find(FUNCTION, at)) >= 0:
-        at = text.find(FUNCTION_END, opened)
+        at = text.find("</function>", opened)
         if at < 0:
-            return first, [*calls, Call(problem=f"{FUNCTION}...> without {FUNCTION_END}")]
+            return first, [*calls, Call(problem=f"{FUNCTION}...> without </function>")]
         name, _, body = text[opened + len(FUNCTION) : at].partition(">")
         arguments = {}
         for part in body.split(ARGUMENT)[1:]:
             key, _, value = part.partition(">")
-            arguments[key.strip()] = value.partition(ARGUMENT_END)[0].removeprefix("\n").removesuffix("\n")
+            arguments[key.strip()] = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
         calls.append(_typed(call_in({"name": name.strip(), "arguments": arguments}), tools))
     return first, calls
 
 
 def _typed(call: Call, tools: list[Any]) -> Call:
-    """A call whose arguments in text are JSON where the tool's parameter is no text."""
+    """Parse arguments in text as JSON where the tool's parameter is no text."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
     function = next((f for f in functions if isinstance(f, dict) and f.get("name") == call.name), {})
     parameters = function.get("parameters")
-    known = parameters.get("properties") if isinstance(parameters, dict) else None
+    schemas = parameters.get("properties") if isinstance(parameters, dict) else None
     read = dict(call.arguments)
     for key, value in call.arguments.items():
-        schema = known.get(key) if isinstance(known, dict) else None
+        schema = schemas.get(key) if isinstance(schemas, dict) else None
         kinds = schema.get("type") if isinstance(schema, dict) else None
         if isinstance(value, str) and kinds and "string" not in kinds:
-            try:
-                said = value.strip()
-                read[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(said, said))
-            except (ValueError, RecursionError):
-                continue
+            with suppress(ValueError, RecursionError):
+                text = value.strip()
+                read[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     return Call(call.name, read, call.problem)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -53,7 +52,7 @@ def _hash(text: str) -> int:
 
 
 def _puzzle(i: int) -> Row | None:
-    """Numbers joined from left to right by random operations; None where that leaves the whole numbers or TARGETS."""
+    """Numbers joined from left to right by random operations; None if that leaves the whole numbers or TARGETS."""
     digits = _hash(f"countdown {i}")
 
     def pick(count: int) -> int:
@@ -93,14 +92,18 @@ def prompt(row: Row) -> str:
 
 
 def gold(row: Row) -> str | None:
-    """The solution the row was made from; None for data without one."""
+    """Return the solution that the row was made from; None for data without one."""
     return f"<answer>{row['solution']}</answer>" if row.get("solution") else None
 
 
 def answer(text: str) -> str | None:
-    """The expression a completion answers with (in <answer>, else its last line), without spaces; None for none."""
+    """Return a completion's expression (in <answer>, else its last line), without spaces; None if it has none."""
     expression = _expression(text)
-    return re.sub(r"\s", "", expression) if _value(expression) is not None else None
+    try:
+        safe_arithmetic(expression)
+    except ValueError:
+        return None
+    return re.sub(r"\s", "", expression)
 
 
 def _expression(text: str) -> str:
@@ -110,17 +113,13 @@ def _expression(text: str) -> str:
     return written.strip().strip("`").partition("=")[0].strip()  # "(3 + 4) * 5 = 35" says the left side
 
 
-def _value(expression: str) -> Fraction | None:
-    try:
-        return safe_arithmetic(expression)
-    except ValueError:
-        return None  # not an expression: an ordinary wrong answer
-
-
 def score(text: str, row: Row) -> float:
-    """1.0 where the expression equals the target and uses each number exactly once, else 0.0."""
+    """1.0 if the expression equals the target and uses each number exactly once, else 0.0."""
     expression = _expression(text)
-    return float(_value(expression) == row["target"] and _used(expression) == Counter(row["numbers"]))
+    try:
+        return float(safe_arithmetic(expression) == row["target"] and _used(expression) == Counter(row["numbers"]))
+    except ValueError:
+        return 0.0  # not an expression: an ordinary wrong answer
 
 
 def _used(expression: str) -> Counter[int]:

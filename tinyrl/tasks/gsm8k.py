@@ -10,21 +10,15 @@ from fractions import Fraction
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
-from tinyrl.tasks import Task
+from tinyrl.tasks import Task, text_in
 from tinyrl.tasks.grading import after_last, boxed, by_row, first_number, last_number, parse_number
 
 HUB = {"train": "openai/gsm8k:main@train", "eval": "openai/gsm8k:main@test"}
 INSTRUCTION = "Reason step by step, then give the final number on a line of its own after ####."
 
 
-def prompt(row: Row) -> str:
-    if not isinstance(row["question"], str) or not row["question"].strip():
-        raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
-    return f"{row['question'].strip()}\n{INSTRUCTION}"
-
-
 def gold(row: Row) -> str:
-    """The reasoning of the data, which ends in "#### number"; a bare number is an answer too."""
+    """Return the reasoning of the data, which ends in "#### number"; a bare number is an answer too."""
     text = str(row["answer"])
     if answer(text) is None:
         raise ValueError(f"'answer' must end in '#### number', not {text[-60:]!r}")
@@ -32,17 +26,16 @@ def gold(row: Row) -> str:
 
 
 def answer(text: str) -> Fraction | None:
-    """The number that a completion gives as its answer; None where it gives none."""
+    """Return the number that a completion gives as its answer; None if it gives none."""
     marked = after_last(text, "####")
     for written in (first_number(marked) if marked else None, boxed(text), last_number(text)):
-        number = parse_number(written)
-        if number is not None:
+        if (number := parse_number(written)) is not None:
             return number
     return None
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 where a completion's number equals that of the row's `answer`, else 0.0."""
+    """1.0 if a completion's number equals that of the row's `answer`, else 0.0."""
     number = answer(text)
     return float(number is not None and number == answer(str(row["answer"])))
 
@@ -51,7 +44,7 @@ TASK = Task(
     name="gsm8k",
     summary="grade-school word problems with a number as the answer (openai/gsm8k, MIT)",
     rows=lambda split: read_rows(HUB[split]),
-    prompt=prompt,
+    prompt=lambda row: f"{text_in(row, 'question')}\n{INSTRUCTION}",
     verify=by_row(score),
     gold=gold,
     columns=("question", "answer"),

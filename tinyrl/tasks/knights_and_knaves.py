@@ -8,7 +8,7 @@ The reward is Logic-RL's (Xie et al. 2025, arXiv 2502.14768), divided by 3 so th
         the answer cannot be read                               1 - 2     -1/3
     format wrong                                               -1 - 2     -1.0
 
-An answer is read when it says "NAME is a knight" or "NAME is a knave" once for every name, and nothing more.
+An answer can be read if it says "NAME is a knight" or "NAME is a knave" once for every name, and nothing more.
 The hub's data (K-and-K/knights-and-knaves, CC BY-NC-SA 4.0: not for commercial use) has the columns `quiz` and
 `solution_text_format`; they are renamed here. The default is its puzzles of three people.
 """
@@ -19,7 +19,7 @@ import re
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
-from tinyrl.tasks import Task
+from tinyrl.tasks import Task, text_in
 from tinyrl.tasks.grading import by_row, tagged, think_answer_format
 
 HUB = {"train": "K-and-K/knights-and-knaves:train@3ppl", "eval": "K-and-K/knights-and-knaves:test@3ppl"}
@@ -32,14 +32,6 @@ INSTRUCTION = (
 _STATEMENT = re.compile(r"\b([^\W\d_]+)\s+is\s+a\s+(knight|knave)\b", re.IGNORECASE)
 _ROLE = re.compile(r"knight|knave", re.IGNORECASE)
 
-Roles = frozenset[tuple[str, str]]
-
-
-def prompt(row: Row) -> str:
-    if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-        raise ValueError(f"'prompt' must be the puzzle as text, not {row['prompt']!r:.60}")
-    return f"{row['prompt'].strip()}\n{INSTRUCTION}"
-
 
 def gold(row: Row) -> str:
     if not isinstance(row["answer"], str) or _roles(row["answer"]) is None:
@@ -47,27 +39,24 @@ def gold(row: Row) -> str:
     return f"<think>I checked every combination.</think>\n<answer>{row['answer']}</answer>"
 
 
-def _roles(text: str) -> Roles | None:
-    """Who is what, names in lower case; None where nobody is named, somebody twice, or a role outside the form."""
-    statements = [(name.lower(), role.lower()) for name, role in _STATEMENT.findall(text)]
-    roles = frozenset(statements)
-    if not roles or len(statements) != len(_ROLE.findall(text)) or len(statements) != len(dict(statements)):
+def _roles(text: str | None) -> frozenset[tuple[str, str]] | None:
+    """Return (name, role) in lower case; None if nobody is named, somebody twice, or a role outside the form."""
+    statements = [(name.lower(), role.lower()) for name, role in _STATEMENT.findall(text or "")]
+    if not statements or len(statements) != len(_ROLE.findall(text or "")) or len(statements) != len(dict(statements)):
         return None
-    return roles
+    return frozenset(statements)
 
 
-def answer(text: str) -> Roles | None:
-    """What a completion's <answer> says, as a set of (name, role); None where it cannot be read."""
-    inside = tagged(text, "answer")
-    return _roles(inside) if inside is not None else None
+def answer(text: str) -> frozenset[tuple[str, str]] | None:
+    """Return the roles in a completion's <answer> as a set of (name, role); None if they cannot be read."""
+    return _roles(tagged(text, "answer"))
 
 
 def score(text: str, row: Row) -> float:
     """1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
-    wanted = _roles(row["answer"])
     if not think_answer_format(text):
         return BAD_FORMAT
-    roles = answer(text)
+    wanted, roles = _roles(row["answer"]), answer(text)
     if roles is None or wanted is None or {name for name, _ in roles} != {name for name, _ in wanted}:
         return UNREADABLE
     return RIGHT if roles == wanted else WRONG
@@ -77,7 +66,7 @@ TASK = Task(
     name="knights_and_knaves",
     summary="who tells the truth and who lies, three people, with <think> and <answer> (Logic-RL's reward)",
     rows=lambda split: read_rows(HUB[split], columns=HUB_COLUMNS),
-    prompt=prompt,
+    prompt=lambda row: f"{text_in(row, 'prompt')}\n{INSTRUCTION}",
     verify=by_row(score),
     gold=gold,
     columns=("prompt", "answer"),

@@ -41,7 +41,7 @@ ATTRIBUTES = {
 
 
 class Question(NamedTuple):
-    """Whose attribute is asked for: a person's own ("Ada Stone"), where relation is None, or that of a relative."""
+    """An attribute of a person ("Ada Stone"), or of a relative."""
 
     person: str
     relation: str | None
@@ -59,7 +59,7 @@ class Question(NamedTuple):
 
 
 def fact(world: str, name: str, family: str, key: str) -> str | None:
-    """What a world says of a person: a relative's name and family, or an attribute; None where nothing is known."""
+    """Return a fact about a person in a world: a relative's name and family, or an attribute; None if unknown."""
     if name not in NAMES or family not in FAMILIES:
         return None
     point = int.from_bytes(hashlib.sha256(f"{world} {name} {family} {key}".encode()).digest()[:8])
@@ -84,7 +84,9 @@ def right_answer(world: str, question: Question) -> str:
 
 
 def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    """Different questions of one split, each in a world of its own: rows {"prompt", "answer", "world"}."""
+    """Different questions of one split, each in a world of its own: rows {"prompt", "answer", "world"}. The row's facts
+    follow from its `world`, which no two rows share.
+    """
     assert split in SPLITS, split
     rng = random.Random(f"lookup {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
@@ -108,39 +110,31 @@ def answer_text(value: str) -> str:
     return f" answer {value} ."
 
 
-def rows(split: str) -> list[Row]:
-    """Rows {"prompt", "answer", "world"}: 4,096 to train on, 512 held out; no question of theirs was pre-trained on.
-
-    `world` is the key that the row's facts follow from: no two rows share one.
-    """
-    return [dict(row) for row in lookup_rows(split, num_rows=NUM_ROWS[split])]
-
-
 def respond(
     prompts: list[Prompt], transcripts: list[Transcript], *, world: list[str], **columns: Any
 ) -> list[Reply | str | None]:
-    """What the search answers in each row's world. A turn that answers, or does not end with ';', ends the episode."""
-    return [_reply(last_turn(turns), key) for turns, key in zip(transcripts, world, strict=True)]
-
-
-def _reply(turn: str, world: str) -> Reply | None:
-    words = turn.split()
-    if "answer" in words or words[-1:] != [";"]:
-        return None
-    query = words[1:-1] if words[0] == "search" else []
-    known = fact(world, *query) if len(query) == 3 else None
-    return Reply(found_text(known), invalid=known is None)
+    """Search in each row's world. A turn that answers, or does not end with ';', ends the episode."""
+    replies: list[Reply | str | None] = []
+    for turns, key in zip(transcripts, world, strict=True):
+        words = last_turn(turns).split()
+        if "answer" in words or words[-1:] != [";"]:
+            replies.append(None)
+            continue
+        query = words[1:-1] if words[0] == "search" else []
+        known = fact(key, *query) if len(query) == 3 else None
+        replies.append(Reply(found_text(known), invalid=known is None))
+    return replies
 
 
 def said_answer(text: str) -> str | None:
-    """What the first `answer` in a text says (' answer baker .' -> 'baker'); None where it is not a single word."""
+    """Return the word after the first `answer` in a text (' answer baker .' -> 'baker'); None if it is not one word."""
     words = text.split()
     said = words[words.index("answer") + 1 :] if "answer" in words else []
     return said[0] if said[1:] in ([], ["."]) and said and said[0].isalpha() else None
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 where what the policy wrote answers with the right word, else 0.0; observations do not count."""
+    """1.0 if the policy's own text answers with the right word, else 0.0; observations do not count."""
     return float(said_answer(text) == row["answer"])
 
 
@@ -153,7 +147,7 @@ def asking_turn(row: Row) -> str:
 TASK = Task(
     name="lookup",
     summary="answer questions by searching, in several turns (the embedded lookup model's own; right or wrong)",
-    rows=rows,
+    rows=lambda split: list[Row](lookup_rows(split, num_rows=NUM_ROWS[split])),
     verify=by_row(score),
     gold=lambda row: answer_text(row["answer"]),  # without the search that leads to it
     columns=("prompt", "answer", "world"),

@@ -1,13 +1,14 @@
-"""Observations as tokens: what an environment says, put behind the policy's turn as the model is used to read it.
+"""Observations as tokens: an environment's reply behind the policy's turn, as the chat template would write it.
 
 Tokens are appended and never made again from text, so what is trained is what was sampled. After a stop string, and
-without a chat template, an answer is raw text. After the end of a chat turn it is a message of role `tool`: what the
-template writes around it is tokenised with its markers, the content without any (models/tokens.py), so that an answer
+without a chat template, a reply is raw text. After the end of a chat turn it is a message of role `tool`: the
+template's text around it is tokenised with its markers, the content without any (models/tokens.py), so that a reply
 that holds "<|im_end|>" does not end the turn.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,26 +20,25 @@ from tinyrl.tasks.prompts import open_thinking
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("tool", "user")  # of a message that answers, the first that the template has
-ASKED, SAID, ANSWERED, THOUGHT = "asked", "policysaid", "environmentanswered", "policythought"
+ASKED, TURN, REPLY, THOUGHT = "asked", "policysaid", "environmentanswered", "policythought"
 CHARS_A_TOKEN = 64  # of longer texts only the beginning is tokenised
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is read: its tokens, and the text as far as it was read."""
+    """The tokens of a reply, and its text as far as they go."""
 
     tokens: list[int]
     text: str
 
 
 class ObservationTokens:
-    """Turns answers into tokens for one tokenizer, at most `max_tokens` of each answer's own.
+    """Turns replies into tokens for one tokenizer, at most `max_tokens` of each reply's own.
 
     chat: whether prompts go through the chat template, with `variables` and `tools`; eos: tokens that end a turn.
-    role: of a message that answers; end: the token that ends a turn; opened: a <think> that the template opens for the
-    next turn; strips_thinking: whether the template would leave out of earlier turns what stays in ours. Raises
-    ValueError for a template that has no place for an answer.
+    role: of a message that replies; end: the token that ends a turn; opened: a <think> that the template opens for the
+    next turn; strips_thinking: whether the template leaves the thinking out of earlier turns, while it stays in ours.
+    Raises ValueError for a template that has no place for a reply.
     """
 
     def __init__(
@@ -50,24 +50,21 @@ class ObservationTokens:
         eos: set[int],
         max_tokens: int,
     ) -> None:
-        self.tokenizer, self.eos, self.max_tokens = tokenizer, eos, max_tokens
+        self.tokenizer, self.chat, self.eos, self.max_tokens = tokenizer, chat, eos, max_tokens
         self.end = answer_end(tokenizer, chat=chat, variables=variables)
-        self.role, self.opened, self.strips_thinking = "tool", "", False
-        self.chat = chat
-        self._around = self._find_role(variables) if chat else ("", "")
+        self.role, self._around = self._find_role(variables) if chat else ("tool", ("", ""))
         self._before, self._after = (token_ids(tokenizer, text) for text in self._around)
-        if not chat:
-            return
         self.opened = open_thinking(self._around[1])
-        shown = self._render(f"<think>\n{THOUGHT}\n</think>\n\n{SAID}", variables)
-        self.strips_thinking = THOUGHT not in shown
+        thinking = f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"
+        self.strips_thinking = chat and THOUGHT not in self._render(thinking, self.role, variables)
 
     @property
     def most(self) -> int:
+        """Most tokens of one observation, with those around the reply."""
         return self.max_tokens + len(self._before) + len(self._after)
 
     def __call__(self, text: str, *, ended_at: int | None) -> Observation:
-        """The tokens of an answer to a turn that ended with the EOS token `ended_at` (None: at a stop string)."""
+        """Tokenise a reply to a turn that ended with the EOS token `ended_at` (None: at a stop string)."""
         content, text = self._cut(text)
         before, after = self._around if ended_at is not None else ("", "")
         tokens = [*self._before, *content, *self._after] if ended_at is not None else content
@@ -83,45 +80,37 @@ class ObservationTokens:
     def _cut(self, text: str) -> tuple[list[int], str]:
         text = text[: CHARS_A_TOKEN * self.max_tokens]
         content = token_ids(self.tokenizer, disguised(self.tokenizer, text))
-        if len(content) > self.max_tokens:
-            content = content[: self.max_tokens]
-            text = str(self.tokenizer.decode(content))
-        return content, text
+        if len(content) <= self.max_tokens:
+            return content, text
+        content = content[: self.max_tokens]
+        return content, str(self.tokenizer.decode(content))
 
-    def _find_role(self, variables: dict[str, Any]) -> tuple[str, str]:
-        """What the template writes between a turn and its answer, and between the answer and the next turn. Some write
-        every role that they do not know as the assistant, and so the answer as the policy's own.
+    def _find_role(self, variables: dict[str, Any]) -> tuple[str, tuple[str, str]]:
+        """Return the role of a reply, the template's text between a turn and its reply, and that before the next turn.
+
+        Some templates write every role that they do not know as the assistant, and so a tool's reply as another turn of
+        the policy.
         """
-        problem: ValueError | None = None
-        for self.role in ROLES:
+        problem = as_policy = ""
+        with suppress(ValueError):
+            as_policy = self._render(TURN, "assistant", variables)
+        for role in ("tool", "user"):
             try:
-                text = self._render(SAID, variables)
+                text = self._render(TURN, role, variables)
             except ValueError as error:
-                problem = error
+                problem = f" ({error})"
                 continue
-            _, said, rest = text.partition(SAID)
-            between, answered, after = rest.partition(ANSWERED)
-            if said and answered and ANSWERED not in after and not self._is_own(text, variables):
-                return between, after
+            opening, turn, rest = text.partition(ASKED)[2].partition(TURN)
+            between, reply, after = rest.partition(REPLY)
+            own = role == "tool" and (rest.startswith(opening + REPLY) or text == as_policy)
+            if turn and reply and REPLY not in after and not own:
+                return role, (between, after)
         raise ValueError(
             "the model's chat template has no place for what an environment answers: neither a message of role tool "
-            f"nor another of the user's{f' ({problem})' if problem else ''}"
+            f"nor another of the user's{problem}"
         )
 
-    def _is_own(self, text: str, variables: dict[str, Any]) -> bool:
-        """Whether a rendering writes a tool's answer as another turn of the policy."""
-        opening, _, rest = text.partition(ASKED)[2].partition(SAID)
-        if self.role != "tool" or rest.startswith(opening + ANSWERED):
-            return self.role == "tool"
-        try:
-            return text == self._render(SAID, variables, role="assistant")
-        except ValueError:
-            return False
-
-    def _render(self, said: str, variables: dict[str, Any], *, role: str | None = None) -> str:
-        messages = [
-            {"role": "user", "content": ASKED},
-            {"role": "assistant", "content": said},
-            {"role": role or self.role, "content": ANSWERED},
-        ]
+    def _render(self, turn: str, role: str, variables: dict[str, Any]) -> str:
+        roles = (("user", ASKED), ("assistant", turn), (role, REPLY))
+        messages = [{"role": each, "content": content} for each, content in roles]
         return template_text(self.tokenizer, messages, variables=variables, add_generation_prompt=True)

@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
@@ -21,9 +21,6 @@ from tinyrl.tasks import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHORTEST_BOUND = 32
-ASKED_COLUMNS = ("prompt", "messages", "conversations", "tools")
-SAID_COLUMNS = ("completion", "chosen", "rejected")
 ASKED, ANSWER = "usersaid", "policysaid"  # contents that are rendered to see what the template writes around them
 
 
@@ -65,53 +62,28 @@ def prepare_prompts(
     long_prompts: Literal["error", "drop"],
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
-    """Render every row, with what an environment says at the end of its prompt. Prompts over `max_prompt_tokens` are
-    refused, naming the first, or dropped if asked for.
-
-    One with more characters than so many tokens can have is not tokenised, which would take a minute for ten megabytes.
+    """Render every row, with the environment's opening (if any) at the end of its text or last message. Prompts over
+    `max_prompt_tokens` are refused, naming the first, or dropped if asked for.
     """
     prepared: list[PreparedPrompt] = []
-    long: list[tuple[int, str, int]] = []  # row, text, tokens (at least, where they were not counted)
-    most_chars = max_prompt_tokens * (per_token := most_chars_a_token(tokenizer))
-    uncounted = False
+    long: list[PreparedPrompt] = []
     for index, row in enumerate(watched(rows)):
-        own = prompt_of(task.prompt(row))
-        prompt = _opened_by(own, openings[index] if openings else None)
-        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-        if len(text) > most_chars:
-            long.append((index, text, len(text) // per_token))
-            uncounted = True
-            continue
-        rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
-        if len(rendered.tokens) > max_prompt_tokens:
-            long.append((index, rendered.text, len(rendered.tokens)))
-        else:
-            prepared.append(PreparedPrompt(index, row, own, rendered.text, rendered.tokens, rendered.opened))
+        own = prompt = prompt_of(task.prompt(row))
+        if openings and (opening := openings[index]) is not None:
+            last = own if isinstance(own, str) else own[-1]["content"]
+            prompt = last + opening if isinstance(own, str) else [*own[:-1], {**own[-1], "content": last + opening}]
+        read = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
+        one = PreparedPrompt(index, row, own, read.text, read.tokens, read.opened)
+        (long if len(one.tokens) > max_prompt_tokens else prepared).append(one)
     if long and (long_prompts == "error" or not prepared):
-        (index, text, tokens), longest = long[0], max(tokens for _, _, tokens in long)
-        or_more = " or more" if uncounted else ""
-        larger = "" if uncounted else f"Set generation.max_prompt_tokens={longest}, or leave"
+        first, longest = long[0], max(len(one.tokens) for one in long)
         raise ValueError(
             f"{len(long)} of {len(rows)} prompts have more than "
             f"generation.max_prompt_tokens={max_prompt_tokens} tokens "
-            f"(first: row {index + 1} with {tokens}; longest {longest}{or_more}): {text[:60]!r}...\n"
-            f"{larger or 'Leave'} them out with task.long_prompts=drop."
+            f"(first: row {first.index + 1} with {len(first.tokens)}; longest {longest}): {first.text[:60]!r}...\n"
+            f"Set generation.max_prompt_tokens={longest}, or leave them out with task.long_prompts=drop."
         )
     return prepared
-
-
-def _opened_by(prompt: Prompt, opening: str | None) -> Prompt:
-    """A prompt and what the environment adds: to the text, or to the last message."""
-    if opening is None:
-        return prompt
-    if isinstance(prompt, str):
-        return prompt + opening
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + opening}]
-
-
-def most_chars_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The characters of the longest token, and at least some, for tokens that stand for an unknown word."""
-    return max(SHORTEST_BOUND, *map(len, tokenizer.get_vocab()))
 
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
@@ -154,55 +126,48 @@ def render_prompt(
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
         opened = re.search(r"<think>\s*\Z", text[-200:])
         return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
-    turn = rendered_turn(tokenizer, prompt, variables or {}) if isinstance(prompt, str) else None
-    if isinstance(prompt, str) and turn is not None:
+    if isinstance(prompt, str) and (turn := rendered_turn(tokenizer, prompt, variables or {})) is not None:
         if system_prompt is not None:
             raise ValueError(f"task.system_prompt has no place in a prompt that is rendered already: {prompt[:60]!r}")
-        return Rendered(prompt, _plain_tokens(tokenizer, prompt, bos=turn.bos), open_thinking(prompt[turn.start :]))
-    text, added = _templated(tokenizer, asked_messages(prompt, system_prompt), variables or {})
-    opened = undisguised(tokenizer, open_thinking(added))
-    return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), opened)
-
-
-class RenderedTurn(NamedTuple):
-    """start: where the last turn of a rendered text begins; bos: whether the template writes a BOS."""
-
-    start: int
-    bos: bool
+        start, bos = turn
+        return Rendered(prompt, _plain_tokens(tokenizer, prompt, bos=bos), open_thinking(prompt[start:]))
+    messages = asked_messages(prompt, system_prompt)
+    goes_on = messages[-1]["role"] == "assistant"
+    before = messages[:-1] if goes_on else messages
+    last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    text = template_text(tokenizer, messages, variables=variables or {}, **last)
+    asked = template_text(tokenizer, before, variables=variables or {}) if before else ""
+    opened = open_thinking(text[shared_length(text, asked) :])  # a <think> of the template's own
+    return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
 
 
 def rendered_turn(
     tokenizer: PreTrainedTokenizerBase, text: str, variables: dict[str, Any], *, more: str = ""
-) -> RenderedTurn | None:
+) -> tuple[int, bool] | None:
     """Find the assistant's turn at the end of a text that the chat template has rendered already: the text begins as
     the template does, and no marker follows the last opening of a turn. That opening may reach into `more`, the text
-    that follows. None for other texts.
+    that follows. Return where the turn begins, and whether the template writes a BOS; None for other texts.
     """
-    template = (str(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
-    start, opening = _template_begins(tokenizer, *template)
-    words, whole = opening.strip(), text + more
+    start, opening = _template_begins(tokenizer, str(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    words, whole, bos = opening.strip(), text + more, str(tokenizer.bos_token or "")
     at = whole.rfind(words, 0, len(text) + len(words) - 1 if more else None)
-    end, bos = at + len(words), str(tokenizer.bos_token or "")
-    inner = bos not in opening  # a BOS that begins a text, not each turn
+    end, markers = at + len(words), markers_of(tokenizer)
 
-    def begins(rendering: str) -> str:
-        return rendering.lstrip().removeprefix(bos).lstrip() if inner else rendering.lstrip()
+    def begins(rendering: str) -> str:  # a BOS that begins a text, not each turn, may be missing
+        return (rendering if bos in opening else rendering.lstrip().removeprefix(bos)).lstrip()
 
     head = begins(start)
-    marker = markers_of(tokenizer).everywhere.match(head)
+    marker = markers.everywhere.match(head)
     head = marker.group() if marker else head.rstrip()
-    if not head or not words or at < 0 or not begins(text).startswith(head):
-        return None
-    if markers_of(tokenizer).own.search(text, end):
+    if not head or not words or at < 0 or not begins(text).startswith(head) or markers.own.search(text, end):
         return None
     space = opening[len(opening.rstrip()) :]
-    end += len(space) * whole.startswith(space, end)
-    return RenderedTurn(end, bool(bos) and start.startswith(bos))
+    return end + len(space) * whole.startswith(space, end), bool(bos) and start.startswith(bos)
 
 
 @lru_cache(maxsize=16)
 def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> tuple[str, str]:
-    """What a chat template begins with, whoever speaks first, and what it writes between a user and the assistant."""
+    """Return the beginning of every rendering, whoever speaks first, and the text between a user and the assistant."""
     user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}
 
     def rendered(*messages: Message, **options: Any) -> str:
@@ -211,22 +176,22 @@ def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variable
         except ValueError:
             return ""
 
-    asked, answered = rendered(user, add_generation_prompt=True), rendered(user, answer)
-    behind, start = asked.partition(ASKED)[2], asked.partition(ASKED)[0]
-    opening = behind[: shared_length(behind, answered.partition(ASKED)[2].partition(ANSWER)[0])]
+    start, _, behind = rendered(user, add_generation_prompt=True).partition(ASKED)
+    answered = rendered(user, answer).partition(ASKED)[2].partition(ANSWER)[0]
+    opening = behind[: shared_length(behind, answered)].partition("<think>")[0]
     with_system = rendered({**user, "role": "system"}, user).partition(ASKED)[0]
-    begins = start[: shared_length(start, with_system)] if with_system else start
-    return begins, opening.partition("<think>")[0]
+    return start[: shared_length(start, with_system)] if with_system else start, opening
 
 
 def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: Literal["auto"] | bool) -> list[str]:
-    """A line on how many rows contain markers in what the chat template renders."""
+    """Return a line on how many rows contain markers in what the chat template renders."""
     if not in_chat(tokenizer, chat):
         return []
 
     def marked(row: Row) -> bool:
-        asked, said = ([row.get(name) for name in names] for names in (ASKED_COLUMNS, SAID_COLUMNS))
-        return disguised(tokenizer, asked) != asked or disguised(tokenizer, said, own=True) != said
+        asked = [row.get(name) for name in ("prompt", "messages", "conversations", "tools")]
+        answers = [row.get(name) for name in ("completion", "chosen", "rejected")]
+        return disguised(tokenizer, asked) != asked or disguised(tokenizer, answers, own=True) != answers
 
     found = [number for number, row in enumerate(rows, start=1) if marked(row)]
     what = "contain a marker of the model, which is read as plain text (texts that are rendered already: as it is)"
@@ -250,18 +215,6 @@ def asked_messages(prompt: Prompt, system_prompt: str | None) -> list[Message]:
     if system_prompt is None:
         return list(messages)
     return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
-
-
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], variables: dict[str, Any]
-) -> tuple[str, str]:
-    """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
-    going_on = messages[-1]["role"] == "assistant"
-    before = messages[:-1] if going_on else messages
-    turn = {"add_generation_prompt": not going_on, "continue_final_message": going_on}
-    text = template_text(tokenizer, messages, variables=variables, **turn)
-    asked = template_text(tokenizer, before, variables=variables) if before else ""
-    return text, text[shared_length(text, asked) :]
 
 
 def shared_length(one: str, other: str) -> int:

@@ -1,6 +1,6 @@
 """reasoning-gym's families of generated problems (2505.24760), each with a verifier of its own: over a hundred.
 
-    task.data=leg_counting                              one family
+    task.data=leg_counting                                          one family
     task.data='leg_counting,chain_sum?min_terms=2&max_terms=3'      several, with the settings that make them harder
 
 Problems are drawn by a fixed seed; a problem that is held out is not trained on. Verifiers run in a worker process.
@@ -21,21 +21,30 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row, marked_answer
 from tinyrl.text import did_you_mean
 
-DEFAULT = "leg_counting"
 SIZES = {"train": 4000, "eval": 512}  # problems of all families together, before repeated ones are left out
 ASKED = "\n\nEnd with the answer alone inside <answer></answer>."
 
 
 def generate(spec: str | None, split: str, seed: int) -> list[Row]:
-    """Problems of the families that `spec` names, family by family in turn; the same every time. ValueError where
-    there is no such family or setting.
+    """Draw problems of the families that `spec` names, family by family in turn; the same every time. Raises ValueError
+    for an unknown family or setting.
     """
-    families = [_family(part) for part in (spec or DEFAULT).split(",")]
-    each = SIZES[split] // len(families)
-    held_out = {row["prompt"] for row in generate(spec, "eval", seed)} if split == "train" else set[str]()
-    drawn = 2 * seed + (split == "eval")
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError("task.name=reasoning_gym needs reasoning-gym: pip install 'tinyrl[reasoning]'")
+    from reasoning_gym.factory import DATASETS
+
+    families = []
+    for part in (spec or "leg_counting").split(","):
+        name, _, query = part.strip().partition("?")
+        if name not in DATASETS:
+            near = did_you_mean(name, [*DATASETS])
+            raise ValueError(f"task.data: reasoning-gym has no family '{name}' among its {len(DATASETS)}.{near}")
+        settings = {key: yaml.safe_load(value) for key, value in urllib.parse.parse_qsl(query)}
+        families.append((name, json.dumps(settings, sort_keys=True)))
+    each, drawn = SIZES[split] // len(families), 2 * seed + (split == "eval")
+    seen = {row["prompt"] for row in generate(spec, "eval", seed)} if split == "train" else set[str]()
     problems = [_problems(name, settings, drawn, each) for name, settings in families]
-    rows, seen = list[Row](), held_out
+    rows = list[Row]()
     for index in range(each):
         for (name, settings), problem in zip(families, problems, strict=True):
             text = str(problem[index]["question"]) + ASKED
@@ -45,21 +54,6 @@ def generate(spec: str | None, split: str, seed: int) -> list[Row]:
                 where = {"family": name, "settings": settings, "seed": drawn, "size": each, "index": index}
                 rows.append({"prompt": text, "answer": None if answer is None else str(answer), "problem": where})
     return rows
-
-
-def _family(part: str) -> tuple[str, str]:
-    """The name of a family, and its settings as JSON."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("task.name=reasoning_gym needs reasoning-gym: pip install 'tinyrl[reasoning]'")
-    from reasoning_gym.factory import DATASETS
-
-    name, _, query = part.strip().partition("?")
-    if name not in DATASETS:
-        known = ", ".join([*sorted(DATASETS)][:6])
-        raise ValueError(f"task.data: reasoning-gym has no family '{name}'.{did_you_mean(name, [*DATASETS])} "
-                         f"There are {len(DATASETS)}: {known}, ...")  # fmt: skip
-    settings = {key: yaml.safe_load(value) for key, value in urllib.parse.parse_qsl(query)}
-    return name, json.dumps(settings, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,26 +66,20 @@ def _problems(name: str, settings: str, seed: int, size: int) -> Any:
         raise ValueError(f"task.data: reasoning-gym's {name}: {error}") from None
 
 
-def gold(row: Row) -> str | None:
-    """An answer with full marks; None for families that have only a verifier."""
-    return None if row.get("answer") is None else f"<answer>{row['answer']}</answer>"
-
-
 def score(text: str, row: Row) -> float:
-    """reasoning-gym's own score, 0 to 1, of what stands in <answer></answer>, or of all where nothing does."""
-    said, where = marked_answer(text), row["problem"]
+    """reasoning-gym's own score, 0 to 1, of the text in <answer></answer>, or of all if there is none."""
+    inside, where = marked_answer(text), row["problem"]
     problems = _problems(where["family"], where["settings"], where["seed"], where["size"])
-    return float(problems.score_answer(text.strip() if said is None else said.strip(), problems[where["index"]]))
+    return float(problems.score_answer(text.strip() if inside is None else inside.strip(), problems[where["index"]]))
 
 
 verify = by_row(score)
-
 
 TASK = Task(
     name="reasoning_gym",
     summary="generated problems of reasoning-gym, by family and difficulty: task.data=chain_sum?max_terms=3",
     verify=verify,
-    gold=gold,
+    gold=lambda row: None if row.get("answer") is None else f"<answer>{row['answer']}</answer>",
     columns=("prompt", "problem"),
     generate=generate,
     grader="tinyrl.tasks.reasoning_gym:verify",

@@ -15,8 +15,6 @@ from tinyrl.starter import SPLITS, split_of, words
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row
 
-MAX_EVAL_ROWS = 512
-
 
 class Lexicon(NamedTuple):
     nouns: tuple[str, ...]
@@ -89,7 +87,7 @@ _OPENING_PARTS = (
 
 
 def openings(split: str) -> list[str]:
-    """The neutral openings of one split, in a shuffled but fixed order: prompts that reviews continue."""
+    """Return the neutral openings of one split, in a shuffled but fixed order: prompts that reviews continue."""
     assert split in SPLITS, split
     every = [" ".join(parts) + "." for parts in itertools.product(*_OPENING_PARTS)]
     random.Random("openings").shuffle(every)
@@ -119,13 +117,13 @@ _PATTERNS = _patterns()
 
 
 def clause_mood(clause: str) -> int | None:
-    """1, 0 or -1 for a clause of the grammar, None for anything else."""
+    """Return 1, 0 or -1 for a clause of the grammar, None for anything else."""
     found = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(clause))), None)
     return None if found is None else _MOODS[found["mood"]]
 
 
 def clause_moods(text: str) -> list[int | None]:
-    """The mood of every clause of a review (without its opening), None for what the grammar cannot have written.
+    """Return the mood of every clause of a review (without its opening), None for one outside the grammar.
 
     A clause that repeats an earlier one and a last sentence without its full stop are None too.
     """
@@ -139,12 +137,6 @@ def clause_moods(text: str) -> list[int | None]:
     return [*moods, None] if rest.strip() else moods
 
 
-def rows(split: str) -> list[Row]:
-    """Rows {"prompt"}: 539 openings to train on, 512 held out; none was ever in the pre-training text."""
-    prompts = openings(split)
-    return [{"prompt": opening} for opening in (prompts if split == "train" else prompts[:MAX_EVAL_ROWS])]
-
-
 def score(text: str, row: Row) -> float:
     """The mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
     moods = clause_moods(text)
@@ -154,7 +146,7 @@ def score(text: str, row: Row) -> float:
 TASK = Task(
     name="reviews",
     summary="continue a neutral opening into a film review (scored by a reward model; judged by the grammar)",
-    rows=rows,
+    rows=lambda split: [{"prompt": opening} for opening in openings(split)[: 512 if split == "eval" else None]],
     verify=by_row(score),
     gold=lambda row: " the plot was brilliant, and the cast kept me hooked. i loved it.",
     columns=("prompt",),

@@ -1,9 +1,9 @@
-"""The user's own rows: a `prompt` (text or chat messages) and, where there is one, the `answer` to compare with.
+"""The user's own rows: a `prompt` (text or chat messages) and, if there is one, the `answer` to compare with.
 
-A completion's answer is what it marks: the last <answer>...</answer>, else what follows the last "####", else the last
-\\boxed{...}, else the whole completion (for a numeric answer: its last number). It is right when it is the same number
-or the same text, case, spacing and a final full stop aside. Rows without an answer have no score here (None): they
-need a reward function or a reward model, which may read an `answer` of any kind, an empty one too.
+A completion's answer is the one it marks: the last <answer>...</answer>, else the text after the last "####", else the
+last \\boxed{...}, else the whole completion (for a numeric answer: its last number). It is right if it is the same
+number or the same text, up to case, spacing and a final full stop. Rows without an answer have no score here (None):
+they need a reward function or a reward model, which may read an `answer` of any kind, an empty one too.
 """
 
 from __future__ import annotations
@@ -14,44 +14,38 @@ from tinyrl.tasks.grading import by_row, last_number, marked_answer, normalised_
 
 
 def gold(row: Row) -> str | None:
-    """The row's answer; None where it has none that a completion can be compared with: a reward function of the user's
-    own may read anything else.
-    """
+    """Return the row's answer; None if a completion cannot be compared with it."""
     answer = row.get("answer")
     return str(answer) if isinstance(answer, str | int | float) and str(answer).strip() else None
 
 
 def check_reference(row: Row) -> None:
-    """ValueError for an `answer` that is there and cannot be compared with: empty, or neither text nor a number."""
+    """Raise ValueError for an `answer` that is empty, or neither text nor a number."""
     reference = row.get("answer")
-    if reference is None or gold(row) is not None:
-        return
-    if not isinstance(reference, str):
+    if isinstance(reference, str) and not reference.strip():
+        raise ValueError("'answer' is empty; leave it out (or null) where there is none")
+    if not isinstance(reference, str | int | float | None):
         raise ValueError(f"'answer' must be text or a number, not {reference!r:.60}")
-    raise ValueError("'answer' is empty; leave it out (or null) where there is none")
 
 
 def answer(text: str) -> str | None:
-    """What a completion says, normalised: equal answers are equal texts. None for an empty one."""
+    """Return a completion's answer, normalised: equal answers are equal texts. None for an empty one."""
     marked = marked_answer(text)
-    number = parse_number(marked if marked is not None else text)
-    return str(number) if number is not None else normalised_text(text if marked is None else marked) or None
-
-
-def _is_right(text: str, reference: str) -> bool:
-    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
-    marked = marked_answer(text)
-    wanted = parse_number(reference)
-    if wanted is not None:
-        said = marked if marked is not None else text
-        return wanted == parse_number(said) or (marked is None and wanted == parse_number(last_number(text)))
-    return any(normalised_text(said) == normalised_text(reference) for said in (marked, text) if said is not None)
+    said = text if marked is None else marked
+    number = parse_number(said)
+    return str(number) if number is not None else normalised_text(said) or None
 
 
 def score(text: str, row: Row) -> float | None:
-    """1.0 where a completion gives the row's `answer`, 0.0 where not, None where the row has none."""
-    reference = gold(row)
-    return None if reference is None else float(_is_right(text, reference))
+    """1.0 if a completion gives the row's `answer`, 0.0 if not, None if the row has none."""
+    reference, marked = gold(row), marked_answer(text)
+    if reference is None:
+        return None
+    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
+    said = text if marked is None else marked
+    if (wanted := parse_number(reference)) is not None:
+        return float(wanted in (parse_number(said), parse_number(last_number(text)) if marked is None else None))
+    return float(normalised_text(reference) in (normalised_text(said), normalised_text(text)))
 
 
 TASK = Task(
@@ -60,7 +54,6 @@ TASK = Task(
     verify=by_row(score),
     gold=gold,
     check_reference=check_reference,
-    columns=("prompt",),
     answer=answer,
     can_grade_math=True,
 )

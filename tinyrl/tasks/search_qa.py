@@ -1,8 +1,8 @@
 """Questions answered with the help of a search engine, scored by exact match: Search-R1 (Jin et al., arXiv 2503.09516).
 
-An answer is right when it equals one of the row's `golden_answers` after SQuAD's normalisation: lower case, no
-punctuation, no articles, single spaces. Differs in two points: only what the policy wrote is read, never a page that
-was found, and a text of which nothing is left (the answers "A" and "!") is compared as it stands.
+An answer is right if it equals one of the row's `golden_answers` after SQuAD's normalisation: lower case, no
+punctuation, no articles, single spaces. Differs in two points: only the policy's own text is read, never a page that
+was found, and a text of which nothing is left (the answers "A" and "!") is compared as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import string
 from typing import Any
 
 from tinyrl.data.readers import Row
-from tinyrl.tasks import Task
+from tinyrl.tasks import Task, text_in
 from tinyrl.tasks.grading import by_row, folded, tagged
 
 INSTRUCTION = (
@@ -23,30 +23,23 @@ INSTRUCTION = (
     "<answer>Lake Geneva</answer>"
 )
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-
-
-def prompt(row: Row) -> str:
-    if not isinstance(row["question"], str) or not row["question"].strip():
-        raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
-    return f"{INSTRUCTION}\nQuestion: {row['question'].strip()}\n"
 
 
 def normalised_answer(text: str) -> str:
-    """A text as SQuAD compares it; one of which nothing would be left only loses case and spacing."""
+    """Normalise a text as SQuAD does; one of which nothing would be left only loses case and spacing."""
     lowered = folded(text).lower()
-    plain = " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split())
+    plain = " ".join(re.sub(r"\b(a|an|the)\b", " ", lowered.translate(_PUNCTUATION)).split())
     return plain or " ".join(lowered.split())
 
 
 def answer(text: str) -> str | None:
-    """What a completion's last <answer> says, normalised; None where it says nothing."""
-    said = tagged(text, "answer")
-    return normalised_answer(said) or None if said is not None else None
+    """Return a completion's last <answer>, normalised; None if there is none."""
+    inside = tagged(text, "answer")
+    return normalised_answer(inside) or None if inside is not None else None
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 where a completion's answer is one of the row's golden answers, else 0.0."""
+    """1.0 if a completion's answer is one of the row's golden answers, else 0.0."""
     return float(answer(text) in [normalised_answer(golden) for golden in _golden(row["golden_answers"])])
 
 
@@ -60,7 +53,7 @@ def _golden(answers: Any) -> list[str]:
 TASK = Task(
     name="search_qa",
     summary="your own questions, answered with a search engine over your passages (Search-R1's form)",
-    prompt=prompt,
+    prompt=lambda row: f"{INSTRUCTION}\nQuestion: {text_in(row, 'question')}\n",
     verify=by_row(score),
     gold=lambda row: f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>",
     columns=("question", "golden_answers"),

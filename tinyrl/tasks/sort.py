@@ -45,26 +45,21 @@ def draw_letters(rng: random.Random) -> str:
     return "".join(rng.sample(string.ascii_lowercase, NUM_LETTERS))
 
 
-def rows(split: str) -> list[Row]:
-    """Rows {"prompt", "answer"}: 4,096 to train on, 512 held out; none was ever in the pre-training text."""
-    return list[Row](sort_rows(split, num_rows=NUM_ROWS[split]))
-
-
 def listed_letters(text: str) -> str | None:
-    """The letters a completion lists ('a b d' -> 'abd'); None when it is anything but single letters."""
+    """Return the letters that a completion lists ('a b d' -> 'abd'); None if it is anything but single letters."""
     parts = text.split()
     return "".join(parts) if parts and all(len(part) == 1 and part.isalpha() for part in parts) else None
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 where a completion lists exactly the sorted letters, else 0.0."""
+    """1.0 if a completion lists exactly the sorted letters, else 0.0."""
     return float(listed_letters(text) == row["answer"])
 
 
 TASK = Task(
     name="sort",
     summary="sort eight letters (the embedded default's own task; right or wrong)",
-    rows=rows,
+    rows=lambda split: list[Row](sort_rows(split, num_rows=NUM_ROWS[split])),
     verify=by_row(score),
     gold=lambda row: sort_completion(row["answer"]),
     columns=("prompt", "answer"),

@@ -1,4 +1,4 @@
-"""The sums task: two numbers to add, for chat models that are small; right where a completion ends with the sum.
+"""The sums task: two numbers to add, for chat models that are small; right if a completion ends with the sum.
 
     python -m tinyrl.tasks.sums OUT
 
@@ -29,48 +29,36 @@ def rows(split: str) -> list[Row]:
     while len(pairs) < sum(NUM_ROWS.values()):
         numbers = [draw.randint(SMALLEST, LARGEST) for _ in range(2)]
         pairs.setdefault(tuple(sorted(numbers)), numbers)
-    train, held_out = NUM_ROWS["train"], NUM_ROWS["eval"]
-    chosen = list(pairs.values())[:train] if split == "train" else list(pairs.values())[train : train + held_out]
-    return [_row(numbers, draw) for numbers in chosen]
-
-
-def _row(numbers: list[int], draw: random.Random) -> Row:
-    first, second = numbers
-    answer = first + second
-    wrong = answer + draw.choice((-1, 1)) * draw.randint(1, min(FARTHEST, answer))
-    return {
-        "prompt": f"What is {first} + {second}?",
-        "answer": answer,
-        "first": first,
-        "second": second,
-        "wrong": wrong,
-    }
+    found = []
+    border = NUM_ROWS["train"]
+    for first, second in [*pairs.values()][:border] if split == "train" else [*pairs.values()][border:]:
+        answer = first + second
+        wrong = answer + draw.choice((-1, 1)) * draw.randint(1, min(FARTHEST, answer))
+        asked = f"What is {first} + {second}?"
+        found.append({"prompt": asked, "answer": answer, "first": first, "second": second, "wrong": wrong})
+    return found
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 where a completion's last number is the sum, else 0.0."""
+    """1.0 if a completion's last number is the sum, else 0.0."""
     return float(numbers_equal(last_number(text), row["answer"]))
 
 
-def text_rows(split: str) -> dict[str, list[Row]]:
-    files: dict[str, list[Row]] = {"answers": [], "pairs": [], "styles": []}
-    for row in rows(split):
-        first, second, answer = row["first"], row["second"], row["answer"]
-        right, wrong = (f"{first} + {second} = {total}" for total in (answer, row["wrong"]))
-        words = f"The sum of {first} and {second} is {answer}."
-        common = {"prompt": row["prompt"], "answer": answer}
-        files["answers"].append({**common, "completion": right})
-        files["pairs"].append({**common, "chosen": right, "rejected": wrong})
-        files["styles"].append({**common, "chosen": right, "rejected": words})
-    return files
-
-
 def write(out: Path) -> list[Path]:
-    return [
-        write_rows(out / f"{name}{'' if split == 'train' else '.eval'}.jsonl", some)
-        for split in NUM_ROWS
-        for name, some in text_rows(split).items()
-    ]
+    written = []
+    for split in NUM_ROWS:
+        files: dict[str, list[Row]] = {"answers": [], "pairs": [], "styles": []}
+        for row in rows(split):
+            first, second, answer = row["first"], row["second"], row["answer"]
+            right, wrong = (f"{first} + {second} = {total}" for total in (answer, row["wrong"]))
+            words = f"The sum of {first} and {second} is {answer}."
+            common = {"prompt": row["prompt"], "answer": answer}
+            files["answers"].append({**common, "completion": right})
+            files["pairs"].append({**common, "chosen": right, "rejected": wrong})
+            files["styles"].append({**common, "chosen": right, "rejected": words})
+        end = "" if split == "train" else ".eval"
+        written += [write_rows(out / f"{name}{end}.jsonl", some) for name, some in files.items()]
+    return written
 
 
 TASK = Task(

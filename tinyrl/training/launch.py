@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -222,11 +221,3 @@ def open_session(
         sources=sources,
     )
     return Launch(run, trainer, session)
-
-
-def dry_run(config: Config, *, options: Options) -> str:
-    """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
-    when = "before the first step"
-    with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
-        resolve_threads(trainer)
-        return trainer.preview()

@@ -1,10 +1,9 @@
-"""What `tinyrl doctor MODEL` tries of a model before anybody trains it: that the same numbers come out whichever way
+"""What `tinyrl check` tries of a model before anybody trains it: that the same numbers come out whichever way
 they are computed (alone, padded, packed, cached while sampling), that adapters come off, that its tokens go round.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,19 +12,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
-from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.templates import asks_for_date
 from tinyrl.models.tokens import token_ids
-from tinyrl.rollout.components import Options, Parts
-from tinyrl.runs.resolve import resolve
+from tinyrl.rollout.components import Parts
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt
-from tinyrl.text import shortened, visible
+from tinyrl.text import shortened
 
 LENGTHS = ((5, 23), (12, 37), (2, 41), (12, 34))  # tokens of prompt and response, where there are positions for them
 NEW_TOKENS = 16
@@ -42,25 +38,12 @@ class Check:
     said: str
 
 
-def check_model(config: Config, *, options: Options) -> list[Check]:
-    """Try the model of a configuration. Raises ValueError for one that cannot be loaded."""
-    parts = Parts(resolve(config), options=options)
-    try:
-        checks = [*_tokens(parts), _template(parts), *_batches(parts), *_adapters(parts)]
-        generation = parts.config.generation
-        engine, why = engine_of(
-            generation, parts.roles, parts.tokenizer, stop=[], longest_response=generation.max_new_tokens
-        )
-        return [*checks, Check("sampling engine", "ok", f"{engine.name}: {why}"), _rescored(parts, engine)]
-    finally:
-        parts.close()
-
-
-def render_checks(checks: list[Check]) -> str:
-    counts = Counter(one.result for one in checks)
-    end = ", ".join(f"{counts[result]} {result}" for result in ("wrong", "ok", "note") if counts[result])
-    lines = (f"{one.result:6}{one.name}: {one.said}" for one in checks)
-    return "\n".join(visible(line).replace("\n", " ") for line in [*lines, end])
+def check_parts(parts: Parts, engine: SamplingEngine | None) -> list[Check]:
+    """Try a loaded model; its adapters are as before afterwards."""
+    checks = [*_tokens(parts), _template(parts)]
+    if parts.config.trains.policy:
+        checks += [*_batches(parts), *_adapters(parts)]
+    return [*checks, *([_rescored(parts, engine)] if engine is not None and engine.name != "server" else [])]
 
 
 def _tokens(parts: Parts) -> list[Check]:
@@ -160,14 +143,19 @@ def _adapters(parts: Parts) -> list[Check]:
     batch = make_batch(*_rows(parts), device=parts.roles.device)
     fresh, base = _logprobs(parts, "policy", batch), _logprobs(parts, "reference", batch)
     exact = partial(_logprobs, parts, "reference", batch, widened=True)
+    outer = [p for name, p in parts.roles.parameters["policy"].items() if "lora_B" in name]
+    before = [parameter.detach().clone() for parameter in outer]
     with torch.no_grad():
-        for name, parameter in parts.roles.parameters["policy"].items():
-            if "lora_B" in name:
-                parameter.normal_(std=STIRRED)
+        for parameter in outer:
+            parameter.normal_(std=STIRRED)
     changed = float((_logprobs(parts, "policy", batch) - base).abs().max())
     acts = Check("adapters on", "ok" if changed > 0 else "wrong", f"drawn at random they change up to {changed:.2g}")
     off = _gap(parts, "adapters off = base", _logprobs(parts, "reference", batch), base, exact)
-    return [_gap(parts, "a fresh adapter = base", fresh, base, exact), acts, off]
+    with torch.no_grad():
+        for parameter, value in zip(outer, before, strict=True):
+            parameter.copy_(value)
+    is_fresh = parts.config.model.adapter is None
+    return [*([_gap(parts, "a fresh adapter = base", fresh, base, exact)] if is_fresh else []), acts, off]
 
 
 def _rescored(parts: Parts, engine: SamplingEngine) -> Check:

@@ -1,0 +1,140 @@
+"""`tinyrl check` as a command: sections in order, exit codes, memory, and the largest step of every kind of method."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests import running
+from tests.tiny_models import TinyModels
+from tinyrl.cli.commands import app
+from tinyrl.config.recipe import load_config, packaged_recipes, read_recipe
+from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.starter import starter_path
+from tinyrl.tools.check import bytes_of
+from tinyrl.tools.check.loaded import load, worst_step
+from tinyrl.tools.check.offline import KNOWN_SHAPES, check_memory, estimate, read_shapes
+
+# Of the model cards and the papers (2412.15115, 2505.09388), in billions.
+PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "1.7B": 1.721, "4B": 4.022, "1B": 1.236}
+GB = 10**9
+FEW = ["--device", "cpu", "--prompts", "4", "run.threads=1", "grpo.num_prompts=4", "grpo.minibatch_size=32"]
+ORDER = ["settings", "rows", "reward", "model", "policy", "rates", "worst step", "findings"]
+
+
+def checked(*words: str, code: int = 0) -> dict:
+    done = CliRunner().invoke(app, ["check", *words, "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_default_run_is_sound_and_its_rates_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = checked("grpo", *FEW, "--write", "rated.jsonl")
+    assert list(page) == ORDER
+    assert page["findings"] == []
+    assert page["reward"]["gold"] == 1.0
+    assert page["policy"]["prompts"] == 4
+    assert page["worst step"]["seconds"]["update"] > 0
+    assert sum(row[PASS_RATE] is not None for row in read_rows("rated.jsonl")) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"rated.jsonl"}
+
+
+def test_a_run_that_cannot_learn_is_exit_3() -> None:
+    page = checked("grpo", *FEW, "generation.max_new_tokens=3", code=3)
+    assert "nothing ends" in {one["finding"] for one in page["findings"]}
+
+
+def test_quick_and_offline_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyrl.models.loading.load_tokenizer", None)
+    assert list(checked("grpo", "--quick")) == ["settings", "rows", "reward", "findings"]
+    assert list(checked("gsm8k", "--offline", "--memory", "24GB")) == ["settings", "memory", "findings"]
+    page = checked("gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "--offline", "--memory", "2GB", code=3)
+    assert [one["finding"] for one in page["findings"]] == ["not enough memory"]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "dpo", "reward"])
+def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tmp_path: Path) -> None:
+    rows = [{"prompt": "a " * (1 + i % 7), "chosen": "b " * (1 + i % 5), "rejected": "c"} for i in range(24)]
+    if method == "sft":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}.get(method)
+    sections = (
+        {section: {"batch_size": 4}, "task": {"name": "rows", "data": str(tmp_path / "rows.jsonl")}} if section else {}
+    )
+    trainer, _ = load(running.config(method, tiny("llama"), **sections), running.Options(device="cpu"))
+    weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.roles.parameters.items()}
+    try:
+        step = worst_step(trainer)
+    finally:
+        trainer.close()
+    assert step.seconds["update"] > 0
+    assert step.peak_gb > 0
+    for role, of in trainer.roles.parameters.items():  # its optimizer has stepped, so its state is part of the peak
+        assert any(not p.equal(weights[role][name]) for name, p in of.items())
+    if section is None:
+        assert "of 6 tokens" in step.size
+    else:
+        longest = max(sum(map(len, trainer.texts(row))) for row in trainer.train_rows)
+        assert step.size == f"4 rows of up to {longest} tokens"
+
+
+# ---- arithmetic ----
+
+
+def test_every_model_of_a_recipe_is_known() -> None:
+    named = {read_recipe(path).values["model"].get("path", "starter") for path in packaged_recipes().values()}
+    on_the_hub = {name for name in named if starter_path(name) is None and "/" in name and not name.startswith("runs/")}
+    assert on_the_hub <= {*KNOWN_SHAPES}
+
+
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
+def test_a_known_model_has_as_many_weights_as_published(name: str) -> None:
+    shapes = read_shapes(name)
+    size = next(part for part in name.split("-") if part in PUBLISHED)
+    assert (shapes.linear + shapes.embeddings) / 1e9 == pytest.approx(PUBLISHED[size], abs=6e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_weights_are_counted_as_the_library_has_them(architecture: str, tiny: TinyModels) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny(architecture)))
+    shapes = read_shapes(str(tiny(architecture)))
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "wpe" not in n)
+    gate = shapes.layers * shapes.width * shapes.inner if architecture == "gpt2" else 0  # which GPT-2 does without
+    assert shapes.linear + shapes.embeddings - gate == matrices
+
+
+def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:
+    shapes = read_shapes(str(tiny("llama")))
+    weights = 4 * (shapes.linear + shapes.embeddings)
+    parts = estimate(running.config("grpo", tiny("llama")), device="cpu", room=8 * GB)
+    assert parts["always"]["base"] == weights
+    assert parts["always"]["Adam"] == 2 * parts["always"]["adapter"] == 8 * shapes.lora(16, None)
+    assert parts["updating"]["gradients"] == parts["always"]["adapter"]
+    whole = estimate(running.config("grpo", tiny("llama"), lora={"enabled": False}), device="cpu", room=8 * GB)
+    assert whole["always"]["Adam"] == 2 * weights
+    half = estimate(running.config("grpo", tiny("llama"), model={"dtype": "bfloat16"}), device="cpu", room=8 * GB)
+    assert half["always"]["base"] == weights / 2
+    known = KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"]
+    teacher = {"path": "Qwen/Qwen2.5-0.5B", "quantization": "8bit"}
+    settings = running.config("distill", tiny("llama"), reward={"model": str(tiny("llama"))}, teacher=teacher)
+    beside = estimate(settings, device="cpu", room=8 * GB)["always"]
+    assert beside["reward model"] == weights
+    assert beside["teacher"] == known.linear + 4 * known.embeddings  # of which 8 bits are of linear layers alone
+
+
+def test_what_does_not_fit_is_found() -> None:
+    config = load_config("grpo", "starter-grpo", overrides=[])
+    assert check_memory(config, device="cpu", room=8 * GB).findings == []
+    [finding] = check_memory(config, device="cpu", room=GB // 10).findings
+    assert "run.micro_batch_tokens" in finding.change
+
+
+def test_amounts_of_memory() -> None:
+    assert [bytes_of(text) for text in ("24GB", "1.5 T", "80gib", "512M")] == [24e9, 1.5e12, 80e9, 512e6]
+    for text in ("24XB", "", "0GB", "GB"):
+        with pytest.raises(ValueError, match="--memory"):
+            bytes_of(text)

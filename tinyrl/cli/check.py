@@ -1,0 +1,98 @@
+"""`tinyrl check`: whether a run will work and what it costs; `tinyrl doctor`: what is wrong with a run there is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinyrl.cli.options import Json, settings_argument
+from tinyrl.cli.train import config_of
+from tinyrl.runs.launched import Options
+
+HARMLESS = {"a long run"}
+
+
+def check(
+    words: Annotated[
+        list[str],
+        settings_argument("what `tinyrl train` would be given; a recipe names its method", before="[METHOD] [RECIPE] "),
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="stop before a weight is loaded")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="arithmetic alone, for this machine or --memory")] = False,
+    memory: Annotated[str | None, typer.Option(metavar="24GB", help="with --offline: of a GPU elsewhere")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="training prompts that the policy answers, at most")] = 64,
+    samples: Annotated[int | None, typer.Option(min=2, help="answers to each; default a group, at least 8")] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="after which no further prompts are answered")] = 2.0,
+    write: Annotated[
+        str | None, typer.Option(metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate")
+    ] = None,
+    json_output: Json = False,
+    *,
+    options: Options,
+) -> int:
+    """Say on one page whether a run will work and what it costs. Exits with 3 where something would keep it from it."""
+    from tinyrl.config.recipe import method_of
+    from tinyrl.runs.diagnosis import as_json, counted, in_words
+    from tinyrl.runs.run_dir import finite
+
+    if memory is not None and not offline:
+        raise ValueError("--memory is of a machine one does not have: give --offline too")
+    begun = time.perf_counter()
+    config = config_of(*method_of(words))
+    from tinyrl.tools.check import Section, bytes_of, check_settings
+    from tinyrl.tools.check import check as page_of
+
+    sections = list[Section]()
+
+    if offline:
+        from tinyrl.models.device import make_accelerator, memory_room
+        from tinyrl.runs.resolve import resolve
+        from tinyrl.tools.check.offline import check_memory
+
+        config = resolve(config)
+        if memory is None:
+            device = make_accelerator(options.device, dtype=config.model.dtype).device
+            room, kind = float(memory_room(device)), device.type
+        else:
+            room, kind = bytes_of(memory), "cpu" if options.device == "cpu" else "cuda"
+        page = iter([check_settings(config), check_memory(config, device=kind, room=room)])
+    else:
+        file = None if write is None else Path(write)
+        how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": file}
+        page = page_of(config, options=options, quick=quick, **how)
+    for section in page:
+        sections.append(section)
+        if not json_output:
+            print(section.render(), flush=True)
+    found = [finding for section in sections for finding in section.findings]
+    if json_output:
+        facts = {section.name: section.facts for section in sections}
+        print(json.dumps(finite({**facts, "findings": as_json(found, lambda finding: [])}), default=str))
+    else:
+        print(f"\n{counted(found) if found else 'nothing found that would keep it from learning'}, "
+              f"in {time.perf_counter() - begun:.0f} s")  # fmt: skip
+        for paragraph in in_words(found, lambda finding: []):
+            print(f"\n{paragraph}")
+    return 3 * any(finding.name not in HARMLESS for finding in found)
+
+
+def doctor(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder")],
+    json_output: Json = False,
+) -> None:
+    """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
+    from tinyrl.runs.diagnosis import as_json, examples_in, render
+    from tinyrl.runs.findings import find
+    from tinyrl.runs.records import read_run
+    from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
+
+    path = named_run(run)
+    if path is None and not meant_a_run(run):
+        raise ValueError(f"{run} is not a run. A model is tried by: tinyrl check grpo model.path={run} task.name=sort")
+    opened = read_run(path or open_run(run).path)
+    found = find(opened)
+    print(json.dumps(as_json(found, examples_in(opened))) if json_output else render(opened, found))
