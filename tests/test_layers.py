@@ -94,3 +94,9 @@ def test_what_answers_before_torch_does_not_load_it(code: str) -> None:
     loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert "tinyrl" in loaded
     assert not loaded & HEAVY
+
+
+def test_the_policy_loss_needs_the_formulas_and_its_settings_alone() -> None:
+    code = "import sys, tinyrl.trainers.policy_loss; print(*(m for m in sys.modules if m.split('.')[0] == 'tinyrl'))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) <= 12, sorted(found)

@@ -72,17 +72,12 @@ def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run():
     "call",
     [
         "{",
-        "",
         '{"name": "python", "arguments": {"code": "x = 1\n"}}',  # a line break in a JSON string
         '{"name": "python", "arguments": {"code": "1"}} and more',
         '{"name": "search", "arguments": {"code": "1"}}',
         '{"arguments": {"code": "1"}}',
-        '{"name": "python"}',
         '{"name": "python", "arguments": {"query": "1"}}',
         '{"name": "python", "arguments": {"code": 1}}',
-        '{"name": "python", "arguments": "1"}',
-        '["python", "1"]',
-        "null",
         "[" * 100_000,
     ],
 )
@@ -107,12 +102,9 @@ def test_a_turn_that_calls_nothing_ends_the_episode_wherever_that_is():
         ("x = 20\nx + 1", "21"),
         ("'é\\u2028'", "'é\\u2028'"),
         ("print('a', end='')\n'b'", "a\n'b'"),
-        ("print(1)\nprint(2)", "1\n2"),
         ("import sys\nprint('b', file=sys.stderr)\nprint('c')", "b\nc"),
         ("import os\nos.write(1, b'd\\n')\nNone", "d"),
         ("x = 1", NO_OUTPUT),
-        ("None", NO_OUTPUT),
-        ("print()", NO_OUTPUT),
         ("", NO_OUTPUT),
         ("__name__", "'__main__'"),
         ("1\n2;", "2"),
@@ -132,9 +124,7 @@ def test_what_is_printed_and_the_value_of_a_trailing_expression_are_shown(code: 
         ("x = 1\nx = = 2", "Line 2: SyntaxError: invalid syntax"),
         ("x = 1\neval('1 +')", "Line 2: SyntaxError: invalid syntax"),
         ("import numpy", "Line 1: ModuleNotFoundError: No module named 'numpy'"),
-        ("import tinyrl", "Line 1: ModuleNotFoundError: No module named 'tinyrl'"),
         ("input()", "Line 1: EOFError: EOF when reading a line"),
-        ("raise KeyError", "Line 1: KeyError"),
         ("\n\nexit()", "Line 3: SystemExit: None"),
         ("raise ValueError('a\\nb')", "Line 1: ValueError: a\nb"),
         (
@@ -146,11 +136,6 @@ def test_what_is_printed_and_the_value_of_a_trailing_expression_are_shown(code: 
 )
 def test_an_error_is_its_last_line_with_the_line_of_the_cell(code: str, said: str):
     assert answer(code) == said
-
-
-@needs_isolation
-def test_a_function_of_an_earlier_cell_fails_at_the_line_that_called_it():
-    assert episode("def f(x):\n    pass\n    return 1 / x", "y = 0\nf(y)")[1].startswith("Line 2: ZeroDivisionError")
 
 
 @needs_isolation
@@ -181,11 +166,6 @@ def test_names_stay_and_nothing_is_said_twice(write):
         transcript.append({"role": "tool", "content": reply.text})
         said.append(reply.text.removeprefix("```output\n").removesuffix("\n```\n"))
     assert said == ["first", "'second'", "3.141592653589793"]
-
-
-@needs_isolation
-def test_what_an_earlier_cell_did_before_its_error_stays():
-    assert episode("x = 5\nimport os\nos.write(1, b'seen')\n1 / 0", "x")[1] == "5"
 
 
 @needs_isolation
@@ -229,11 +209,9 @@ def test_a_stopped_cell_is_known_by_its_answer_also_when_that_was_cut():
         ("while True: pass", TIMED_OUT),
         ("import time\nwhile True:\n    try: time.sleep(99)\n    except BaseException: pass", TIMED_OUT),
         ("x = bytearray(10**9)", OUT_OF_MEMORY),
-        ("x = []\nwhile True: x.append(bytearray(10**6))", OUT_OF_MEMORY),
         ("while True: print('x' * 1000)", TOO_MUCH_OUTPUT),
         ("'x' * 10**7", TOO_MUCH_OUTPUT),
         ("import os\nos._exit(0)", CRASHED),
-        ("import ctypes\nctypes.string_at(0)", CRASHED),
         ("import sys\nprint('finished', file=sys.stderr, flush=True)\nimport os\nos._exit(0)", CRASHED),
     ],
 )
@@ -260,13 +238,6 @@ def test_a_process_has_as_much_time_as_its_cells(monkeypatch: pytest.MonkeyPatch
     first = [{"role": "assistant", "content": tool_call("1")}, {"role": "tool", "content": "1"}]
     assert respond([[]], [first + first[:1]], timeout_s=2.25) == [Reply(TIMED_OUT)]
     assert given == [(4.5, 5)]
-
-
-@needs_isolation
-def test_memory_is_what_was_asked_for():
-    take = "len(bytearray(300 << 20))"
-    assert episode(take, memory_gb=0.25) == [OUT_OF_MEMORY]
-    assert episode(take, memory_gb=0.5) == [str(300 << 20)]
 
 
 # Nothing gets out
@@ -334,13 +305,6 @@ def test_a_batch_is_answered_in_its_order_by_processes_at_the_same_time(monkeypa
     transcripts.insert(3, [{"role": "assistant", "content": "done"}])
     replies = respond([[]] * 9, transcripts, seed=list(range(9)), question=["?"] * 9)
     assert [reply and reply.text for reply in replies] == ["0", "1", "2", None, "3", "4", "5", "6", "7"]
-
-
-def test_no_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
-    assert python._workers() == 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(500)), raising=False)
-    assert python._workers() == 32
 
 
 # Where it is not available

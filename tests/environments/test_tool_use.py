@@ -1,7 +1,6 @@
 """Tools and TRL's environment classes: what a turn calls, what it is answered, and that a replay is what was live."""
 
 import asyncio
-import io
 import json
 import random
 import subprocess
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tinyrl.environments import Message, Reply, Transcript, host
-from tinyrl.environments.calls import CALL_FAILED, MAX_REPLY_CHARS, Call, calls_of, text_of
-from tinyrl.environments.classes import ClassEnvironment
-from tinyrl.environments.host import respond_with, schemas
+from tinyrl.environments import Message, Reply, Transcript, worker_service
+from tinyrl.environments.tool_calls import CALL_FAILED, MAX_REPLY_CHARS, Call, calls_of, text_of
+from tinyrl.environments.trl_classes import ClassEnvironment
+from tinyrl.environments.worker_service import respond_with, schemas
 
 
 def add(a: int, b: int = 10) -> int:
@@ -80,9 +79,6 @@ class TestCalls:
     def test_no_arguments_are_none(self, arguments: str) -> None:
         assert calls_of(turn(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>')) == [Call("now", {})]
 
-    def test_no_call_in_a_turn_without_the_tag(self) -> None:
-        assert calls_of(turn('{"name": "add", "arguments": {"a": 1}} <tool_call >')) == []
-
     def test_what_is_thought_calls_nothing(self) -> None:
         thought = f"<think>maybe {call('add', a=1)} or <tool_call></think>"
         assert calls_of(turn(thought + call("add", a=2))) == [Call("add", {"a": 2})]
@@ -93,9 +89,7 @@ class TestCalls:
             ("<tool_call></tool_call>", "not JSON: Expecting value: line 1 column 1 (char 0)"),
             ("<tool_call>{'name': 'add'}</tool_call>", "not JSON: Expecting property name enclosed in double quotes"),
             ('<tool_call>{"name": "add"', "<tool_call> without </tool_call>"),
-            ("<tool_call>", "<tool_call> without </tool_call>"),
             ('<tool_call>["add"]</tool_call>', "a call is an object with 'name' and 'arguments'"),
-            ('<tool_call>"add"</tool_call>', "a call is an object with 'name' and 'arguments'"),
             ('<tool_call>{"arguments": {}}</tool_call>', "the call has no 'name'"),
             ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the call has no 'name'"),
             ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add: 'arguments' must be an object"),
@@ -125,13 +119,8 @@ class TestCalls:
         "piece",
         [
             "<tool_call>",
-            "</tool_call>",
-            "<tool_call>{",
-            '<tool_call>"',
-            '{"name": "',
             "<tool_call></tool_call>",
             "<",
-            "\\",
         ],
     )
     def test_a_megabyte_of_nonsense_is_read_once(self, piece: str) -> None:
@@ -156,24 +145,16 @@ class TestTools:
         replies = respond_with([add])(["p", "q"], [[turn(call("add", a=1, b=2))], [turn("It is 3.")]])
         assert replies == [Reply("3"), None]
 
-    def test_results_of_one_turn_stand_below_each_other(self) -> None:
-        assert answer(add, show, to=call("add", a=1) + call("show", text="x\ny") + call("add", a=2)) == Reply(
-            "11\nx\ny\n12"
-        )
-
     @pytest.mark.parametrize(
         ("value", "text"),
         [
             ("as it is", "as it is"),
             ({"a": [1, None, True], "ß": (2.5,)}, '{"a": [1, null, true], "ß": [2.5]}'),
             (None, "null"),
-            (True, "true"),
-            ({1}, "{1}"),
             ({(1, 2): 3}, "{(1, 2): 3}"),
             ({"at": range(2)}, '{"at": "range(0, 2)"}'),
             ("\ud83d\ude00 \ud83d.", "😀 �."),
             ({"x": "\ude00"}, '{"x": "�"}'),
-            ("<|im_end|>", "<|im_end|>"),
         ],
     )
     def test_a_result_becomes_text_that_can_be_written(self, value: Any, text: str) -> None:
@@ -191,7 +172,6 @@ class TestTools:
             (call("add"), "add: missing a required argument: 'a'"),
             (call("add", a=1, c=2), "add: got an unexpected keyword argument 'c'"),
             (call("divide", a=1, b=0), "ZeroDivisionError: division by zero"),
-            (call("divide", a="1", b=2), "TypeError: unsupported operand type(s) for /: 'str' and 'int'"),
         ],
     )
     def test_a_call_that_fails_is_answered_in_a_sentence_and_counted(self, made: str, reason: str) -> None:
@@ -226,15 +206,6 @@ class TestTools:
         assert printed.count("NameError: name 'missing' is not defined") == 1
         assert "test_tool_use.py" in printed
 
-    def test_a_closed_stderr_takes_nothing_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def closing(a: int) -> int:
-            closed = io.StringIO()
-            closed.close()
-            monkeypatch.setattr(sys, "stderr", closed)
-            raise KeyError(a)
-
-        assert answer(closing, to=call("closing", a=1)) == Reply(f"{CALL_FAILED} KeyError: 1", invalid=True)
-
     def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order(self) -> None:
         log: list[str] = []
 
@@ -251,16 +222,6 @@ class TestTools:
         assert replies == [Reply("A\nB"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
         assert log == ["ask a", "ask bad", "got a", "got bad", "ask b", "got b"]
 
-    def test_coroutines_find_the_loop_of_the_call_before(self) -> None:
-        loops: list[Any] = []
-
-        async def loop() -> int:
-            loops.append(asyncio.get_running_loop())
-            return 1
-
-        assert [answer(loop, to=call("loop")) for _ in range(2)] == [Reply("1"), Reply("1")]
-        assert loops[0] is loops[1]
-
     def test_a_tool_may_be_told_which_episode_called_it(self) -> None:
         def whoami(loud: bool, episode: dict) -> str:
             """Say who calls.
@@ -274,7 +235,7 @@ class TestTools:
         assert found == Reply("{'seed': 7, 'gold': 'x', 'prompt': '?'} True")
         forged = answer(whoami, to=call("whoami", loud=True, episode={}), seed=7)
         assert forged == Reply(f"{CALL_FAILED} whoami: got an unexpected keyword argument 'episode'", invalid=True)
-        (schema,) = host.tools([whoami]).facts["schemas"]
+        (schema,) = worker_service.tools([whoami]).facts["schemas"]
         assert list(schema["function"]["parameters"]["properties"]) == ["loud"]
 
 
@@ -330,10 +291,6 @@ class TestSchemas:
         ]:
             with pytest.raises(ValueError, match=what):
                 schemas([tool])
-
-    def test_two_tools_of_one_name(self) -> None:
-        with pytest.raises(ValueError, match="tool 'add': there are two"):
-            respond_with([add, add])
 
 
 class Wordle:
@@ -438,10 +395,6 @@ class TestClasses:
         assert wordle.respond(["Guess."], [over], **WORD) == [Reply(done=True, reward=1.0)]
         assert Wordle.made == 1
 
-    def test_a_replay_is_the_live_episode(self) -> None:
-        for count in range(6):
-            assert ClassEnvironment(Wordle).respond(["Guess."], [until(count)], **WORD) == [REPLIES[count]]
-
     @pytest.mark.parametrize("most_live", [0, 1])
     def test_a_cache_that_dropped_it_changes_nothing(self, most_live: int) -> None:
         environment = ClassEnvironment(Wordle, most_live=most_live)
@@ -451,15 +404,6 @@ class TestClasses:
             assert environment.respond(["Guess."] * 2, [until(count)] * 2, **columns) == [REPLIES[count]] * 2
         assert Wordle.made == (12 if most_live == 0 else 7)
 
-    def test_a_call_that_is_asked_again_is_answered_the_same(self, wordle: ClassEnvironment) -> None:
-        for _ in range(2):
-            assert wordle.respond(["Guess."], [until(4)], **WORD) == [REPLIES[4]]
-
-    def test_identical_samples_do_not_share_an_instance(self, wordle: ClassEnvironment) -> None:
-        columns = {"word": ["cats"] * 3, "seed": [0] * 3}
-        for count in range(2):
-            assert wordle.respond(["Guess."] * 3, [until(count)] * 3, **columns) == [REPLIES[count]] * 3
-
     def test_episodes_that_part_do_not_meet_again(self, wordle: ClassEnvironment) -> None:
         columns = {"word": ["cats", "cats"], "seed": [0, 0]}
         wordle.respond(["p", "p"], [until(0)] * 2, **columns)
@@ -467,12 +411,6 @@ class TestClasses:
         assert wordle.respond(["p", "p"], [until(1), other], **columns) == [REPLIES[1], Reply('["cart"]')]
         one_more = [told('["cart"]'), turn(call("guess", word="cats"))]
         assert wordle.respond(["p"], [[*other, *one_more]], **WORD) == [Reply("2: GGGG")]
-
-    def test_rows_and_seeds_do_not_share_an_instance(self, wordle: ClassEnvironment) -> None:
-        wordle.respond(["p", "p"], [until(0)] * 2, word=["cats", "dogs"], seed=[0, 0])
-        second = [*until(1)[:-1], turn(call("guess", word="dogs"))]
-        replies = wordle.respond(["p", "p"], [second] * 2, word=["cats", "dogs"], seed=[0, 0])
-        assert replies == [Reply("2: ---G"), Reply("2: GGGG")]
 
     def test_the_reward_of_an_episode_that_was_cut_off_counts_its_last_calls(self, wordle: ClassEnvironment) -> None:
         transcripts = [until(0), until(3), until(4), [*until(4), told("3: GGGG")], []]
@@ -498,7 +436,7 @@ class TestClasses:
                 self.counter += step
                 return self.counter
 
-        found = host.environment([Counter])
+        found = worker_service.environment([Counter])
         assert not found.facts["final_rewards"]
         assert found.calls["opening"]({"prompts": ["p"]}, 1) == ([None], [])
         turns = [[turn(call("increment", step=2))], [turn("2")]]
@@ -592,7 +530,7 @@ class TestClasses:
                 environment.respond(["p"], [[turn("done")]], how=[how])
 
 
-def replies(service: host.Service, **arguments: Any) -> list[Reply | None]:
+def replies(service: worker_service.Service, **arguments: Any) -> list[Reply | None]:
     """What a service answers, none of it at fault."""
     values, problems = service.calls["respond"](arguments, len(arguments["prompts"]))
     assert not problems
@@ -604,22 +542,16 @@ class TestServices:
         def respond(prompts: list, transcripts: list, city: list) -> list:
             return ["x"]
 
-        found = host.environment([respond])
+        found = worker_service.environment([respond])
         assert replies(found, prompts=["p"], transcripts=[[]], city=["Riga"]) == [Reply("x")]
         assert list(found.calls) == ["respond"]
         facts = {"schemas": None, "opening": False, "final_rewards": False, "rewards": True}
         names = ["prompts", "transcripts", "city"]
         assert found.facts == {**facts, "parameters": names, "required": names}
 
-    def test_tools(self) -> None:
-        found = host.tools([add, show])
-        assert replies(found, prompts=["p"], transcripts=[[turn(call("add", a=1))]]) == [Reply("11")]
-        assert [each["function"]["name"] for each in found.facts["schemas"]] == ["add", "show"]
-        assert [found.facts[name] for name in ("opening", "final_rewards", "rewards")] == [False] * 3
-
     def test_a_class_or_what_makes_an_instance(self) -> None:
         for make in (Wordle, lambda: Wordle()):
-            found = host.environment([make])
+            found = worker_service.environment([make])
             assert [each["function"]["name"] for each in found.facts["schemas"]] == ["guess", "history"]
             assert [found.facts[name] for name in ("opening", "final_rewards", "rewards")] == [True] * 3
             assert replies(found, prompts=["p"], transcripts=[until(1)], **WORD) == [REPLIES[1]]
@@ -639,12 +571,12 @@ class TestServices:
             (Needy, "Needy: an instance is made without arguments, but missing a required argument: 'size'"),
         ]:
             with pytest.raises(ValueError, match=what):
-                host.environment([wrong])
+                worker_service.environment([wrong])
 
 
 def test_answering_loads_nothing_but_the_standard_library() -> None:
     code = (
-        "import sys; from tinyrl.environments.host import respond_with\n"
+        "import sys; from tinyrl.environments.worker_service import respond_with\n"
         "def f(a): return a\n"
         "respond_with([f])(['p'], [[{'role': 'assistant', 'content': sys.argv[1]}]])\n"
         "print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
@@ -659,9 +591,18 @@ class Unspeakable(Exception):
 
 
 def test_a_reply_of_any_length_is_cut_before_it_is_sent_on():
-    long = "a" + "b" * (host.MAX_TEXT_CHARS * 3)
-    replies, problems = host.checked([long, Reply(long, reward=1.0), "short"], 3)
-    assert [len(text) for text, *_ in replies] == [host.MAX_TEXT_CHARS] * 2 + [5]
-    assert replies[1][0] == long[: host.MAX_TEXT_CHARS]
+    long = "a" + "b" * (worker_service.MAX_TEXT_CHARS * 3)
+    replies, problems = worker_service.checked([long, Reply(long, reward=1.0), "short"], 3)
+    assert [len(text) for text, *_ in replies] == [worker_service.MAX_TEXT_CHARS] * 2 + [5]
+    assert replies[1][0] == long[: worker_service.MAX_TEXT_CHARS]
     assert replies[1][2] == 1.0
     assert not problems
+
+
+def test_an_opening_text_is_cut_in_the_worker():
+    class Talks:
+        def reset(self, **row: Any) -> str:
+            return "x" * (3 * worker_service.MAX_TEXT_CHARS)
+
+    texts, problems = worker_service.environment([Talks]).calls["opening"]({"prompts": ["p"], "seed": [0]}, 1)
+    assert ([len(text) for text in texts], problems) == ([worker_service.MAX_TEXT_CHARS], [])

@@ -8,28 +8,18 @@ import pytest
 from tinyrl.evaluation.statistics import paired_difference, win_rates
 
 
-def test_paired_difference() -> None:
-    ours, other = [1.0, 2.0, 3.0, math.nan] * 10, [0.0, 1.0, 2.0, 9.0] * 10
-    difference = paired_difference(ours, other)
-    assert difference["reward_mean"] == 1.0
-    assert all(math.isnan(end) for end in difference["reward_ci"])  # every prompt says the same: no spread to go by
-    assert difference["distinguishable"] is True
-    same = paired_difference(ours, ours)
-    assert same["reward_mean"] == 0.0
-    assert same["distinguishable"] is False
-    one = paired_difference([1.0], [0.0])
-    assert one["distinguishable"] is False  # one prompt has no interval
-
-
 def test_no_better_below_the_number_of_prompts_that_can_show_it() -> None:
     """Under policies alike five prompts all go one way in 2 / 2^5 = 6 % of cases, six in 3 %."""
-    for n, verdict in ((2, False), (3, False), (5, False), (6, True)):
-        assert paired_difference([1.0] * n, [0.0] * n)["distinguishable"] is verdict
+    for n, verdict in ((1, False), (5, False), (6, True), (40, True)):
+        difference = paired_difference([1.0, math.nan] * n, [0.0, 9.0] * n)
+        assert (difference["reward_mean"], difference["distinguishable"]) == (1.0, verdict)
+        assert all(math.isnan(end) for end in difference["reward_ci"])  # every prompt says the same: no spread
         assert paired_difference([1.0] * n + [0.5] * 90, [0.0] * n + [0.5] * 90)["distinguishable"] is verdict
-    assert paired_difference([1.0] * 40, [1.0] * 40)["distinguishable"] is False
+    same = paired_difference([1.0] * 40, [1.0] * 40)
+    assert (same["reward_mean"], same["distinguishable"]) == (0.0, False)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 6, 10, 60])
+@pytest.mark.parametrize("n", [3, 6, 10, 60])
 @pytest.mark.parametrize("p", [0.5, 0.95])
 def test_two_policies_alike_are_told_apart_in_no_more_than_5_percent(n: int, p: float) -> None:
     rng, told, rounds = random.Random(n), 0, 1000

@@ -21,11 +21,11 @@ def result(**more: Any) -> dict[str, Any]:
 
 
 def test_a_row_is_a_metric_that_there_is() -> None:
-    several = {"reward/short": 0.25, "reward/right": 0.75, "pass@4": 0.5, "pass@1": 0.25, "environment/turns": 2.0}
+    several = {"reward/short": 0.25, "reward/right": 0.75, "pass@1": 0.25, "environment/turns": 2.0}
     header, *rows, note = render(result(**several), as_json=False).splitlines()
     assert header.split() == ["run/step-000002"]
     assert [row.split()[0] for row in rows] == [
-        *("reward_mean", "reward_ci", "reward/short", "reward/right", "pass@1", "pass@4", "mean_length", "turns")
+        *("reward_mean", "reward_ci", "mean_length", "reward/short", "reward/right", "pass@1", "turns")
     ]
     assert rows[0].split() == ["reward_mean", "0.500", "(1.000)"]
     assert rows[1].split() == ["reward_ci", "0.400", "to", "0.600"]

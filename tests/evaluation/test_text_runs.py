@@ -76,8 +76,7 @@ def test_a_run_is_measured_as_it_measured_itself(folder: Path, run: str) -> None
     assert earlier["held_out"]["loss"] != pytest.approx(result["held_out"]["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("run", ["sft", "full"])
-@pytest.mark.parametrize("vs", ["base", "start"])
+@pytest.mark.parametrize(("run", "vs"), [("sft", "base"), ("full", "start")])
 def test_the_other_side_of_a_text_run_is_where_it_started(folder: Path, run: str, vs: str) -> None:
     result = ask(folder, run, vs=vs)
     assert result["other"]["target"] == vs
@@ -106,14 +105,6 @@ def test_two_reward_models_are_measured_on_the_same_pairs(folder: Path) -> None:
     assert result["other"] == ask(folder, "other-judge")
     with pytest.raises(ValueError, match="--vs base: a reward model starts from nothing"):
         ask(folder, "judge", vs="base")
-
-
-def test_any_policy_can_be_measured_on_the_text_of_a_run(folder: Path) -> None:
-    """One fully fine-tuned, and a model that is no run."""
-    result = ask(folder, "sft", vs=str(folder / "full"))
-    assert result["other"]["held_out"] == pytest.approx(ask(folder, "full")["held_out"], rel=1e-5)
-    model = ask(folder, "sft", vs=str(folder / "base"))["other"]
-    assert model["held_out"] == pytest.approx(recorded(folder, "sft", 0), rel=1e-5)
 
 
 def test_a_run_is_measured_on_rows_that_are_named(folder: Path, tmp_path: Path) -> None:
@@ -186,9 +177,3 @@ def test_prompts_of_a_file_that_the_run_has_learnt_from_are_counted(folder: Path
     settings = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
     result = ask(folder, "sft", settings=settings, data=str(rows))
     assert (result["num_prompts"], result["trained_on"]) == (5, 3)
-
-
-def test_a_model_is_evaluated_on_a_file_without_a_task(folder: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "ab:", "answer": "x"}, {"prompt": "cd:", "answer": "y"}])
-    result = ask(folder, "base", data=str(rows), settings=[SHORT])
-    assert (result["num_prompts"], result["trained_on"], result["pass@1"]) == (2, 0, 0.0)

@@ -1,7 +1,5 @@
 """Independence of a sample from its batch, the order, the memory available, and which rows have finished."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -56,24 +54,6 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, monkeypatch: p
     assert set(widths[0.0]) == {len(PROMPTS), 4 * len(PROMPTS)}  # the prompts, then every row to the end
     going = [sum(len(c.tokens) > t for group in results[0] for c in group) for t in range(24)]
     assert widths[1.0][1:] == [n for n in going[1:] if n > 0]  # exactly the rows that still go
-
-
-@pytest.mark.parametrize(("fits", "left"), [(11, 8), (1, 1)])
-def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, fits: int, left: int
-):
-    engine = make_engine(tiny("llama"))
-    expected = sample(engine, 4)
-    prefill = hf.LibraryScheduler._prefill
-
-    def no_more_than_fits(self: hf.LibraryScheduler) -> Any:
-        if len(self.rows) > fits:
-            raise torch.OutOfMemoryError("no room")
-        return prefill(self)
-
-    monkeypatch.setattr(hf.LibraryScheduler, "_prefill", no_more_than_fits)
-    assert_same(sample(engine, 4), expected)
-    assert engine.max_rows == left
 
 
 def test_a_signal_is_looked_for_at_every_token_and_the_policy_acts_again(tiny: TinyModels):

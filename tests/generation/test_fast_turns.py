@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.generation.episodes import BUDGET, Delayed, Scripted, plain
-from tests.generation.sampling import PROMPTS, assert_same, held_in, make_engine, requests, sample, stir
+from tests.generation.sampling import PROMPTS, assert_same, held_in, make_engine, requests, stir
 from tests.tiny_models import TinyModels
 from tinyrl.generation import scheduler
 from tinyrl.generation.cache import RowCache
@@ -118,15 +118,6 @@ def test_episodes_do_not_depend_on_when_answers_come(
     fast.max_rows, fast.look_every = max_rows, look_every
     expected = plain(slow, requests(), 4, Scripted())
     assert_same_episodes(play(fast, slow_answers()), expected)
-
-
-def test_one_turn_is_a_completion_bit_by_bit(tiny: TinyModels):
-    engine = make(tiny("llama"), stop=["a"])
-    expected = sample(engine, 4)
-    answer = Scripted(lambda *_: None, limits=(BUDGET,))
-    episodes = play(engine, answer)
-    for ours, theirs in zip([c for g in episodes for c in g], [c for g in expected for c in g], strict=True):
-        assert ours == Completion(theirs.tokens, theirs.logprobs, theirs.finish_reason, [True] * len(theirs.tokens))
 
 
 def spoken(tiny: TinyModels, stop: list[str], observation: list[int]) -> tuple[Any, list[list[list[int]]]]:

@@ -188,8 +188,10 @@ def test_norm_and_rotation_by_differences_and_a_quarter_turn():
     assert rope(x, zero, torch.tensor([[[-1.0, 1.0]]])).tolist() == [[[-2.0, 1.0]]]
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(("low", "unit"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
-def test_a_product_is_rounded_once(low: torch.dtype, unit: float):
+def test_a_product_is_rounded_once(low: torch.dtype, unit: float, native: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layers, "multiplies_in", lambda _: native)
     generator = torch.Generator().manual_seed(0)
     a, b, onto = (torch.randn(16, 16, generator=generator).to(low) for _ in range(3))
     wide, out = a.double() @ b.double(), onto.clone()

@@ -297,10 +297,6 @@ def test_half_a_judge_is_refused(fields: dict[str, Any], named: str) -> None:
         RewardFunctionConfig.model_validate(fields)
 
 
-def test_a_function_is_written_as_before() -> None:
-    assert RewardFunctionConfig(use="f.py:f").model_dump() == {"use": "f.py:f", "weight": 1.0}
-
-
 def test_too_many_requests_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}

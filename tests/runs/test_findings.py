@@ -96,8 +96,6 @@ def test_a_measured_run_that_went_well_has_no_finding_at_any_step(path: Path) ->
     steps = read_steps(path, [])
     assert len(steps) > 30
     assert find(Run(path, steps, {"method": path.stem.partition("-")[0]})) == []
-    watch = Watch({"method": "grpo"})
-    assert [watch.look(step, line) for step, line in steps.items()] == [[]] * len(steps)
 
 
 @pytest.mark.parametrize("fault", PLANTED)

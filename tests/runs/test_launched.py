@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyrl.runs.launched import Launched, Voice, forget_launcher, launched, launched_rank
+from tinyrl.runs.launched import Launched, Voice, launched, launched_rank
 
 ALL = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -20,8 +20,6 @@ def test_the_sixth_of_eight_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, **ALL)
     assert launched() == Launched(rank=5, world_size=8, local_rank=1, local_world_size=4)
     assert launched_rank() == 5
-    forget_launcher()
-    assert launched() == Launched()
 
 
 @pytest.mark.parametrize(

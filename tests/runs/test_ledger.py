@@ -6,10 +6,10 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from tests.tools.report.runs import sample, write_run
+from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
 from tinyrl.data.rows import row_key
-from tinyrl.runs.samples import hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
+from tinyrl.runs.samples import hard_keys, read_prompt_stats, render_prompt_stats
 from tinyrl.tasks import load_rows, load_task
 
 #                 index, key, tried, solved
@@ -76,13 +76,6 @@ def test_damage_is_left_out_and_said(tmp_path: Path) -> None:
     ]
 
 
-def test_texts_are_those_of_training_samples(tmp_path: Path) -> None:
-    lines = [sample(1, 2, "held out", "c", 0.0), sample(1, 2, "its text", "c", 0.0, kind="train")]
-    made = write_run(tmp_path / "run", [{"step": 0}], samples=[*lines, sample(1, 3, "other", "c", 0.0, kind="train")])
-    assert prompt_texts(made / "samples.jsonl", {2}) == {2: "its text"}
-    assert prompt_texts(made / "nothing.jsonl", {2}) == {}
-
-
 def with_rows(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     """A run on the training rows of a file, of which the first was never solved, the second was, the third is new."""
     data = folder / "rows.jsonl"
@@ -118,20 +111,3 @@ def test_a_prompt_that_no_sample_shows_has_the_text_of_its_row(tmp_path: Path) -
     assert gone.exit_code == 0
     assert "prompt 0      0/4\n" in gone.stdout
     assert "rows.jsonl: no such file" in gone.stderr
-
-
-def test_nothing_hard_writes_nothing(tmp_path: Path) -> None:
-    made, _ = with_rows(tmp_path)
-    (made / "prompts.jsonl").write_text(json.dumps({"step": 1, "prompts": [[0, "a", 4, 4]]}) + "\n")
-    done = shown(str(made), "--export-hard", str(tmp_path / "hard.jsonl"))
-    assert done.exit_code == 2
-    assert "no prompt is hard" in done.stderr
-    assert not (tmp_path / "hard.jsonl").exists()
-
-
-def test_rows_of_an_embedded_task_can_be_trained_on_again(tmp_path: Path) -> None:
-    row = load_rows(load_task("sort"), "train")[3]
-    made = write(tmp_path, {1: [[3, row_key(row), 4, 0]]}, config={"method": "grpo", "task": {"name": "sort"}})
-    hard = str(tmp_path / "hard.jsonl")
-    assert shown(str(made), "--export-hard", hard).exit_code == 0
-    assert load_rows(load_task("sort"), "train", data=hard, eval_data=hard) == [row]

@@ -81,16 +81,13 @@ def test_overwriting_leaves_what_is_no_run_alone(tmp_path: Path):
     assert (thesis / "precious").is_file()
 
 
-def test_an_output_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_output_folder_that_cannot_be(tmp_path: Path):
     (tmp_path / "file").write_text("x")
     for place in ("file", "file/below"):
         with pytest.raises(ValueError, match=r"^--output-dir .*: .*file is no folder that can be written to"):
             check_new_run(str(tmp_path / place), name=None, overwrite=False)
     check_new_run(str(tmp_path / "not" / "yet"), name="a", overwrite=False)
     assert not (tmp_path / "not").exists()
-    monkeypatch.setattr("tinyrl.runs.run_dir.os.access", lambda *_: False)
-    with pytest.raises(ValueError, match="no folder that can be written to"):
-        check_new_run(str(tmp_path), name=None, overwrite=False)
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -154,7 +151,7 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
 
 
 def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
-    """Left by a power cut."""
+    """It was left by a power cut."""
     run = RunDir(tmp_path)
     run.append_metrics(1, {})
     whole = run.lengths()["metrics.jsonl"]
@@ -191,19 +188,6 @@ def test_what_a_checkpoint_counts_and_is_lost_is_said_and_marked(tmp_path: Path,
         assert [row["step"] for row in json_lines(run.samples, notes, containing=b"3")] == [3]
         assert notes[0] == notes[1]
         assert "a gap" in notes[0]
-
-
-def test_lines_that_cannot_be_read_are_said_and_kept(tmp_path: Path):
-    run = RunDir(tmp_path)
-    for step in range(4):
-        run.append_metrics(step, {"loss": 0.5})
-    lengths = run.lengths()
-    damaged = bytearray(run.metrics.read_bytes())
-    damaged[30:40] = bytes(range(200, 210))
-    run.metrics.write_bytes(damaged)
-    [said] = run.cut(lengths, step=3)
-    assert "metrics.jsonl: 1 line could not be read" in said
-    assert run.metrics.read_bytes() == damaged
 
 
 def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,9 +10,9 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.environments.calls import Call, calls_of
 from tinyrl.environments.environment import Environment
-from tinyrl.environments.host import respond_with
+from tinyrl.environments.tool_calls import Call, calls_of
+from tinyrl.environments.worker_service import respond_with
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.turns import EpisodeRunner, Episodes, episode_notes
 from tinyrl.tasks.call_forms import CallForm, call_form

@@ -285,10 +285,11 @@ def test_every_gold_answer_of_own_rows_has_full_marks(answer: Any) -> None:
     assert scores(load_task("rows"), [load_task("rows").gold(row)], [row]) == [1.0]
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, "George Eliot", [" A "], ["!"], ["a < b"]])
-def test_every_gold_answer_of_questions_has_full_marks(golden: Any) -> None:
-    row = {"question": "?", "golden_answers": golden}
-    assert scores(load_task("search_qa"), [load_task("search_qa").gold(row)], [row]) == [1.0]
+def test_every_gold_answer_of_questions_has_full_marks() -> None:
+    task = load_task("search_qa")
+    for golden in (GOLDEN, "George Eliot", [" A "], ["!"], ["a < b"]):
+        row = {"question": "?", "golden_answers": golden}
+        assert scores(task, [task.gold(row)], [row]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -319,22 +320,6 @@ def test_answers_that_are_counted_as_the_same(name: str, text: str, answer: Any)
     assert task.answer is not None
     assert task.answer(text) == answer
     assert answer is None or hash(task.answer(text)) is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "parts"),
-    [
-        ("gsm8k", {"question": " How many? ", "answer": "#### 1"}, ["How many?\n", "####"]),
-        ("countdown", {"numbers": [3, 7, 25], "target": 46}, ["3, 7, 25", "46", "<answer>"]),
-        ("search_qa", {"question": " who wrote it ", "golden_answers": "a"},
-         ["<think>", "<search>", "<information>", "<answer>", "\nQuestion: who wrote it\n"]),
-        ("knights_and_knaves", {"prompt": " Who? ", "answer": ROLES}, ["Who?\n", "<think>", "<answer>"]),
-        ("rows", {"prompt": "hi "}, ["hi "]),
-    ],
-)  # fmt: skip
-def test_prompts_hold_the_row_and_ask_for_the_form(name: str, row: Row, parts: list[str]) -> None:
-    text = load_task(name).prompt(row)
-    assert all(part in text for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from tinyrl.rollout.collector import (
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.grpo import advantages_of
-from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyLoss
+from tinyrl.trainers.on_policy import PolicyLoss
+from tinyrl.trainers.policy_loss import Counts, LossSettings
 from tinyrl.trainers.ppo import ValueLoss, adapted_kl_coef, explained_variance, shaped_rewards
 
 GRPO: dict[str, dict[str, Any]] = {
@@ -85,7 +86,7 @@ def with_junk(rollout: Rollout, *names: str) -> Rollout:
 
 
 def settings_of(section: Any, *, kl_coef: float) -> LossSettings:
-    return LossSettings.of(section, temperature=1.0, max_new_tokens=24, kl_coef=kl_coef, weigh_mismatch=True)
+    return LossSettings.of(section, max_new_tokens=24, kl_coef=kl_coef, weigh_mismatch=True)
 
 
 def gradient(parts: SamplingParts, role: Any, loss: Any, rows: list[int]) -> Tensor:
@@ -104,7 +105,7 @@ def test_numbers_at_observed_tokens_move_no_gradient_of_grpo(name: str, parts: S
     for one in (rollout, with_junk(rollout, *PER_TOKEN)):
         one.advantages = advantages_of(one, config, weights=parts.scorer.weights)
         loss = PolicyLoss(
-            one, rows, roles=parts.roles, settings=settings_of(config, kl_coef=max(config.kl_coef, 0.05)), first=True
+            one, rows, parts.roles, settings_of(config, kl_coef=max(config.kl_coef, 0.05)), temperature=1.0, first=True
         )
         found.append(gradient(parts, "policy", loss, rows))
     assert float(found[0].abs().max()) > 1e-4
@@ -125,7 +126,7 @@ def test_numbers_at_observed_tokens_move_no_gradient_of_ppo(
         rewards = shaped_rewards(one, config, kl_coef=0.1)
         advantages, one.returns = gae(rewards, one.values, mask, gamma=0.99, gae_lambda=0.9)
         one.advantages = masked_whiten(advantages, mask)
-        policy = PolicyLoss(one, rows, roles=parts.roles, settings=settings_of(config, kl_coef=0.1), first=True)
+        policy = PolicyLoss(one, rows, parts.roles, settings_of(config, kl_coef=0.1), temperature=1.0, first=True)
         value = ValueLoss(one, parts.roles, config, tokens=policy.counts.tokens)
         found["policy"].append(gradient(parts, "policy", policy, rows))
         found["critic"].append(gradient(parts, "critic", value, rows))

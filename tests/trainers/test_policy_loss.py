@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.rollout.buffer import PolicyBatch
-from tinyrl.trainers.policy_loss import Counts, LossSettings, policy_loss, sampling_gap
+from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyBatch, policy_loss, sampling_gap
 
 LENGTHS = 8
 
 
 def settings_of(preset: str, *, weigh_mismatch: bool = False, **fields: Any) -> LossSettings:
     section: Any = GrpoConfig.model_validate({"preset": preset, **fields})
-    return LossSettings.of(section, temperature=1.0, max_new_tokens=LENGTHS, kl_coef=0.0, weigh_mismatch=weigh_mismatch)
+    return LossSettings.of(section, max_new_tokens=LENGTHS, kl_coef=0.0, weigh_mismatch=weigh_mismatch)
 
 
 def stopping(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
-"""An HTTP client for the servers that a run asks: requests side by side, each under one deadline, answers of a limited
-size, given up at once on a signal.
+"""An HTTP client for judges, teachers and search servers: requests side by side, each under one deadline, answers of a
+limited size, all cancelled on a signal.
 
-Requests run in an event loop in a thread of its own, where a deadline or a signal cancels whatever they wait for: a
-connection, a header, the rest of an answer. The caller's thread only looks for signals.
+Requests run in an event loop in a thread of its own; the caller's thread only looks for signals.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # below that it logs whol
 
 
 class NoAnswer(Exception):
-    """What a server did instead of answering: the end of a sentence that begins with its name."""
+    """A server did not answer: the end of a sentence that begins with its name."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class Answer:
 class HttpClient:
     """A server at an http address, whose userinfo and query go along with every request.
 
-    timeout_s: for one request, however often it is tried; setting: named where it passes; waits_s: before the second
-    try and those after it; try_again: statuses after which there is one; proxies: whether those of the environment are
-    used. A redirect is followed to the same server only. Raises ValueError for an address that is none.
+    timeout_s: for one request with all its tries; setting: named in the message if it passes; waits_s: before the
+    second try and those after it; try_again: statuses after which there is one; proxies: whether those of the
+    environment are used. Raises ValueError for a malformed address.
     """
 
     def __init__(
@@ -90,33 +89,33 @@ class HttpClient:
         failed: Callable[[NoAnswer], Read] | None = None,
         each: Callable[[int, Read], None] | None = None,
     ) -> list[Read]:
-        """What `read` makes of the answers to some requests, in their order, `most` of them under way at a time. A body
-        is JSON, or None. once_s: so many seconds for one try, in place of the client's own. failed: what stands for one
-        that got no answer. each: told of every result as it comes, with its place, in the thread of the requests.
+        """Send requests (a body is JSON, or None), `most` at a time; return `read(answer)` of each, in their order.
 
-        Raises NoAnswer (without `failed`), or what `read` raises, with the first that fails, and Interrupted once a
-        stop was asked for; the others are given up.
+        once_s: seconds of a single try, in place of the deadline; failed: the result of a request without an answer;
+        each: called with every result and its place as it comes, in the thread of the requests. Raises NoAnswer
+        (without `failed`), or the error of `read`, with the first that fails, and Interrupted once a stop was asked
+        for; the others are cancelled.
         """
         url = self.address.copy_with(path=self.address.path.rstrip("/") + path) if path else self.address
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
+        free = asyncio.Semaphore(max(1, most))
+
+        async def one(place: int, body: Any) -> Read:
+            content = None if body is None else json.dumps(body).encode()
+            async with free:
+                try:
+                    result = read(
+                        await self._answer(httpx2.Request(method, url, content=content, headers=sent), once_s)
+                    )
+                except NoAnswer as error:
+                    if failed is None:
+                        raise
+                    result = failed(error)
+                if each is not None:
+                    each(place, result)
+                return result
 
         async def all_of_them() -> list[Read]:
-            free = asyncio.Semaphore(max(1, most))
-
-            async def one(place: int, body: Any) -> Read:
-                content = None if body is None else json.dumps(body).encode()
-                request = httpx2.Request(method, url, content=content, headers=sent)
-                async with free:
-                    try:
-                        result = read(await self._asked(request, once_s))
-                    except NoAnswer as error:
-                        if failed is None:
-                            raise
-                        result = failed(error)
-                    if each is not None:
-                        each(place, result)
-                    return result
-
             try:
                 async with asyncio.TaskGroup() as tasks:
                     calls = [tasks.create_task(one(place, body)) for place, body in enumerate(bodies)]
@@ -126,8 +125,8 @@ class HttpClient:
 
         return _until_done(all_of_them())
 
-    async def _asked(self, request: httpx2.Request, once_s: float | None) -> Answer:
-        """The answer of the first try that gets one, or of the last; what another try cannot mend ends it."""
+    async def _answer(self, request: httpx2.Request, once_s: float | None) -> Answer:
+        """Return the answer of the first try whose status needs no other, or of the last."""
         timeout_s, waits_s = (self.timeout_s, self.waits_s) if once_s is None else (once_s, ())
         until = time.monotonic() + timeout_s
         try:
@@ -136,12 +135,11 @@ class HttpClient:
                     last = pause is None or time.monotonic() + pause >= until
                     try:
                         answer = await self._once(request)
+                        if last or answer.status not in self.try_again:
+                            return answer
                     except (httpx2.TransportError, OSError) as error:
                         if last:
                             raise NoAnswer(f"did not answer ({_cause(error)})") from None
-                    else:
-                        if last or answer.status not in self.try_again:
-                            return answer
                     await asyncio.sleep(pause or 0.0)
         except TimeoutError:
             setting = f" ({self.setting})" if self.setting else ""
@@ -149,50 +147,42 @@ class HttpClient:
         raise AssertionError("unreachable")
 
     async def _once(self, request: httpx2.Request) -> Answer:
+        """Send a request, again after redirects to the same server. Raises NoAnswer for others and a huge answer."""
+        ours = self.address
         for _ in range(MOST_REDIRECTS + 1):
             response = await self._client.send(request, stream=True)
             try:
-                if response.status_code not in REDIRECTS or "Location" not in response.headers:
-                    return Answer(response.status_code, response.reason_phrase, await _limited(response))
+                location = response.headers.get("Location")
+                if response.status_code not in REDIRECTS or location is None:
+                    body = bytearray()
+                    async for block in response.aiter_raw():  # nothing is unpacked
+                        body += block
+                        if len(body) > MAX_BYTES:
+                            raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
+                    return Answer(response.status_code, response.reason_phrase, bytes(body))
             finally:
                 await response.aclose()
-            url = self._redirected(response.headers["Location"])
+            try:
+                url = ours.join(location)
+            except httpx2.InvalidURL:
+                raise NoAnswer(f"redirects to {shortened(masked(location))}, which is no address") from None
+            upgraded = ("https", ours.host, None) if (ours.scheme, ours.port) == ("http", None) else None
+            if (url.scheme, url.host, url.port) not in ((ours.scheme, ours.host, ours.port), upgraded):
+                where = shortened(masked(str(url)))
+                raise NoAnswer(f"redirects to {where}, which is another server; nothing is sent there")
             headers = {name: value for name, value in request.headers.items() if name not in ("host", "authorization")}
+            url = url.copy_with(username=None, password=None)
             request = httpx2.Request(request.method, url, content=request.content, headers=headers)
         raise NoAnswer(f"redirects more than {MOST_REDIRECTS} times")
 
-    def _redirected(self, location: str) -> httpx2.URL:
-        """Where a redirect leads. Raises NoAnswer where that is another server, or none at all."""
-        ours = self.address
-        try:
-            url = ours.join(location)
-        except httpx2.InvalidURL:
-            raise NoAnswer(f"redirects to {shortened(masked(location))}, which is no address") from None
-        same = (url.scheme, url.host, url.port) == (ours.scheme, ours.host, ours.port)
-        safer = (url.scheme, url.host, url.port, ours.scheme, ours.port) == ("https", ours.host, None, "http", None)
-        if not same and not safer:
-            raise NoAnswer(
-                f"redirects to {shortened(masked(str(url)))}, which is another server; nothing is sent there"
-            )
-        return url.copy_with(username=None, password=None)
-
 
 def _cause(error: BaseException) -> str:
-    """What was the matter first: libraries wrap it in errors that say less."""
+    """Return the first error below those that libraries wrap it in."""
     while isinstance(error.__cause__ or error.__context__, Exception):
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
     return shortened(str(error) or type(error).__name__)
-
-
-async def _limited(response: httpx2.Response) -> bytes:
-    body = bytearray()
-    async for block in response.aiter_raw():  # as it comes: nothing is unpacked that was asked for as it is
-        body += block
-        if len(body) > MAX_BYTES:
-            raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
-    return bytes(body)
 
 
 @functools.cache
@@ -203,7 +193,7 @@ def _loop(pid: int) -> asyncio.AbstractEventLoop:
 
 
 def _until_done(work: Coroutine[Any, Any, Read]) -> Read:
-    """The result of work in the loop's thread; a signal cancels it and raises Interrupted."""
+    """Return the result of work in the loop's thread; a signal cancels it and raises Interrupted."""
     result = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))  # a fork has no threads
     try:
         while not wait([result], timeout=POLL_S).done:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.readers import Row
-from tinyrl.environments import host
+from tinyrl.environments import worker_service
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import last_line, shortened, visible
 from tinyrl.workers.calls import WorkerFunction
@@ -70,7 +70,7 @@ class Agents:
                 WorkerFunction(
                     [source],
                     setting="environment.agent",
-                    host=f"{host.__name__}:agent",
+                    host=f"{worker_service.__name__}:agent",
                     limits={"timeout_s": self.seconds},
                 )
                 for _ in range(self.at_once)
@@ -107,7 +107,10 @@ class Agents:
         def one(place: int, job: Job) -> Played:
             worker = free.get()
             try:
-                return self._run(job) if worker is None else _called(worker, job)
+                if worker is None:
+                    return self._run(job)
+                rows = worker.rows({name: [value] for name, value in vars(job).items()}, 1, call="run")
+                return Played(None, rows.failures[0].reason) if rows.failures else Played(rows.values[0])
             finally:
                 ended(place)  # before the process plays another, which may have kept this one's key
                 free.put(worker)
@@ -144,7 +147,8 @@ class Agents:
                 stderr=errors,
                 env={**os.environ, **told},
                 start_new_session=True,  # Ctrl-C is ours to handle
-                preexec_fn=_limit_files,
+                # What it prints is a file.
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MOST_OUTPUT, 64 * MOST_OUTPUT)),
             )
             self._programs.add(program)
             try:
@@ -163,16 +167,3 @@ class Agents:
             why = f": {visible(shortened(last_line(ValueError(said.strip())), 200))}" if said.strip() else ""
             return Played(None, f"`{self.name}` {ending(code)}{why}")
         return Played(text.strip())
-
-
-def _limit_files() -> None:
-    """In the program's process, before it begins: what it prints is a file."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MOST_OUTPUT, 64 * MOST_OUTPUT))
-
-
-def _called(worker: WorkerFunction, job: Job) -> Played:
-    """A function's episode."""
-    rows = worker.rows({name: [value] for name, value in vars(job).items()}, 1, call="run")
-    if rows.failures:
-        return Played(None, rows.failures[0].reason)
-    return Played(rows.values[0])

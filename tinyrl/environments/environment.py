@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
-from tinyrl.environments import Reply, Transcript, host
-from tinyrl.environments.calls import encodable  # no tokenizer takes half a surrogate pair
+from tinyrl.environments import Reply, Transcript, worker_service
+from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
@@ -55,22 +55,22 @@ class Environment:
         self.stop = stop
         self.retried: dict[str, str] = {}
         self._source = ""  # of the answers, in words
-        self._worker: WorkerFunction | None = None
-        self._respond: Respond | None = None
+        self._respond = respond
+        self.workers: list[WorkerFunction] = []  # one where the code is a person's
         if config.functions:
-            self._worker = _worker(config)
-            self.name = self._worker.name
-            self.stop = ()
+            setting, served = ("environment.tools", "tools") if config.tools else ("environment.use", "environment")
+            worker = WorkerFunction(
+                [parse_use(use, setting=setting, classes=True) for _, use in config.functions],
+                setting=setting,
+                host=f"{worker_service.__name__}:{served}",
+                limits={"timeout_s": config.seconds},
+                name="tools" if config.tools else "",
+            )
+            self.workers, self.name, self.stop, self._respond = [worker], worker.name, (), None
         elif self.built_in:
             kind = kind_of_ours(self.built_in)
             self.stop, (self._respond, self._source) = kind.STOP, kind.opened(config, length=length)
-        else:
-            self._respond = respond
-        assert self._worker is not None or self._respond is not None, "there is nothing that answers"
-
-    @property
-    def workers(self) -> list[WorkerFunction]:
-        return [self._worker] if self._worker else []
+        assert self.workers or self._respond is not None, "there is nothing that answers"
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
@@ -95,25 +95,26 @@ class Environment:
 
     def describe(self) -> str:
         """What answers, and within which limits, in a line for people."""
-        tools = [_signature(schema["function"]) for schema in self.schemas or []]
+        functions = [schema["function"] for schema in self.schemas or []]
+        tools = [f"{f['name']}({', '.join(f.get('parameters', {}).get('properties', {}))})" for f in functions]
         what = f"{self.name} {self._source}".strip() + (f": {', '.join(tools)}" if tools else "")
         return f"{what}; at most {self.max_turns} turns, {self.max_observation_tokens} tokens of an answer"
 
     def start(self) -> None:
         """Load a person's code now. ValueError if it does not load."""
-        if self._worker is not None:
-            self._worker.start()
+        for worker in self.workers:
+            worker.start()
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        for worker in self.workers:
+            worker.close()
 
     def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
         """What an environment says before the first turn, at the end of each prompt; None: nothing."""
-        if not self.has_openings or self._worker is None:
+        if not self.has_openings:
             return [None] * len(prompts)
         columns = {"seed": list(range(len(prompts))), **columns}
-        rows = self._worker.rows({**columns, "prompts": prompts}, len(prompts), call="opening")
+        rows = self.workers[0].rows({**columns, "prompts": prompts}, len(prompts), call="opening")
         if rows.failures:
             first = rows.failures[0]
             raise ValueError(f"environment.use: row {first.row + 1}: {first.reason}")
@@ -137,34 +138,17 @@ class Environment:
         self, call: str, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]
     ) -> Rows:
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
-        if self._worker is not None:
-            rows = self._worker.rows(arguments, len(prompts), call=call)
+        if self.workers:
+            rows = self.workers[0].rows(arguments, len(prompts), call=call)
             if rows.retried:
                 self.retried.setdefault(self.name, rows.retried)
             return rows
         assert self._respond is not None
-        values, problems = host.checked(self._respond(**arguments), len(prompts))
+        values, problems = worker_service.checked(self._respond(**arguments), len(prompts))
         return Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
 
     def _fact(self, name: str) -> Any:
-        return self._worker.facts[name] if self._worker is not None else None
-
-
-def _signature(function: dict[str, Any]) -> str:
-    """A tool as people write it: weather(city)."""
-    return f"{function['name']}({', '.join(function.get('parameters', {}).get('properties', {}))})"
-
-
-def _worker(config: EnvironmentConfig) -> WorkerFunction:
-    setting, served = ("environment.tools", "tools") if config.tools else ("environment.use", "environment")
-    sources = [parse_use(use, setting=setting, classes=True) for _, use in config.functions]
-    return WorkerFunction(
-        sources,
-        setting=setting,
-        host=f"{host.__name__}:{served}",
-        limits={"timeout_s": config.seconds},
-        name="tools" if config.tools else "",
-    )
+        return self.workers[0].facts[name] if self.workers else None
 
 
 # ---- An episode as it was played ----

@@ -25,11 +25,11 @@ from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.environments.calls import CLOSE, calls_of
 from tinyrl.environments.cells import FINISHED
+from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import excerpt, name_unseen
-from tinyrl.workers.sandbox import Limits, Outcome, python_block, run_program, why_not_isolated
+from tinyrl.workers.sandbox import Limits, python_block, run_program, why_not_isolated
 
 PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
 STOP = ()  # texts that end a turn
@@ -171,10 +171,7 @@ def _run(cells: list[str], *, seed: int, timeout_s: float, memory_gb: float) -> 
     limits = Limits(wall_s, math.ceil(wall_s), memory_bytes=int(memory_gb * (1 << 30)), output_bytes=OUTPUT_BYTES)
     # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
     call = f"run({cells!a}, seed={int(seed)}, timeout_s={float(timeout_s)})"
-    return _said(run_program(f"{PROGRAM}\n{call}\n", limits=limits))
-
-
-def _said(outcome: Outcome) -> str:
+    outcome = run_program(f"{PROGRAM}\n{call}\n", limits=limits)
     if not (outcome.ok and outcome.stderr.startswith(FINISHED)):
         return SENTENCES.get(outcome.reason, CRASHED)
     printed, said = outcome.stdout.replace("\r\n", "\n"), outcome.stderr.removeprefix(FINISHED)

@@ -15,37 +15,25 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
+from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.environments.calls import encodable
 from tinyrl.environments.corpus import MAX_QUERY_CHARS, Corpus, SearchFailed, passage_of
+from tinyrl.environments.tool_calls import encodable
 from tinyrl.text import is_address, masked, shortened, whole_address
-
-# ---- A client for Search-R1's retrieval server ----
-# POST url {"queries": [...], "topk": k, "return_scores": true}
-# -> {"result": [[{"document": {"contents": "\"Title\"\ntext"}, "score": ...}, ...], ...]}   a list for each query
-
 
 STOP = ("</search>", "</answer>")  # texts that end a turn
 WAITS_S = (0.5, 1.0)  # before the second and the third try
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
 
-class Found(BaseModel):
-    document: dict[str, Any]
-
-
-class Answered(BaseModel):
-    result: list[list[Found]]
-
-
 class SearchServer:
-    """A server behind an http address. `timeout_s` is for one search, however often it is tried.
+    """Search-R1's retrieval server behind an http address. `timeout_s` is for one search, however often it is tried.
+
+        POST url {"queries": [...], "topk": k, "return_scores": true}
+        -> {"result": [[{"document": {"contents": "\"Title\"\ntext"}, "score": ...}, ...], ...]}   a list for each query
 
     Raises ValueError for an address that is none, or lacks its password, which is in the environment.
     """
@@ -63,42 +51,24 @@ class SearchServer:
             proxies=True,
         )
 
-    def check(self) -> None:
-        """Raise ValueError, with what is wrong, where the server does not answer a question: to be asked beforehand."""
-        try:
-            self.search(["test"], top_k=1)
-        except SearchFailed as error:
-            raise ValueError(f"{error}. Is it running, and is this its address?") from error
-
     def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
-        """At most `top_k` passages for each query, in one request. Raises SearchFailed."""
+        """Return at most `top_k` passages for each query, by one request. Raises SearchFailed."""
         body = {"queries": queries, "topk": top_k, "return_scores": True}
         try:
-            [found] = self.http.ask("POST", "", [body], read=self._read)
+            [answer] = self.http.ask("POST", "", [body], read=lambda answer: answer)
         except NoAnswer as error:
             raise SearchFailed(f"{self._name} {error}") from None
-        if len(found) != len(queries):
-            raise SearchFailed(f"{self._name} answered {len(queries)} queries with {len(found)} lists")
-        try:
-            passages = [[passage_of(each.document, self._name) for each in documents] for documents in found]
-        except ValueError as error:
-            raise SearchFailed(str(error)) from error
-        return [[passage for passage in of_query if passage.strip()][:top_k] for of_query in passages]
-
-    def _read(self, answer: Answer) -> list[list[Found]]:
         if answer.status != 200:
             raise SearchFailed(f"{self._name} answered {answer.status} {shortened(answer.reason)}")
         try:
-            return Answered.model_validate(json.loads(answer.body)).result
-        except ValidationError as error:
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        except (ValueError, RecursionError):
-            why = f"{shortened(repr(answer.body[:60]))} is no JSON"
-        raise SearchFailed(f"{self._name} answered something else than lists of documents: {why}")
-
-
-# ---- Search in the middle of an episode, in Search-R1's form (Jin et al ----
+            rows = [[found["document"] for found in of_query] for of_query in json.loads(answer.body)["result"]]
+            passages = [[passage_of(dict(row), self._name) for row in of_query] for of_query in rows]
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            why = f"{shortened(repr(answer.body[:60]))} ({type(error).__name__}: {shortened(str(error), 200)})"
+            raise SearchFailed(f"{self._name} answered something else than lists of documents: {why}") from error
+        if len(passages) != len(queries):
+            raise SearchFailed(f"{self._name} answered {len(queries)} queries with {len(passages)} lists")
+        return [[passage for passage in of_query if passage.strip()][:top_k] for of_query in passages]
 
 
 OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
@@ -116,29 +86,17 @@ def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[
     """What answers under a configuration, and what it is in words."""
     if config.corpus is None:
         raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
-    retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=_say)
+    say = functools.partial(print, file=sys.stderr, flush=True)  # indexing a large corpus takes minutes
+    retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=say)
     most = config.max_observation_tokens
     size = f" (passages: {len(retriever):,})" if isinstance(retriever, Corpus) else ""
     said = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
     return functools.partial(respond, retriever=retriever, top_k=config.top_k, max_length=most, length=length), said
 
 
-def _say(text: str) -> None:
-    """Indexing a large corpus takes minutes, and nothing is shown yet."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def asking_turn(words: str) -> str:
     """A turn that is answered, for trials without a model."""
     return f"<search>{words}</search>"
-
-
-class Retriever(Protocol):
-    """What finds passages; SearchFailed where it cannot this time."""
-
-    def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
-        """At most `top_k` passages for each query, the best first."""
-        ...
 
 
 def open_retriever(
@@ -148,7 +106,10 @@ def open_retriever(
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", corpus) is None:
         return Corpus.open(corpus, say=say)
     server = SearchServer(corpus, timeout_s=timeout_s)
-    server.check()
+    try:
+        server.search(["test"], top_k=1)
+    except SearchFailed as error:
+        raise ValueError(f"{error}. Is it running, and is this its address?") from error
     return server
 
 
@@ -156,7 +117,7 @@ def respond(
     prompts: list[Any],
     transcripts: list[Transcript],
     *,
-    retriever: Retriever,
+    retriever: Corpus | SearchServer,
     top_k: int = 3,
     max_length: int | None = None,
     length: Callable[[str], int] = len,
@@ -179,15 +140,11 @@ def respond(
             answers[asking] = Reply(_quoted(passages, max_length, length))
     except SearchFailed as error:
         answers = dict.fromkeys(asked, error)
-    replies: list[Reply | SearchFailed | None] = []
-    for query, done in zip(queries, over, strict=True):
-        if done:
-            replies.append(None)
-        elif query is None:
-            replies.append(Reply(INVALID, invalid=True))
-        else:
-            replies.append(answers.get(query, Reply(NOTHING_FOUND)))
-    return replies
+    invalid = Reply(INVALID, invalid=True)
+    return [
+        None if done else invalid if query is None else answers.get(query, Reply(NOTHING_FOUND))
+        for query, done in zip(queries, over, strict=True)
+    ]
 
 
 def _between(turn: str, tag: str) -> str | None:

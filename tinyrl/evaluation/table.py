@@ -11,8 +11,7 @@ from tinyrl.data.rows import FEW
 from tinyrl.runs.run_dir import finite
 from tinyrl.text import number
 
-FIRST = ("reward_mean", "reward_ci", "reward_median", "reward_std")
-LAST = ("verifier_mean", "kl", "entropy", "mean_length", "truncated", "distinct", "distinct_answers")
+COUNTS = ("num_prompts", "num_samples", "trained_on")  # not in the table
 EPISODES = "environment/"
 
 
@@ -24,13 +23,13 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     sides = result if several else [result, result["other"]] if "other" in result else [result]
     first, names = sides[0], [side["target"] for side in sides]  # the end of a name says which checkpoint
     lines = [" " * 18 + "".join(f"{name if len(name) < 24 else f'…{name[-22:]}':>24}" for name in names)]
-    for key in _keys(sides):
-        cells = [_cell(side.get(key), side.get("greedy", {}).get(key)) for side in sides]
-        lines.append(f"{key.removeprefix(EPISODES):18}" + "".join(f"{cell:>24}" for cell in cells))
-    measured = [side.get("held_out", {}) for side in sides]  # by a trainer, on held-out rows
-    for key in dict.fromkeys(key for metrics in measured for key in metrics):
-        if any(isinstance(metrics.get(key), int | float) for metrics in measured):
-            lines.append(f"{key:18}" + "".join(f"{_cell(metrics.get(key)):>24}" for metrics in measured))
+    rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
+    there = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float | list))
+    rewards = [key for key in there if key.startswith("reward/")]
+    for key in there:
+        if key not in COUNTS and (key not in rewards or len(rewards) > 1):
+            cells = [_cell(row.get(key), row.get("greedy", {}).get(key)) for row in rows]
+            lines.append(f"{key.removeprefix(EPISODES):18}" + "".join(f"{cell:>24}" for cell in cells))
     if "reward_ci" in first:
         kl = "; KL in nats per response to where each started" if several else ""
         lines.append(f"(greedy in brackets; {first['num_prompts']} prompts x {first['num_samples']}{kl})")
@@ -43,15 +42,6 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     if first.get("num_prompts", FEW) < FEW:
         lines.append(f"warning: fewer than {FEW} prompts say little")
     return "\n".join(lines)
-
-
-def _keys(sides: list[dict[str, Any]]) -> list[str]:
-    """Return the rows of the table: metrics that a side has, each reward where there are several, those of episodes."""
-    there = list(dict.fromkeys(key for side in sides for key in side))
-    rewards = [key for key in there if key.startswith("reward/")]
-    shares = sorted((key for key in there if key.startswith(("pass@", "majority@"))), key=lambda key: key != "pass@1")
-    episodes = [key for key in there if key.startswith(EPISODES)]
-    return [key for key in (*FIRST, *(rewards if len(rewards) > 1 else ()), *shares, *LAST, *episodes) if key in there]
 
 
 def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:

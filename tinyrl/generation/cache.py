@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from tinyrl.models.device import to_device
-
-Reader = Callable[[int, Tensor], Tensor]
 
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: float) -> Tensor:
@@ -32,8 +25,8 @@ class RowCache:
     of its half, each (width, 1, queries + 2, head size), 1 and 0 for the value, which is not rotated.
     """
 
-    def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor, *, heads: int, scaling: float) -> None:
-        self.entries, self.cos, self.sin, self.heads, self.scaling = entries, cos, sin, heads, scaling
+    def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> None:
+        self.entries, self.cos, self.sin, self.heads = entries, cos, sin, heads
         self.width, self.size = cos.shape[0], entries.shape[-1]
 
     def mask(self, position: Tensor, width: int) -> Tensor:
@@ -44,16 +37,6 @@ class RowCache:
         mask = mask.masked_fill_(ahead.unsqueeze(1), -torch.inf)
         return mask.repeat_interleave(self.heads, 0, output_size=rows * self.heads)
 
-    def prompts(self, rows: list[range], width: int) -> Callable[[int, Tensor], None]:
-        """What puts a layer's keys and values of prompts, (P, width, kv heads, 2, d), into the rows of each."""
-
-        def put(layer: int, kv: Tensor) -> None:
-            kv, entries = kv.permute(0, 2, 3, 1, 4), self.entries[layer]
-            for p, span in enumerate(rows):
-                entries[span.start : span.stop, :, :, :width] = kv[p]
-
-        return put
-
     def places(self, row: Tensor, position: Tensor) -> Tensor:
         """Flat index in a layer of the key and the value of each kv head, for N new tokens."""
         lanes = torch.arange(2 * self.heads, device=row.device) + row.unsqueeze(1) * (2 * self.heads)
@@ -62,28 +45,6 @@ class RowCache:
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         """kv (N, kv heads, 2, d)."""
         self.entries[layer].view(-1, self.size).index_copy_(0, places, kv.reshape(-1, self.size))
-
-    def window(self, rows: Sequence[int], width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """What gives a layer's keys and values of these rows, (R, kv heads, width, d) each."""
-        follow = rows[-1] - rows[0] + 1 == len(rows)
-        where: Any = slice(rows[0], rows[-1] + 1) if follow else to_device(torch.tensor(rows), self.entries.device)
-
-        def seen(layer: int) -> tuple[Tensor, Tensor]:
-            entries = self.entries[layer, :, :, :, :width][where]
-            return entries[:, :, 0], entries[:, :, 1]
-
-        return seen
-
-    def reader(self, position: Tensor, width: int) -> Reader:
-        """What attends, in a layer, from q (R, kv heads, queries, d) of the first R rows to all up to `position`."""
-        mask = self.mask(position, width)
-
-        def read(layer: int, q: Tensor) -> Tensor:
-            q = q.flatten(0, 1)
-            keys, values = self.entries[layer].flatten(0, 1)[: len(q), :, :width].unbind(1)
-            return attended(q, keys, values, mask=mask, scaling=self.scaling)
-
-        return read
 
     def copy(self, source: int, to: int, tokens: int) -> None:
         """Row `to` now holds what `source` does."""

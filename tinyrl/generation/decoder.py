@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from tinyrl.generation.cache import RowCache
+from tinyrl.generation.cache import RowCache, attended
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.layers import apply_rope
@@ -294,7 +294,7 @@ class Decoder:
         else:
             entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
         cos, sin = self._rotation(width)
-        return RowCache(entries.view(shape), cos, sin, heads=self.num_kv_heads, scaling=self.scaling)
+        return RowCache(entries.view(shape), cos, sin, heads=self.num_kv_heads)
 
     @property
     def device(self) -> torch.device:
@@ -315,16 +315,16 @@ class Decoder:
         """
         (prompts, width), (shared, size) = ids.shape, (self.queries, self.head_dim)
         rotation = (cache.cos[:width].repeat(prompts, 1, 1, 1), cache.sin[:width].repeat(prompts, 1, 1, 1))
-        put = cache.prompts(rows, width)
         x = self.embedding[ids].flatten(0, 1)
         for i, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotation).unflatten(0, (prompts, width))
-            put(i, qkv[..., shared:, :])
             kv = qkv[..., shared:, :].permute(0, 2, 3, 1, 4)
+            for p, span in enumerate(rows):
+                cache.entries[i, span.start : span.stop, :, :, :width] = kv[p]
             q = qkv[..., :shared, :].reshape(prompts, width, -1, size).transpose(1, 2)
             k, v = (kv[:, :, i].repeat_interleave(shared, 1, output_size=self.num_heads) for i in range(2))
-            attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
-            x = self._rest(layer, x, attended.transpose(1, 2).flatten(2).flatten(0, 1))
+            seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
+            x = self._rest(layer, x, seen.transpose(1, 2).flatten(2).flatten(0, 1))
         last = torch.arange(prompts, device=ids.device) * width + lengths - 1
         return self._normed(x[last], self.norm)
 
@@ -343,8 +343,10 @@ class Decoder:
         # Projections run on the real tokens alone, (N, H); only the attention pads them.
         real = (torch.arange(most, device=device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(-1)
         position = positions.flatten()[real]
-        row = to_device(torch.tensor(rows), device)[real // most]
-        places, seen = cache.places(row, position), cache.window(rows, width)
+        where: Any = to_device(torch.tensor(rows), device)
+        places = cache.places(where[real // most], position)
+        if rows[-1] - rows[0] + 1 == len(rows):
+            where = slice(rows[0], rows[-1] + 1)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[ids.flatten()[real]]
         padded = x.new_zeros(count * most, self.num_heads, size)
@@ -354,10 +356,9 @@ class Decoder:
             # As in `step`, heads that share keys are rows of one product: (R, kv heads, queries * L, d).
             q = padded.index_copy_(0, real, qkv[:, :, :shared].reshape(len(x), -1, size))
             q = q.view(count, most, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
-            keys, values = seen(i)
-            attended = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
-            attended = attended.view(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)
-            x = self._rest(layer, x, attended[real])
+            keys, values = cache.entries[i, :, :, :, :width][where].unbind(2)
+            seen = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
+            x = self._rest(layer, x, seen.view(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)[real])
         return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 
     def step(self, token: Tensor, position: Tensor, *, cache: RowCache, width: int) -> Tensor:
@@ -366,13 +367,15 @@ class Decoder:
         """
         rows, shared = len(token), self.queries
         places = cache.places(torch.arange(rows, device=token.device), position)
-        read = cache.reader(position, width)
+        mask = cache.mask(position, width)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[token]
         for i, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotation)  # (R, kv heads, queries + 2, d)
             cache.write(i, places, qkv[:, :, shared:])
-            x = self._rest(layer, x, read(i, qkv[:, :, :shared]).reshape(rows, -1))
+            keys, values = cache.entries[i].flatten(0, 1)[: rows * self.num_kv_heads, :, :width].unbind(1)
+            seen = attended(qkv[:, :, :shared].flatten(0, 1), keys, values, mask=mask, scaling=self.scaling)
+            x = self._rest(layer, x, seen.reshape(rows, -1))
         return self._normed(x, self.norm)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

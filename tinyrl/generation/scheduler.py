@@ -16,6 +16,7 @@ behind the live ones as well. That does a cached row no harm: its position is be
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.errors import no_memory
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.draws import RowParams, sample_tokens, uniforms
 from tinyrl.generation.engine import Sequence
@@ -52,11 +54,24 @@ class StepGraphs:
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.side = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream it has seen
+        self.fails = False
 
     def __call__(self, *shape: Any) -> None:
-        if shape not in self.graphs:
-            self.graphs[shape] = self._capture(*shape)
-        self.graphs[shape].replay()
+        """Replay the step; where it cannot be captured, warn once and run it as it is from then on. Raises an error
+        that reports a lack of memory.
+        """
+        if not self.fails and shape not in self.graphs:
+            try:
+                self.graphs[shape] = self._capture(*shape)
+            except RuntimeError as error:
+                if no_memory(error) is not None:
+                    raise
+                self.fails = True
+                warnings.warn(f"sampling without CUDA graphs, as a step cannot be captured: {error}", stacklevel=2)
+        if self.fails:
+            self.step(*shape)
+        else:
+            self.graphs[shape].replay()
 
     def _capture(self, *shape: Any) -> torch.cuda.CUDAGraph:
         before = [tensor.clone() for tensor in self.state]

@@ -16,6 +16,7 @@ gradients of parameters are float32 sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,17 @@ ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and 
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
 }  # fmt: skip
+NATIVE = {  # instructions of a CPU for products in half precision, as torch names them
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx10_2", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "avx10_2", "fp16"},
+}
 Tensors = Sequence[Tensor | None]
+
+
+@cache
+def multiplies_in(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies in a half-precision dtype; else it would emulate that, many times slower."""
+    return any(there for name, there in torch.cpu.get_capabilities().items() if name in NATIVE[dtype])
 
 
 # ---- linear layers with LoRA ----
@@ -55,15 +66,16 @@ def product(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return onto + scale a b, summed in float32 or wider and rounded to `dtype` (None: that of a), in `out` if given.
-    Half-precision operands are widened on a CPU. `scale` and `dtype` do not go together.
+    `scale` and `dtype` do not go together.
     """
-    if a.dtype in HALVES and a.device.type == "cpu":
+    wider = dtype not in (None, a.dtype)
+    if a.dtype in HALVES and a.device.type == "cpu" and (wider or not multiplies_in(a.dtype)):
         x, y = a.float(), b.float()
         found = torch.mm(x, y) if onto is None else torch.addmm(onto.float(), x, y, alpha=scale)
         return found.to(dtype or a.dtype) if out is None else out.copy_(found)
     if onto is not None:
         return torch.addmm(onto, a, b, alpha=scale, out=out)
-    return torch.mm(a, b, out=out) if dtype in (None, a.dtype) else torch.mm(a, b, out_dtype=dtype)  # pyright: ignore
+    return torch.mm(a, b, out_dtype=dtype) if wider else torch.mm(a, b, out=out)  # pyright: ignore
 
 
 def linears(

@@ -206,6 +206,7 @@ class JudgeReward:
         self.usage.seconds += time.perf_counter() - begun
         for problem in problems:
             self.printed.add(f"replies are not cached: {self.cache_file}: {problem}\n".encode())
+        self.printed.end_call()
         failed = [answer for answer in answers if isinstance(answer, NoAnswer)]
         gone = [answer for answer in failed if not isinstance(answer, Refusal)]
         if gone or len(failed) == len(missing):

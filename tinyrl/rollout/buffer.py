@@ -38,25 +38,6 @@ _OPTIONAL = (
 _SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # of a batch that is not finite
 
 
-@dataclass(frozen=True)
-class PolicyBatch:
-    """What a policy loss reads of a micro-batch, each (b, T) with x[:, t] of response token t.
-
-    Entries where mask is False may be anything. Only logprobs (and entropy, if its bonus is wanted) carry a gradient;
-    old_logprobs are the denominator of the ratio, ref_logprobs None without a reference; token_weights multiply the
-    loss of each token (None: 1).
-    """
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    sampling_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    entropy: Tensor
-    advantages: Tensor
-    mask: Tensor
-    token_weights: Tensor | None = None
-
-
 @dataclass
 class Rollout:
     """B = P * group samples; the samples of prompt p stand together.
@@ -222,24 +203,6 @@ class Rollout:
         picked = x[torch.as_tensor(rows)]
         cut = picked[:, : batch.num_columns] if picked.dim() == 2 else picked
         return to_device(cut, batch.input_ids.device)
-
-    def minibatch(self, rows: Sequence[int], *, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor) -> PolicyBatch:
-        assert self.advantages is not None, "advantages come before the first minibatch"
-        sampling, mask, advantages = (
-            self.take(x, rows, batch=batch) for x in (self.sampling_logprobs, self.loss_mask, self.advantages)
-        )
-        old, ref = (
-            None if x is None else self.take(x, rows, batch=batch) for x in (self.old_logprobs, self.ref_logprobs)
-        )
-        return PolicyBatch(
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else old,
-            sampling_logprobs=sampling,
-            ref_logprobs=ref,
-            entropy=entropy,
-            advantages=advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand_as(mask),
-            mask=mask,
-        )
 
     def environment_metrics(self) -> dict[str, float]:
         """Means over episodes: turns, turns that asked for what does not exist, tokens that were read; the share that

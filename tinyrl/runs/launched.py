@@ -53,14 +53,7 @@ def launched() -> Launched:
 
 def launched_rank() -> int:
     """Return the rank of this process; 0 where the launcher's variables are wrong."""
-    text = os.environ.get("RANK", "")
-    return int(text) if text.isdigit() else 0
-
-
-def forget_launcher() -> None:
-    """Go on as a single process."""
-    for name in VARIABLES:
-        os.environ.pop(name, None)
+    return int(text) if (text := os.environ.get("RANK", "")).isdigit() else 0
 
 
 class Voice:

@@ -186,12 +186,8 @@ class RunDir:
                 pass
             if length > kept:
                 notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
-                try:
-                    with file.open("ab") as record:
-                        record.write(lost_line(step, length - kept))
-                except OSError as error:
-                    os.truncate(file, kept)
-                    notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
+                with file.open("ab") as record:
+                    record.write(lost_line(step, length - kept))
         return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
@@ -241,7 +237,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """Versions, machine, git revision, and the command with logins and queries of URLs masked: what repeats a run."""
+    """Return versions, machine, git revision, and the command with URLs masked: what repeats a run."""
     git = ["git", "rev-parse", "HEAD"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
@@ -253,7 +249,7 @@ def environment(command: list[str], **facts: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that numbers depend on."""
+    """Return versions of Python and of the installed packages that numbers depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -281,7 +277,8 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     if name is None or not os.path.lexists(path := root / name):
         return
     is_folder = path.is_dir() and not path.is_symlink()
-    is_run = is_folder and _is_run(path)
+    config, first_lines = path / "config.yaml", tuple(f"method: {method}\n".encode() for method in METHODS)
+    is_run = is_folder and config.is_file() and config.read_bytes().startswith(first_lines)
     half_made = {LOCK, "config.yaml.writing"}  # all that a run has which was killed before it had a config.yaml
     replaceable = is_run or (is_folder and {file.name for file in path.iterdir()} <= half_made)
     if not overwrite:
@@ -294,15 +291,6 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     if (path / LOCK).exists():
         with RunLock(path):  # raises where somebody trains in it
             pass
-
-
-def _is_run(path: Path) -> bool:
-    """Whether config.yaml there is one of ours: its first line is the method."""
-    try:
-        with (path / "config.yaml").open("rb") as file:
-            return file.readline(100).decode("ascii", "replace").rstrip() in {f"method: {name}" for name in METHODS}
-    except OSError:
-        return False
 
 
 def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:

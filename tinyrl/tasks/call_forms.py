@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.calls import CLOSE, END_OF_THINKING, OPEN, Call, call_in, calls_of, refuse_constant
+from tinyrl.environments.tool_calls import CLOSE, END_OF_THINKING, OPEN, Call, call_in, calls_of, refuse_constant
 from tinyrl.models.templates import template_text
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import first_line, shortened

@@ -1,8 +1,8 @@
-"""Grading in plain Python that several tasks share: numbers, arithmetic, and where in a text the answer is.
+"""Grading that several tasks share: numbers, arithmetic, and the place of the answer in a text.
 
-Texts come from a model, so nothing here trusts them: no eval, no regular expression that backtracks, limits on what is
-turned into a number, and every function answers a megabyte of nonsense at once. Only ASCII digits, and forms of them
-that Unicode calls compatible (full-width, mathematical), are digits.
+Texts come from a model, so nothing here trusts them: no eval, no regular expression that backtracks, limits on the size
+of numbers, and every function returns at once for a megabyte of nonsense. Only ASCII digits, and forms of them that
+Unicode calls compatible (full-width, mathematical), are digits.
 """
 
 from __future__ import annotations
@@ -46,37 +46,33 @@ _FOLDS = _Folds({ord("−"): "-", ord("⁄"): "/", ord("∕"): "/"})
 
 
 def folded(text: str) -> str:
-    """A text with its compatibility characters (１２, 𝟏𝟐, ％) as the plain ones; 10² is not 102, and stays."""
+    """Replace compatibility characters (１２, 𝟏𝟐, ％) by the plain ones; 10² is not 102, and stays."""
     return text if text.isascii() else text.translate(_FOLDS)
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: text as it is, or the contents of its assistant messages."""
+    """Return the text of a completion: text as it is, or the contents of its assistant messages."""
     if isinstance(completion, str):
         return completion
-    parts = []
-    for message in completion:
-        content = message.get("content") if message.get("role", "assistant") == "assistant" else None
-        if isinstance(content, list):  # content in parts: [{"type": "text", "text": ...}]
-            content = "".join(part.get("text") or "" for part in content)
-        if content:
-            parts.append(content)
-    return "\n".join(parts)
+    contents = [message.get("content") for message in completion if message.get("role", "assistant") == "assistant"]
+    texts = ["".join(part.get("text") or "" for part in c) if isinstance(c, list) else c for c in contents]
+    return "\n".join(text for text in texts if text)
 
 
 def by_row(score: Callable[[str, dict[str, Any]], float | None]) -> Callable[..., list[float | None]]:
-    """A verifier, verify(prompts, completions, **columns), from the score of one completion's text and its row."""
+    """Return verify(prompts, completions, **columns) from the score of one completion's text and its row."""
 
     def verify(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
-        texts = [completion_text(completion) for completion in completions]
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [score(text, row) for text, row in zip(texts, rows or [{}] * len(texts), strict=True)]
+        return [
+            score(completion_text(c), row) for c, row in zip(completions, rows or [{}] * len(completions), strict=True)
+        ]
 
     return verify
 
 
 def parse_number(value: Any) -> Fraction | None:
-    """The exact number that a text (or number) is, or None: "1,000", "$1000.00", "50%", "-3.", "1e3", "1/2", "1½"."""
+    """Parse a text (or number) as an exact number, else None: "1,000", "$1000.00", "50%", "-3.", "1e3", "1/2", "1½"."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | Fraction):
@@ -100,25 +96,25 @@ def parse_number(value: Any) -> Fraction | None:
 
 
 def numbers_equal(a: Any, b: Any) -> bool:
-    """True when both are numbers and the same one: 1,000 == 1000.00 == "$1000."; a percent sign is decoration."""
+    """Return whether both are the same number: 1,000 == 1000.00 == "$1000."; a percent sign is decoration."""
     first, second = parse_number(a), parse_number(b)
     return first is not None and first == second
 
 
 def first_number(text: str) -> str | None:
-    """The first number written in a text, as it is written; None where there is none."""
+    """Return the first number in a text, as it is written; None if there is none."""
     match = next(_number_matches(_plain(text)), None)
     return match.group() if match else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in a text, as it is written; None where there is none. "5-3" ends in 3, "= -3" in -3."""
+    """Return the last number in a text, as it is written, or None. "5-3" ends in 3, "= -3" in -3."""
     last = deque(_number_matches(_plain(text)), maxlen=1)
     return last[0].group() if last else None
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{...} holds, braces balanced; None where there is none or it is not closed."""
+    """Return the inside of the last \\boxed{...}, braces balanced; None if there is none or it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -131,35 +127,33 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What the last <tag>...</tag> holds."""
+    """Return the inside of the last <tag>...</tag>."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
 
 
 def after_last(text: str, marker: str) -> str | None:
-    """The first line after the last `marker`."""
+    """Return the first line after the last `marker`."""
     _, found, rest = text.rpartition(marker)
     return rest.strip().partition("\n")[0].rstrip() if found else None
 
 
 def marked_answer(text: str) -> str | None:
-    """What a text marks as its answer: the last <answer>...</answer>, else after "####", else in \\boxed{...}."""
-    for found in (tagged(text, "answer"), after_last(text, "####"), boxed(text)):
-        if found:
-            return found
-    return None
+    """Return the answer that a text marks: the last <answer>...</answer>, else after "####", else in \\boxed{...}."""
+    found = (tagged(text, "answer"), after_last(text, "####"), boxed(text))
+    return next(filter(None, found), None)
 
 
 def think_answer_format(text: str) -> bool:
-    """True for <think>...</think>...<answer>...</answer>: each tag exactly once, in this order (Logic-RL's rule)."""
+    """Return whether a text is <think>...</think>...<answer>...</answer>: each tag once, in this order (Logic-RL)."""
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     places = [text.find(tag) for tag in tags]
     return all(text.count(tag) == 1 for tag in tags) and places == sorted(places)
 
 
 def normalised_text(text: str) -> str:
-    """A text without what should not decide an answer: case, spacing, compatibility forms, a trailing full stop."""
+    """Normalise case, spacing and compatibility forms of a text, without a trailing full stop."""
     text = folded(text)
     if len(text) > MAX_UNICODE_CHARS:
         return " ".join(text.casefold().split())
@@ -168,7 +162,7 @@ def normalised_text(text: str) -> str:
 
 
 def safe_arithmetic(text: str) -> Fraction:
-    """The exact value of whole numbers, + - * / and parentheses; ValueError for anything else, and for 1/0.
+    """Compute whole numbers, + - * / and parentheses exactly. Raises ValueError for anything else, and for 1/0.
 
     Python reads the text and runs nothing of it. The length is limited, and there is no power, so no text takes long or
     makes a huge number.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import keyed_order
@@ -15,6 +17,7 @@ from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import count_bad_batches, describe_failure
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
@@ -30,7 +33,7 @@ from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.choice import Tried, choice_of
-from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
+from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyBatch, policy_loss, sampling_gap
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
 from tinyrl.training.session import SAMPLES_BYTES, Session
 from tinyrl.training.state import RunState
@@ -237,7 +240,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         in_loss = not section.kl_in_reward and self.roles.has_reference
         return LossSettings.of(
             section,
-            temperature=generation.temperature,
             max_new_tokens=generation.max_new_tokens,
             kl_coef=kl_coef if in_loss else 0.0,
             teacher_coef=self.teacher_coef,
@@ -259,7 +261,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def policy_loss(self, rollout: Rollout, rows: list[int], settings: LossSettings) -> PolicyLoss:
         first = self.session.update == 0
         distance = self.distance_loss(rollout, rows) if settings.teacher_coef > 0 else None
-        return PolicyLoss(rollout, rows, roles=self.roles, settings=settings, first=first, distance=distance)
+        temperature = self.config.generation.temperature
+        return PolicyLoss(rollout, rows, self.roles, settings, temperature=temperature, first=first, distance=distance)
 
     def distance_loss(self, rollout: Rollout, rows: list[int]) -> DistanceLoss:
         assert self.teacher is not None
@@ -332,3 +335,59 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         if rollout.ref_logprobs is not None and rollout.kept.any():
             out["objective/kl"] = rollout.kl_per_response()
         return out
+
+
+class PolicyLoss:
+    """The loss of a minibatch, micro-batch by micro-batch: called with rows of the rollout, the policy acting.
+
+    `first`: no optimizer step has used the rollout yet, so the policy is the one that sampled it, and its
+    log-probabilities here show how far sampling and training differ, at no cost.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        minibatch: Sequence[int],
+        roles: Roles,
+        settings: LossSettings,
+        *,
+        temperature: float,
+        first: bool,
+        distance: DistanceLoss | None = None,
+    ) -> None:
+        self.rollout, self.roles, self.settings, self.first = rollout, roles, settings, first
+        self.temperature, self.distance = temperature, distance
+        self.counts = Counts.of(rollout.loss_mask[list(minibatch)])
+
+    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
+        batch = self.rollout.batch(rows, self.roles)
+        return self.from_states(rows, batch, self.roles.policy_states(batch))
+
+    def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
+        """The same from the policy's hidden states (N, H), where they are used elsewhere too."""
+        rollout, settings = self.rollout, self.settings
+        logprobs, entropy = self.roles.logprobs(
+            "policy", batch, temperature=self.temperature, states=states, entropy_grad=settings.entropy_coef > 0
+        )
+        assert rollout.advantages is not None, "advantages come before the first minibatch"
+
+        def take(x: Tensor) -> Tensor:
+            return rollout.take(x, rows, batch=batch)
+
+        mask, advantages = take(rollout.loss_mask), take(rollout.advantages)
+        minibatch = PolicyBatch(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if rollout.old_logprobs is None else take(rollout.old_logprobs),
+            sampling_logprobs=take(rollout.sampling_logprobs),
+            ref_logprobs=None if rollout.ref_logprobs is None else take(rollout.ref_logprobs),
+            entropy=entropy,
+            advantages=advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand_as(mask),
+            mask=mask,
+        )
+        loss, metrics = policy_loss(minibatch, self.counts, settings=settings)
+        if self.distance is not None:
+            apart, of_distance = self.distance.from_states(rows, batch, states)
+            loss, metrics = loss + settings.teacher_coef * apart, of_distance | metrics
+        if self.first:
+            metrics = metrics | sampling_gap(minibatch, self.counts)
+        return loss, metrics

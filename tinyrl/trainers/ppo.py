@@ -56,8 +56,8 @@ from tinyrl.models.roles import Roles
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.runs.signals import watched
-from tinyrl.trainers.on_policy import OnPolicyTrainer
-from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
+from tinyrl.trainers.on_policy import OnPolicyTrainer, PolicyLoss
+from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass

@@ -31,41 +31,32 @@ MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but ano
 class Printed:
     """The lines that one function prints, each after its name; without secrets, control characters named.
 
-    State: the line in hand, and `kept`, the last lines while there is nowhere to write them.
+    State: what the call in hand has printed, and `kept`, the last lines while there is nowhere to write them.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._line = name, b""
-        self._room, self._left_out = CALL_BYTES, 0
+        self._name, self._data, self._left_out = name, b"", 0
         self._write: Callable[[str], None] | None = None
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
 
     def send_to(self, write: Callable[[str], None]) -> None:
         """From now on hand lines to `write`, those that were kept first."""
         self._write = write
-        self._hand_over([*self.kept])
-        self.kept.clear()
+        if self.kept:
+            write("".join(f"{line}\n" for line in self.kept))
+            self.kept.clear()
 
     def add(self, data: bytes) -> None:
-        """Take what was printed, whole lines or not."""
-        taken = data[: self._room]
-        self._room -= len(taken)
-        self._left_out += len(data) - len(taken)
-        *lines, self._line = (self._line + taken).split(b"\n")
-        self._hand_over([self._shown(line) for line in lines])
+        """Take what was printed, whole lines or not, up to CALL_BYTES of a call."""
+        self._left_out += max(0, len(self._data) + len(data) - CALL_BYTES)
+        self._data += data[: CALL_BYTES - len(self._data)]
 
     def end_call(self) -> None:
-        """End a call, and its last line, whether or not it has a line break."""
-        lines = [self._shown(self._line)] if self._line else []
+        """Hand over the lines of a call."""
+        texts = [redact(raw.decode("utf-8", errors="replace")) for raw in self._data.splitlines()]
+        lines = [f"{self._name}: {text if text.isprintable() else visible(text)}" for text in texts]
         lines += [f"{self._name}: [{self._left_out} more bytes left out]"] if self._left_out else []
-        self._line, self._room, self._left_out = b"", CALL_BYTES, 0
-        self._hand_over(lines)
-
-    def _shown(self, line: bytes) -> str:
-        text = redact(line.decode("utf-8", errors="replace").rstrip("\r"))
-        return f"{self._name}: {text if text.isprintable() else visible(text)}"
-
-    def _hand_over(self, lines: list[str]) -> None:
+        self._data, self._left_out = b"", 0
         if self._write is None:
             self.kept.extend(lines)
         elif lines:
@@ -230,6 +221,7 @@ class WorkerFunction:
             load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}
             try:
                 self._facts = self._worker.ask({"load": load}, timeout_s=max(self._timeout_s, LOAD_TIMEOUT_S))
+                self.printed.end_call()
             except CallFailed as failure:
                 self.close()
                 raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure

@@ -9,8 +9,8 @@ import pytest
 from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import write_overlay
-from tinyrl.tools.report.overlay import Named, named, overlaid
 from tinyrl.tools.report.page import differing, overlay_html
+from tinyrl.tools.report.panels import Named, named, overlaid
 
 
 def runs_of(folder: Path, *metrics: list[dict[str, Any]], samples: Any = None) -> list[Named]:

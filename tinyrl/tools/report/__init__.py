@@ -18,9 +18,8 @@ from pathlib import Path
 from tinyrl.runs.records import read_run
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import outcome, subtitle
-from tinyrl.tools.report.overlay import named, overlaid
 from tinyrl.tools.report.page import overlay_html, page_html
-from tinyrl.tools.report.panels import Panel, panels_of
+from tinyrl.tools.report.panels import Panel, named, overlaid, panels_of
 
 __all__ = ["write_overlay", "write_report"]
 

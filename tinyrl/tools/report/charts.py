@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tinyrl.runs.records import evenly
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import short_power, show
-from tinyrl.tools.report.panels import COLUMNS, Line, Panel, cells
+from tinyrl.tools.report.panels import COLUMNS, Panel, cells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,86 +48,96 @@ MOST_HOVERED = 60  # steps with values on hovering; narrower bars cannot be poin
 
 def draw(axes: "Axes", panel: Panel, *, scale: float, named: bool) -> None:
     """Draw a panel. `scale` is the size of a stroke in points; `named` labels lines by name, not only by last value."""
-    ends = _draw_stack(axes, panel) if panel.stacked else [_draw_line(axes, line, scale) for line in panel.lines]
-    _limits(axes, panel)
+    ends = _draw_stack(axes, panel) if panel.stacked else _draw_lines(axes, panel, scale)
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_linewidth(1.2 * scale)
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.8 * scale)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, pad=5 * scale)
     _ticks(axes, panel)
+    offset: dict[str, Any] = {"textcoords": "offset points", "va": "center", "xycoords": "axes fraction"}
     if named or panel.stacked:
-        axes.annotate("step", (1, 0), xycoords="axes fraction", xytext=(18 * scale, -11 * scale),
-                      textcoords="offset points", va="center", color=COLOURS["muted"])  # fmt: skip
-    _label_ends(axes, panel, ends, scale=scale, named=named)
+        axes.annotate("step", (1, 0), xytext=(18 * scale, -11 * scale), color=COLOURS["muted"], **offset)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    gap = 14 * scale / (axes.get_position().height * figure.get_size_inches()[1] * 72)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = spread([float(to_axes.transform((1, end))[1]) for end in ends], gap=gap)
+    for line, label, height in zip(panel.lines, _labels(panel, named=named), heights, strict=True):
+        if line.role in TEXT_COLOURS:
+            axes.annotate(label, (1, height), xytext=(9 * scale, 0), color=COLOURS[line.role], **offset)
+        else:
+            axes.annotate("■", (1, height), xytext=(8 * scale, 0.5 * scale), color=COLOURS[line.role], **offset)
+            axes.annotate(label, (1, height), xytext=(20 * scale, 0), color=COLOURS["ink"], **offset)
 
 
 def label_width(panel: Panel, *, named: bool) -> float:
-    """Pixels that the labels right of a panel need where a letter is 11 pixels high."""
+    """Return the pixels that the labels right of a panel need where a letter is 11 pixels high."""
     marked = any(line.role not in TEXT_COLOURS for line in panel.lines)
-    return 14 + 10 * marked + LETTER * max(len(label) for label in _labels(panel, named=named))
+    return 14 + 10 * marked + LETTER * max(map(len, _labels(panel, named=named)))
 
 
 def _labels(panel: Panel, *, named: bool) -> list[str]:
     named = named or any(line.role not in TEXT_COLOURS for line in panel.lines)
-    values = [show(line.curve.end, share=panel.share) for line in panel.lines]
-    return [f"{line.label} {value}" if named else value for line, value in zip(panel.lines, values, strict=True)]
+    return [f"{line.label} " * named + show(line.curve.end, share=panel.share) for line in panel.lines]
 
 
-def _draw_line(axes: "Axes", line: Line, scale: float) -> float:
-    colour, drawn = COLOURS[line.role], line.curve
-    if line.marked:
-        steps, values = zip(*[point for point in line.points if math.isfinite(point[1])], strict=True)
-        for step, (low, high) in line.intervals.items():
-            axes.plot([step, step], [low, high], color=colour, linewidth=1.4 * scale, alpha=0.65, solid_capstyle="butt")
-        marker, size = ("D", 4.3) if line.role == "greedy" else ("o", 5.5)
-        axes.plot(steps, values, color=colour, linewidth=1.4 * scale, marker=marker, markersize=size * scale,
-                  markeredgecolor=COLOURS["paper"], markeredgewidth=0.9 * scale, zorder=4)  # fmt: skip
-        return drawn.end
-    if line.intervals:
-        axes.fill_between(drawn.steps, *line.band, color=colour, alpha=0.18, linewidth=0)
-    elif drawn.bold is not drawn.raw:
-        axes.plot(drawn.steps, drawn.raw, color=colour, linewidth=0.9 * scale, alpha=0.4)
-    few: dict[str, Any] = {"marker": "o", "markersize": 4.5 * scale} if len(drawn.steps) <= 3 else {}
-    axes.plot(drawn.steps, drawn.bold, color=colour, linewidth=2.0 * scale, solid_joinstyle="round", **few)
-    return drawn.end
-
-
-def _draw_stack(axes: "Axes", panel: Panel) -> list[float]:
-    """Bars while they can be told apart, areas after that; returns the middle of each layer at the last step."""
-    steps = panel.lines[0].curve.steps
-    below, middles = [0.0] * len(steps), []
+def _draw_lines(axes: "Axes", panel: Panel, scale: float) -> list[float]:
+    """Draw curves and measured points and set the limits; return where each line ends."""
     for line in panel.lines:
-        heights = line.curve.raw
-        above = [low + height for low, height in zip(below, heights, strict=True)]
-        if len(steps) <= MOST_BARS:
-            axes.bar(
-                steps, heights, bottom=below, width=min(0.82, 0.2 * len(steps)), color=COLOURS[line.role], linewidth=0
-            )
-        else:
-            axes.fill_between(steps, below, above, color=COLOURS[line.role], linewidth=0)
-        middles.append((below[-1] + above[-1]) / 2)
-        below = above
-    return middles
-
-
-def _limits(axes: "Axes", panel: Panel) -> None:
-    first, last = panel.span
-    margin = max(0.5, (last - first) * 0.02)
-    axes.set_xlim(first - margin, last + margin)
-    if panel.stacked:
-        return
+        colour, drawn = COLOURS[line.role], line.curve
+        if line.marked:
+            steps, values = zip(*[point for point in line.points if math.isfinite(point[1])], strict=True)
+            bar: dict[str, Any] = {"linewidth": 1.4 * scale, "alpha": 0.65, "solid_capstyle": "butt"}
+            for step, ends in line.intervals.items():
+                axes.plot([step, step], ends, color=colour, **bar)
+            marker, size = ("D", 4.3) if line.role == "greedy" else ("o", 5.5)
+            axes.plot(steps, values, color=colour, linewidth=1.4 * scale, marker=marker, markersize=size * scale,
+                      markeredgecolor=COLOURS["paper"], markeredgewidth=0.9 * scale, zorder=4)  # fmt: skip
+            continue
+        if line.intervals:
+            low_edge, high_edge = line.band
+            axes.fill_between(drawn.steps, low_edge, high_edge, color=colour, alpha=0.18, linewidth=0)
+        elif drawn.bold is not drawn.raw:
+            axes.plot(drawn.steps, drawn.raw, color=colour, linewidth=0.9 * scale, alpha=0.4)
+        few: dict[str, Any] = {"marker": "o", "markersize": 4.5 * scale} if len(drawn.steps) <= 3 else {}
+        axes.plot(drawn.steps, drawn.bold, color=colour, linewidth=2.0 * scale, solid_joinstyle="round", **few)
+    _limit_steps(axes, panel)
     ends = [value for line in panel.lines for pair in line.intervals.values() for value in pair]
-    drawn = [value for line in panel.lines for value in line.curve.raw if math.isfinite(value)]
-    values = [max(value, panel.floor) for value in drawn] + ends
+    finite = [value for line in panel.lines for value in line.curve.raw if math.isfinite(value)]
+    values = [max(value, panel.floor) for value in finite] + ends
     low, high = min(values), max(values)
     if panel.any_scale and low > 0 and high > 100 * low:
         axes.set_yscale("log")
-        return
-    zero = panel.from_zero and low >= 0
-    low = 0.0 if zero else low
-    pad = (high - low) * 0.08 or abs(high) * 0.1 or (0.01 if panel.share else 1.0)
-    axes.set_ylim(low if zero else low - pad, high + pad)
+    else:
+        zero = panel.from_zero and low >= 0
+        low = 0.0 if zero else low
+        pad = (high - low) * 0.08 or abs(high) * 0.1 or (0.01 if panel.share else 1.0)
+        axes.set_ylim(low if zero else low - pad, high + pad)
+    return [line.curve.end for line in panel.lines]
+
+
+def _draw_stack(axes: "Axes", panel: Panel) -> list[float]:
+    """Draw bars while they can be told apart, areas after that; return the middle of each layer at the last step."""
+    steps = panel.lines[0].curve.steps
+    below, middles, width = [0.0] * len(steps), [], min(0.82, 0.2 * len(steps))
+    for line in panel.lines:
+        heights, colour = line.curve.raw, COLOURS[line.role]
+        above = [low + height for low, height in zip(below, heights, strict=True)]
+        if len(steps) <= MOST_BARS:
+            axes.bar(steps, heights, bottom=below, width=width, color=colour, linewidth=0)
+        else:
+            axes.fill_between(steps, below, above, color=colour, linewidth=0)
+        middles.append((below[-1] + above[-1]) / 2)
+        below = above
+    _limit_steps(axes, panel)
+    return middles
+
+
+def _limit_steps(axes: "Axes", panel: Panel) -> None:
+    first, last = panel.span
+    margin = max(0.5, (last - first) * 0.02)
+    axes.set_xlim(first - margin, last + margin)
 
 
 def _ticks(axes: "Axes", panel: Panel) -> None:
@@ -142,31 +152,16 @@ def _ticks(axes: "Axes", panel: Panel) -> None:
     if axes.get_yscale() == "log":
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
-        if panel.share:
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g} %"))
-        elif max(map(abs, axes.get_ylim())) < 0.01:  # not a factor of 1e-5 over the axis
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(f"{value:.3g}")))
-
-
-def _label_ends(axes: "Axes", panel: Panel, ends: list[float], *, scale: float, named: bool) -> None:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    gap = 14 * scale / (axes.get_position().height * figure.get_size_inches()[1] * 72)
-    to_axes = axes.transData + axes.transAxes.inverted()
-    heights = spread([float(to_axes.transform((1, end))[1]) for end in ends], gap=gap)
-    for line, label, height in zip(panel.lines, _labels(panel, named=named), heights, strict=True):
-        place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "center"}
-        if line.role in TEXT_COLOURS:
-            axes.annotate(label, (1, height), xytext=(9 * scale, 0), color=COLOURS[line.role], **place)
-        else:
-            axes.annotate("■", (1, height), xytext=(8 * scale, 0.5 * scale), color=COLOURS[line.role], **place)
-            axes.annotate(label, (1, height), xytext=(20 * scale, 0), color=COLOURS["ink"], **place)
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
+    if panel.share:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g} %"))
+    elif max(map(abs, axes.get_ylim())) < 0.01:  # not a factor of 1e-5 over the axis
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(f"{value:.3g}")))
 
 
 def spread(wanted: list[float], *, gap: float) -> list[float]:
-    """Heights near the wanted ones, in the same order, at least `gap` apart, the highest not pushed above 1."""
+    """Return heights near the wanted ones, in the same order, at least `gap` apart, none pushed above 1."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     heights = [*accumulate((wanted[i] for i in order), lambda below, height: max(height, below + gap))]
     ceiling = max(1.0, *wanted)
@@ -180,24 +175,24 @@ def spread(wanted: list[float], *, gap: float) -> list[float]:
 
 
 def hover_svg(panel: Panel, *, x: float, y: float, width: float, height: float, span: tuple[float, float]) -> str:
-    """An invisible bar at each step, whose <title> says the values: no JavaScript. x, y, width, height: the plotting
-    area in the chart's units, y from the top; span: the steps at its left and right edge.
+    """Return an invisible bar for each step whose <title> has the values: no JavaScript. x, y, width, height: the
+    plotting area in the chart's units, y from the top; span: the steps at its left and right edge.
     """
-    steps = [*(told := values_by_step(panel))]
-    if not steps:
+    values = values_by_step(panel)
+    if not values:
         return ""
-    places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in steps]
+    places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in values]
     edges = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width]
     bars = [
         f'<rect x="{left:.1f}" y="{y:.0f}" width="{right - left:.1f}" height="{height:.0f}">'
-        f"<title>{escape(told[step])}</title></rect>\n"
-        for step, (left, right) in zip(steps, pairwise(edges), strict=True)
+        f"<title>{escape(text)}</title></rect>\n"
+        for text, (left, right) in zip(values.values(), pairwise(edges), strict=True)
     ]
     return f'<g class="hover">\n{"".join(bars)}</g>\n'
 
 
 def values_by_step(panel: Panel) -> dict[int, str]:
-    """What every line of the panel is at some steps, in words: held-out measurements first, then evenly."""
+    """Return every line of the panel at some steps, in words: held-out measurements first, then evenly."""
     values = [{step: value for step, value in line.points if math.isfinite(value)} for line in panel.lines]
     marked = {step for line, known in zip(panel.lines, values, strict=True) if line.marked for step in known}
     others = {step for known in values for step in known} - marked
@@ -214,28 +209,24 @@ def values_by_step(panel: Panel) -> dict[int, str]:
 # ---- SVG and PNG ----
 
 
-def _figure_class() -> Any:
-    """matplotlib's Figure, imported without the user's MPLBACKEND and matplotlibrc, which may name what is not here."""
+@contextmanager
+def _figures(size: float) -> Iterator[Any]:
+    """Yield matplotlib's Figure under our settings, imported without the user's MPLBACKEND and matplotlibrc, which may
+    name what is not here.
+    """
     if "matplotlib" not in sys.modules:
         ours = {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}
         before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
         try:
-            import matplotlib  # noqa: F401
+            import matplotlib
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+    import matplotlib
     from matplotlib.figure import Figure
 
-    return Figure
-
-
-@contextmanager
-def _settings(size: float) -> Iterator[None]:
-    import matplotlib
-
-    defaults: Any = matplotlib.rcParams
-    settings = {
+    settings: dict[Any, Any] = {
         "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": size, "text.parse_math": False,
         "svg.fonttype": "none", "svg.hashsalt": "tinyrl", "text.color": COLOURS["ink"],
         "axes.edgecolor": COLOURS["grid"], "axes.labelcolor": COLOURS["muted"], "xtick.color": COLOURS["muted"],
@@ -244,40 +235,33 @@ def _settings(size: float) -> Iterator[None]:
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the font may lack the script of a run's name
         matplotlib.rcdefaults()
-        defaults.update(settings)
-        yield
+        matplotlib.rcParams.update(settings)
+        yield Figure
 
 
 def panel_svgs(panels: list[Panel]) -> list[str]:
-    """The inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
+    """Return the inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
     drawn = []
     for i, (panel, cell) in enumerate(zip(panels, cells(len(panels)), strict=True)):
         wide = (COLUMN * cell.width + GUTTER * (cell.width - 1), HEIGHT)
         a, b = (HEADLINE, HEADLINE_PHONE) if i == 0 else (wide, (COLUMN, HEIGHT))
-        svg = _svg(panel, f"c{i}a", a, "wide" if a != b else "", named=i == 0)
-        drawn.append(svg + (_svg(panel, f"c{i}b", b, "narrow", named=i == 0) if a != b else ""))
+        svg = _svg(panel, f"c{i}a", a, ' class="wide"' if a != b else "", named=i == 0)
+        drawn.append(svg + (_svg(panel, f"c{i}b", b, ' class="narrow"', named=i == 0) if a != b else ""))
     return drawn
 
 
-def _svg(panel: Panel, prefix: str, size: tuple[int, int], on: str, *, named: bool) -> str:
-    Figure, (width, height) = _figure_class(), size
-    buffer = io.StringIO()
-    with _settings(11):
+def _svg(panel: Panel, prefix: str, size: tuple[int, int], classed: str, *, named: bool) -> str:
+    """Draw one panel; matplotlib's prologue is left out, ids are unique, colours and font the page's."""
+    (width, height), buffer = size, io.StringIO()
+    with _figures(11) as Figure:
         figure = Figure(figsize=(width / 72, height / 72))
         right = label_width(panel, named=named)
         axes = figure.add_axes((40 / width, 26 / height, 1 - (40 + right) / width, 1 - 36 / height))
         draw(axes, panel, scale=1.0, named=named)
         figure.savefig(buffer, format="svg", transparent=True)
         hover = hover_svg(panel, x=40, y=10, width=width - 40 - right, height=height - 36, span=axes.get_xlim())
-    classed = f' class="{on}"' if on else ""
-    return f"<svg{classed}" + _inline(buffer.getvalue(), prefix, panel.alt(), hover).removeprefix("<svg")
-
-
-def _inline(svg: str, prefix: str, alt: str, hover: str) -> str:
-    """matplotlib's SVG without prologue, with unique ids, the page's colours and font, a title, values on hovering."""
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
-    )
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.S)
     view_box = re.search(r'viewBox="([\d. ]+)"', svg)
     assert view_box is not None
     body = svg[svg.index(">") + 1 :].replace("xlink:href", "href")
@@ -287,20 +271,19 @@ def _inline(svg: str, prefix: str, alt: str, hover: str) -> str:
     for name, colour in COLOURS.items():
         body = body.replace(colour, f"var(--{'p' + name if name.isdigit() else name})")
     body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
-    title = f'<title id="{prefix}t">{escape(alt)}</title>'
-    return f'<svg viewBox="{view_box[1]}" role="img" aria-labelledby="{prefix}t">{title}{body}'
+    title = f'<title id="{prefix}t">{escape(panel.alt())}</title>'
+    return f'<svg{classed} viewBox="{view_box[1]}" role="img" aria-labelledby="{prefix}t">{title}{body}'
 
 
 def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:
-    """All panels in one picture, 1,200 pixels wide, with a title, what it is about and the outcome above them."""
-    Figure = _figure_class()
+    """Draw all panels in one picture, 1,200 pixels wide, with a title, a subtitle and the outcome above them."""
     lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
     margin, row_height, gap = 28, 200, 62
     column = (PIXELS - margin - 12) / COLUMNS
-    top = 66 + 22 * len(lines)
-    grid = cells(len(panels))
+    top, grid = 66 + 22 * len(lines), cells(len(panels))
     pixels = top + max((cell.row + cell.height for cell in grid), default=0) * (row_height + gap) - 14
-    with _settings(7.4):
+    buffer = io.BytesIO()
+    with _figures(7.4) as Figure:
         figure = Figure(figsize=(PIXELS / DPI, pixels / DPI), dpi=DPI)
         name = one_line(title, 48)
         figure.text(margin / PIXELS, 1 - 28 / pixels, name, size=11, weight="bold", va="center")
@@ -313,14 +296,10 @@ def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) ->
             x, y = margin + cell.column * column + 40, top + cell.row * (row_height + gap) + 34
             width, height = cell.width * column - 40 - right, cell.height * row_height + (cell.height - 1) * gap - 10
             axes = figure.add_axes((x / PIXELS, 1 - (y + height) / pixels, width / PIXELS, height / pixels))
-            _title(axes, panel, height)
+            above = {"xytext": (-40 * 72 / DPI, 0), "textcoords": "offset points", "weight": "bold", "size": 8}
+            place = {"xycoords": "axes fraction", "va": "center"}
+            title_text = axes.annotate(panel.title, (0, 1 + 22 / height), **place, **above)
+            axes.annotate(f"  {panel.unit}", (1, 0.5), xycoords=title_text, va="center", color=COLOURS["muted"])
             draw(axes, panel, scale=0.68, named=i == 0)
-        buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
-
-
-def _title(axes: "Axes", panel: Panel, height: float) -> None:
-    title = axes.annotate(panel.title, (0, 1 + 22 / height), xycoords="axes fraction", xytext=(-40 * 72 / DPI, 0),
-                          textcoords="offset points", weight="bold", va="center", size=8)  # fmt: skip
-    axes.annotate(f"  {panel.unit}", (1, 0.5), xycoords=title, va="center", color=COLOURS["muted"])

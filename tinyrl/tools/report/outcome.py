@@ -5,7 +5,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from tinyrl.runs.metrics import TABLE, Metric
-from tinyrl.runs.records import Run
+from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
 
 ROUNDING_ERROR = 1e-12
@@ -87,19 +87,19 @@ def subtitle(run: Run) -> str:
 
 
 def outcome(run: Run) -> str:
-    """One sentence: the held-out score before and after with its interval, and the KL paid for it."""
-    if run.finite("eval/reward_mean"):
-        return _held_out_reward(run)
+    """Return one sentence: the held-out score before and after with its interval, and the KL paid for it."""
+    if points := run.finite("eval/reward_mean"):
+        return _held_out_reward(run, points)
     losses = [key for key in run.metric_names() if key == "loss" or key.startswith("loss/")]
     known = {"reward/mean": "reward", "rewards/accuracy": "preference accuracy"} | dict.fromkeys(losses[:1], "loss")
     for key, label in known.items():
-        if run.finite(key) or run.finite(held_out_key(run, key)):
-            return _training_metric(run, key, label, "lower is better" if label == "loss" else "higher is better")
+        held, training = run.finite(held_out_key(run, key)), run.finite(key)
+        if held or training:
+            return _training_metric(held, training, label, "lower is better" if label == "loss" else "higher is better")
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
 
-def _held_out_reward(run: Run) -> str:
-    points = run.finite("eval/reward_mean")
+def _held_out_reward(run: Run, points: Points) -> str:
     (first, start), (last, end) = points[0], points[-1]
     before, after = run.interval("eval/reward_ci", first), run.interval("eval/reward_ci", last)
     few = after is None and isinstance(run.steps[last].get("eval/reward_ci"), list)
@@ -110,26 +110,22 @@ def _held_out_reward(run: Run) -> str:
         return f"Held-out reward is {show(end)} at step {last} ({aside}); it was measured once so far."
     overlap = before is not None and after is not None and before[0] <= after[1] and after[0] <= before[1]
     caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
+    held_out, training, paid = dict(run.finite("eval/kl")), run.finite("objective/kl"), ""
+    if last in held_out:
+        paid = f", at a KL of {show(held_out[last])} nats per response"
+    elif training:
+        paid = f", at a KL of {show(training[-1][1])} nats per response in training"
     change = _change(start, end, since=first, unsure=overlap or few)
-    return f"Held-out reward {change} in {_steps(last - first)} ({aside}){caution}{_kl_paid(run, last)}."
+    return f"Held-out reward {change} in {_steps(last - first)} ({aside}){caution}{paid}."
 
 
-def _kl_paid(run: Run, step: int) -> str:
-    held_out, training = dict(run.finite("eval/kl")), run.finite("objective/kl")
-    if step in held_out:
-        return f", at a KL of {show(held_out[step])} nats per response"
-    return f", at a KL of {show(training[-1][1])} nats per response in training" if training else ""
-
-
-def _training_metric(run: Run, key: str, label: str, better: str) -> str:
-    points = run.finite(held_out_key(run, key))
-    if len(points) > 1:
-        (first, start), (last, end) = points[0], points[-1]
+def _training_metric(held: Points, points: Points, label: str, better: str) -> str:
+    if len(held) > 1:
+        (first, start), (last, end) = held[0], held[-1]
         return f"Held-out {label} {_change(start, end, since=first)} in {_steps(last - first)} ({better})."
-    if len(run.finite(key)) < 2:
-        step, value = (run.finite(key) or points)[0]
+    if len(points) < 2:
+        step, value = (points or held)[0]
         return f"{label.capitalize()} is {show(value)} at step {step} ({better}); it was measured once so far."
-    points = run.finite(key)
     window = min(5, len(points) // 2)
     start, end = fmean(value for _, value in points[:window]), fmean(value for _, value in points[-window:])
     means = f"means of the first and last {window} steps; " if window > 1 else ""
@@ -145,7 +141,7 @@ def _change(start: float, end: float, *, since: int = 0, unsure: bool = False) -
 
 
 def held_out_key(run: Run, key: str) -> str:
-    """The held-out counterpart of a training metric: eval/loss/nll or eval/nll for loss/nll."""
+    """Return the held-out counterpart of a training metric: eval/loss/nll or eval/nll for loss/nll."""
     return next((name for name in (f"eval/{key}", f"eval/{key.rpartition('/')[2]}") if run.finite(name)), f"eval/{key}")
 
 

@@ -1,4 +1,4 @@
-"""The report page, of one run or of several: what page.html (jinja2) shows.
+"""The report page, of one run or of several: the values that page.html (jinja2) shows.
 
 It loads nothing and runs nothing. The template escapes every value. The content security policy is a second defence:
 under it a browser runs no script and loads no address, even if one got through.
@@ -20,8 +20,7 @@ from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report.completions import extremes, same_prompts, token_view
 from tinyrl.tools.report.outcome import first_to_last, key_figures, outcome, phases, show, show_seconds, subtitle, tiles
-from tinyrl.tools.report.overlay import Named
-from tinyrl.tools.report.panels import Panel, cells, picked
+from tinyrl.tools.report.panels import Named, Panel, cells, picked
 
 MOST_PROMPTS = 8
 MOST_SETTINGS = 1000
@@ -36,7 +35,7 @@ _FILES = {
 
 
 def text_html(text: str | Excerpt) -> Markup:
-    """HTML of a text that a model or a data set wrote: escaped, and every invisible character written as U+XXXX."""
+    """Return HTML of a text that a model or a data set wrote: escaped, invisible characters written as U+XXXX."""
     if isinstance(text, Excerpt):
         if not text.omitted:
             return text_html(text.head)
@@ -59,18 +58,23 @@ def _environment() -> Environment:
 
 
 def _page(panels: list[Panel], svgs: list[str], **values: Any) -> str:
-    """The page as text. `svgs` belongs to `panels`: the inline SVG of each."""
-    widths = [cell.width for cell in cells(len(panels))]
-    charts = list(zip(panels, svgs, widths, strict=True))
+    """Return the page as text. `svgs` belongs to `panels`: the inline SVG of each."""
+    charts = list(zip(panels, svgs, (cell.width for cell in cells(len(panels))), strict=True))
     return _environment().get_template("page.html").render(charts=charts, version=__version__, **values)
 
 
-# ---- one run ----
-
-
 def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
+    """Return the page of one run."""
     token_notes: list[str] = []
     tokens = read_last_tokens(run.path / "tokens.jsonl", token_notes)
+    roles = {line.role for panel in panels for line in panel.lines}
+    held_out = "held-out, sampled" if "greedy" in roles else "held-out"
+    signs = [("train", "━", "training, every step (bold: smoothed)"), ("held", "●", held_out),
+             ("greedy", "◆", "held-out, greedy")]  # fmt: skip
+    files = [(name, about) for name, about in _FILES.items() if name == "report.png" or (run.path / name).is_file()]
+    if run.checkpoints:
+        weights = "the model's weights" if run.setting("lora.enabled") is False else "a plain PEFT adapter"
+        files.append((f"checkpoints/{run.checkpoints[-1]}/", f"{weights}, and all that a resume needs"))
     return _page(
         panels,
         svgs,
@@ -78,7 +82,7 @@ def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
         run=run,
         notes=[*run.notes, *token_notes],
         tiles=tiles(run),
-        key=_key(panels),
+        key=[sign for sign in signs if sign[0] in roles],
         **same_prompts(run.held_out),
         extremes=extremes(run.held_out),
         **token_view(tokens),
@@ -86,27 +90,16 @@ def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
         measured=_measured(run),
         config=_settings(run.config),
         env=_settings(run.env),
-        files=_files(run),
+        files=files,
         commands=_commands(run),
     )
 
 
-def _key(panels: list[Panel]) -> list[tuple[str, str, str]]:
-    """What the colours and marks mean, as far as the panels use them."""
-    roles = {line.role for panel in panels for line in panel.lines}
-    known = [
-        ("train", "━", "training, every step (bold: smoothed)"),
-        ("held", "●", "held-out, sampled" if "greedy" in roles else "held-out"),
-        ("greedy", "◆", "held-out, greedy"),
-    ]
-    return [each for each in known if each[0] in roles]
-
-
 def _measured(run: Run) -> dict[str, Any] | None:
+    """Return the table of held-out measurements by step; None where there are none."""
     each = [key for key in run.metric_names() if key.startswith("eval/reward/")]
-    rewards = {key: one_line(key.removeprefix("eval/reward/"), 24) for key in each} if len(each) > 1 else {}
-    known = {key: name for key, (name, _) in key_figures([run]).items() if key.startswith("eval/")}
-    names = known | rewards
+    names = {key: name for key, (name, _) in key_figures([run]).items() if key.startswith("eval/")}
+    names |= {key: one_line(key.removeprefix("eval/reward/"), 24) for key in each} if len(each) > 1 else {}
     steps = sorted({step for key in names for step, _ in run.finite(key)})
     rows = []
     for step, _ in picked([(step, 0.0) for step in steps]):
@@ -116,20 +109,10 @@ def _measured(run: Run) -> dict[str, Any] | None:
     return {"names": ["Step", *names.values()], "rows": rows, "steps": len(steps)} if rows else None
 
 
-def _files(run: Run) -> list[tuple[str, str]]:
-    found = [(name, said) for name, said in _FILES.items() if name == "report.png" or (run.path / name).is_file()]
-    if run.checkpoints:
-        weights = "the model's weights" if run.setting("lora.enabled") is False else "a plain PEFT adapter"
-        found.append((f"checkpoints/{run.checkpoints[-1]}/", f"{weights}, and all that a resume needs"))
-    return found
-
-
 def _commands(run: Run) -> list[str]:
-    folder = _quoted(run)
-    lines = []
+    folder, lines, planned = _quoted(run), [], run.setting("run.num_steps")
     if run.setting("method") in ("grpo", "ppo") and run.checkpoints:
         lines.append(f"tinyrl eval {folder} --vs start   # paired with where it started, with an interval")
-    planned = run.setting("run.num_steps")
     if run.checkpoints and isinstance(planned, int) and run.last_step < planned:
         lines.append(f"tinyrl train --resume {folder}   # goes on from {run.checkpoints[-1]}")
     if run.held_out.by_step:
@@ -141,13 +124,21 @@ def _quoted(run: Run) -> str:
     return shlex.quote(one_line(str(run.path), 300))
 
 
-# ---- several runs ----
-
-
 def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str:
+    """Return the page of several runs."""
     columns = key_figures([one.run for one in runs])
-    seconds = [sum(value for _, value in one.run.finite("time/total")) for one in runs]
+    figures = []
+    for one in runs:
+        seconds = sum(value for _, value in one.run.finite("time/total"))
+        values = [first_to_last(one.run, key, share=metric.share) for key, (_, metric) in columns.items()]
+        figures.append((one, values, show_seconds(seconds) if seconds else "–"))
     differences = differing([one.run.config for one in runs])
+    every = [_quoted(run) for one in runs for run in one.seeds]
+    first, *others = [_quoted(one.run) for one in runs]
+    commands = [f"tinyrl report {' '.join(every)}   # writes this page again"]
+    trained = all(one.run.setting("method") in ("grpo", "ppo") and one.run.checkpoints for one in runs)
+    if trained and others and len({str(one.run.setting("task.name")) for one in runs}) == 1:
+        commands.insert(0, f"tinyrl eval {' '.join(others)} --vs {first}   # judged alike, with win rates")
     return _page(
         panels,
         svgs,
@@ -155,25 +146,17 @@ def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str
         runs=runs,
         notes=[f"{one.letter}: {note}" for one in runs for run in one.seeds for note in run.notes],
         columns=["Steps", *(name for name, _ in columns.values()), "Time"],
-        figures=[
-            (
-                one,
-                [first_to_last(one.run, key, share=metric.share) for key, (_, metric) in columns.items()],
-                show_seconds(time) if time else "–",
-            )
-            for one, time in zip(runs, seconds, strict=True)
-        ],
+        figures=figures,
         common={key: values for key, values in differences.items() if None not in values},
         others={key: values for key, values in differences.items() if None in values},
         prompts=_prompts(runs),
-        commands=_next(runs),
+        commands=commands,
     )
 
 
 def _prompts(runs: list[Named]) -> list[list[Sample]]:
-    """The first prompts that all runs were held to, with what each wrote at its last evaluation.
-
-    They are the same by place and text: runs on other data have other prompts at the same place.
+    """Return the first prompts that all runs were held to, with the completion of each at its last evaluation. They are
+    the same by place and text: runs on other data have other prompts at the same place.
     """
     last = [one.run.held_out.by_step[one.run.held_out.last_step] if one.run.held_out.by_step else {} for one in runs]
     each = [{(i, one.prompt.head, one.prompt.tail): one for i, one in sorted(samples.items())} for samples in last]
@@ -181,28 +164,14 @@ def _prompts(runs: list[Named]) -> list[list[Sample]]:
     return [[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]]
 
 
-def _next(runs: list[Named]) -> list[str]:
-    every = [_quoted(run) for one in runs for run in one.seeds]
-    first, *others = [_quoted(one.run) for one in runs]
-    lines = [f"tinyrl report {' '.join(every)}   # writes this page again"]
-    trained = all(one.run.setting("method") in ("grpo", "ppo") and one.run.checkpoints for one in runs)
-    if trained and others and len({str(one.run.setting("task.name")) for one in runs}) == 1:
-        lines.insert(0, f"tinyrl eval {' '.join(others)} --vs {first}   # judged alike, with win rates")
-    return lines
-
-
-# ---- settings ----
-
-
 def _settings(values: dict[str, Any]) -> dict[str, str]:
-    """Nested settings by section.key, as they are shown."""
+    """Return nested settings by section.key, as they are shown."""
     shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
     return dict(islice(shown.items(), MOST_SETTINGS))
 
 
 def differing(configs: list[dict[str, Any]]) -> dict[str, list[str | None]]:
-    """The settings that are not the same in all of them, with the value in each, None where one has no such setting."""
+    """Return the settings that are not the same in all, with the value in each; None where one has no such setting."""
     each = [_settings(config) for config in configs]
-    keys = dict.fromkeys(key for known in each for key in known)  # in the order of the files
-    found = {key: [known.get(key) for known in each] for key in keys}
+    found = {key: [known.get(key) for known in each] for known in each for key in known}
     return {key: values for key, values in found.items() if len(set(values)) > 1}

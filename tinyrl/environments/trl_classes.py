@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Message, Reply, Transcript
-from tinyrl.environments.calls import awaited, calls_of, carry_out, encodable, reply, rows_of
+from tinyrl.environments.tool_calls import awaited, calls_of, carry_out, encodable, reply, rows_of
 from tinyrl.workers.worker import parameters_of
 
 MOST_LIVE = 4096  # instances kept; the oldest go first, and a replay makes them again

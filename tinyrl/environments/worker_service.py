@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Reply, Transcript
-from tinyrl.environments.calls import Tools, awaited, calls_of, carry_out, reply, rows_of, text_of
-from tinyrl.environments.classes import ClassEnvironment
+from tinyrl.environments.tool_calls import Tools, awaited, calls_of, carry_out, reply, rows_of, text_of
+from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
 from tinyrl.workers.worker import Checked, Service, parameters_of
 
