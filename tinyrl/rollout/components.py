@@ -20,7 +20,7 @@ from tinyrl.data.rows import FEW, few_held_out, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids, unused_defaults
 from tinyrl.generation.select import engine_of
-from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
+from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.checks import check_reference
@@ -32,7 +32,6 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, load_roles, save_roles
 from tinyrl.models.templates import DATE, asks_for_date
-from tinyrl.models.tokens import readable
 from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
@@ -43,7 +42,6 @@ from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, layout_notes, load_splits, load_task
 from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
-from tinyrl.text import visible
 
 SHOWN_TOKENS = 64
 
@@ -111,10 +109,6 @@ class Parts:
     def template_warnings(self) -> list[str]:
         fault = self.template_fault()
         return [f"warning: chat template: {fault}"] if fault else []
-
-    def preview(self) -> str:
-        """What `--dry-run` shows besides the configuration; whoever loads rows has checked them by now."""
-        return "configuration, model and rows are fine"
 
     def memory(self) -> dict[str, int]:
         trained = sum(p.numel() for role in self.roles.parameters.values() for p in role.values())
@@ -308,39 +302,10 @@ class SamplingParts(Parts):
         notes += filter(None, [*judged, unused_defaults(self.roles.causal, self.config.generation)])
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
-    def preview(self) -> str:
-        """One rendered prompt with its tokens, the reward on three answers, and an episode where there are any."""
-        self._check_reference()
-        self.scorer.start()
-        prompt, most = self.train_prompts[0], self.config.generation.max_prompt_tokens
-        trial = check_gold(self.scorer, self.train_prompts) if self.scorer.names else None
-        tokens = [f"{visible(readable(self.tokenizer, [t]))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
-        lines = [
-            f"prompt ({len(prompt.tokens)} tokens of at most {most}):",
-            visible(prompt.text),
-            f"tokens: {' '.join(tokens)}{' ...' if len(prompt.tokens) > SHOWN_TOKENS else ''}",
-            f"reward ({' + '.join(self.scorer.names) or 'none'}):",
-            *(trial.lines() if trial else []),
-            *self._scripted_episode(prompt),
-            *layout_notes(prompt.row),
-            *self._engine_notes(),
-            *self.template_warnings(),
-            f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
-        ]
-        return "\n".join(
-            [*lines, *([f"warning: {trial.warning}"] if trial and trial.warning else []), *self._few_held_out()]
-        )
-
     def _episode_notes(self) -> list[str]:
         if isinstance(self.runner, AgentRunner):
             return [f"environment {self.runner.environment.describe()}"]
         return [] if self.runner is None else episode_notes(self.runner)
-
-    def _scripted_episode(self, prompt: PreparedPrompt) -> list[str]:
-        if not isinstance(self.runner, EpisodeRunner):
-            return self._episode_notes()
-        stop = [*self.config.generation.stop, *self.runner.environment.stop]
-        return [*episode_notes(self.runner), *show_episode(self.runner, prompt, self.task, stop=stop)]
 
     def _engine_notes(self) -> list[str]:
         return self.engine.start([p.tokens for p in self.train_prompts])

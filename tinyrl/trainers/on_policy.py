@@ -66,10 +66,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         notes = [] if self.teacher is None else self.teacher.start()
         return [*super().check(), *notes]
 
-    def preview(self) -> str:
-        notes = [] if self.teacher is None else self.teacher.start()
-        return "\n".join([super().preview(), *notes])
-
     def evaluate(self) -> Evaluation:
         return evaluate(self, num_prompts=self.config.run.eval_prompts)
 

@@ -77,17 +77,18 @@ class LossSettings:
         weigh_mismatch: bool,
         teacher_coef: float = 0.0,
     ) -> LossSettings:
-        grpo, distill = isinstance(section, GrpoConfig), isinstance(section, DistillConfig)
+        grpo = section if isinstance(section, GrpoConfig) else None
+        learns_rewards = None if isinstance(section, DistillConfig) else section
         return cls(
-            preset="" if distill else section.preset,
+            preset=learns_rewards.preset if learns_rewards else "",
             clip_eps=section.clip_eps,
-            clip_eps_high=section.clip_eps_high if grpo else None,
-            aggregation=section.aggregation if grpo else "token",
+            clip_eps_high=grpo.clip_eps_high if grpo else None,
+            aggregation=grpo.aggregation if grpo else "token",
             max_new_tokens=max_new_tokens,
-            entropy_coef=0.0 if distill else section.entropy_coef,
+            entropy_coef=learns_rewards.entropy_coef if learns_rewards else 0.0,
             kl_coef=kl_coef,
-            kl_estimator="k3" if distill else section.kl_estimator,
-            mismatch=section.mismatch if grpo else "token",
+            kl_estimator=learns_rewards.kl_estimator if learns_rewards else "k3",
+            mismatch=grpo.mismatch if grpo else "token",
             weigh_mismatch=weigh_mismatch,
             teacher_coef=teacher_coef,
         )

@@ -85,9 +85,6 @@ class Ppo(OnPolicyTrainer):
     def check(self) -> list[str]:
         return [*super().check(), *self.text_notes]
 
-    def preview(self) -> str:
-        return "\n".join([super().preview(), *self.text_notes])
-
     def passes(
         self,
         rollout: Rollout,

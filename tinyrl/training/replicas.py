@@ -40,27 +40,6 @@ def sum_step(world: World, metrics: dict[str, float], parameters: Sequence[nn.Pa
     return {name: sum(theirs.get(name, 0.0) for theirs, _ in told) for name in names}
 
 
-def divided(config: Config, processes: int) -> str:
-    """How a step is shared out among processes, and what each of them holds."""
-    rows = config.own.batch_size
-    if config.samples:
-        section = config.on_policy
-        prompts, group, minibatch = section.num_prompts, section.group_size, section.minibatch_size or rows
-        fewer = " or fewer" if prompts % processes else ""
-        each = (
-            f"samples {-(-prompts // processes)}{fewer} of the {prompts} prompts of a step ({group} completions each), "
-            f"reads about {rows / processes:.3g} of {rows} completions in a pass, and learns from about "
-            f"{minibatch / processes:.3g} of the {minibatch} of a minibatch"
-        )
-    else:
-        each = f"learns from about {rows / processes:.3g} of the {rows} rows of a batch"
-    return (
-        f"{processes} processes: each {each}, by tokens.\n"
-        "  each holds all weights, gradients and Adam's state, as above, and rows and rollout as a whole; rank 0 calls "
-        "reward functions and writes the run's folder"
-    )
-
-
 def check_alike(parts: Parts, also: str = "") -> None:
     """Raise ValueError, on every process, where one has read other settings, rows or prompts than rank 0."""
     world = parts.world

@@ -107,7 +107,3 @@ class RowTrainer(Trainer):
     def shown(self, row: Any) -> list[str]:
         """A row in a preview."""
         return []
-
-    def preview(self) -> str:
-        count = f"rows: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
-        return "\n".join([super().preview(), *self.check(), *self.shown(self.train_rows[0]), count])

@@ -18,6 +18,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
 from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import peak_memory_gb
 from tinyrl.rollout.buffer import Rollout, new_rollout, sampled_fields
@@ -80,7 +81,11 @@ def row_lines(trainer: Any) -> list[str]:
     pieces = [str(trainer.tokenizer.decode([token])) for token in first.tokens[-12:]]
     lengths = sorted(len(prompt.tokens) for prompt in trainer.train_prompts)
     about = f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}"
-    return [f"as the model reads it: {first.text!r}", f"its last tokens: {pieces}", about]
+    lines = [f"as the model reads it: {first.text!r}", f"its last tokens: {pieces}", about]
+    if isinstance(trainer.runner, EpisodeRunner):
+        stop = [*trainer.config.generation.stop, *trainer.runner.environment.stop]
+        lines += show_episode(trainer.runner, first, trainer.task, stop=stop)
+    return lines
 
 
 def answers(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> tuple[list[Answer], float]:

@@ -326,7 +326,7 @@ def section(seen: Seen) -> Section:
 
 def write_rates(path: Path, seen: Seen) -> str:
     """Write the rows of task.data, or a task's own, with a column `pass_rate` for those that were tried. Read as
-    task.data under the same task.split_seed they fall into the same training and held-out rows as before.
+    task.data they fall into the same training and held-out rows as before.
     """
     where = seen.config.task
     if load_task(where.name or "rows").generate is not None:
