@@ -18,6 +18,7 @@ from tinyrl.config.schema import Config
 from tinyrl.generation.agents import AgentEpisode
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.trainers import on_policy
 
 AGENT = """
     import json, os, signal, socket, threading, time, urllib.error, urllib.request
@@ -167,7 +168,8 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
     runs = []
     for name, kinds in (("quiet", ["honest"] * len(KINDS)), ("attacked", KINDS)):
         (folder := tmp_path / name).mkdir()
-        child = Child(train, settings_for(folder, model, kinds, timeout_s=30.0), folder, output=folder / "said.txt")
+        settings = settings_for(folder, model, kinds, timeout_s=30.0)
+        child = Child(train_showing_all, settings, folder, output=folder / "said.txt")
         assert child.end() == 0, child.said
         assert "Traceback" not in child.said
         assert workers_left({child.pid}) == []
@@ -181,6 +183,12 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
     reasons = {(KINDS[int(line["prompt"].split()[1])], line["reason"].partition(" (")[0]) for line in failed}
     assert {kind for kind, _ in reasons} == {*FAILS}
     assert all(FAILS[kind] in reason for kind, reason in reasons), reasons
+
+
+def train_showing_all(settings: Config, folder: Path) -> None:
+    """Train, with every episode in samples.jsonl."""
+    on_policy.SHOWN_SAMPLES = 100
+    train(settings, folder)
 
 
 def test_a_run_ended_by_kill_9_while_agents_play_is_resumed(model: Path, tmp_path: Path) -> None:
