@@ -217,7 +217,7 @@ def sound(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Sound:
 
 def wrong(answer: str | None, wanted: str | None) -> str | None:
     """What is wrong with how a damage was answered (None: it was used); None where nothing is."""
-    if answer is None or wanted is HARMLESS:
+    if answer is None or wanted is None:  # HARMLESS
         return None if answer is wanted else f"is answered by: {answer}"
     if len(answer.splitlines()) > MOST_LINES or max(map(len, answer.splitlines())) > MOST_CHARACTERS:
         return f"is answered at length: {answer}"

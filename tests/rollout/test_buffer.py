@@ -85,12 +85,6 @@ def test_tokens_that_were_read_are_no_part_of_the_loss(parts: SamplingParts) -> 
     lengths = rollout.response_lengths.tolist()
     assert listed == [(1, 0), *((1, t) for t in range(3, lengths[0])), *((2, t) for t in range(lengths[2]))]
     assert rollout.num_actions.tolist() == [lengths[0] - 2, *lengths[1:]]
-    rollout.advantages = torch.arange(6.0)
-    columns = (3, batch.num_columns)
-    read = rollout.minibatch([1, 0, 2], batch=batch, logprobs=torch.ones(columns), entropy=torch.zeros(columns))
-    assert read.mask.sum(1).tolist() == [0, lengths[0] - 2, lengths[2]]
-    assert read.advantages[:, 0].tolist() == [1.0, 0.0, 2.0]
-    assert torch.equal(read.old_logprobs, torch.ones(columns))
 
 
 def test_with_groups_replaces_whole_groups(parts: SamplingParts) -> None:
