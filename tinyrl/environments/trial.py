@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyrl.environments.environment import kind_of_ours
 
-NONSENSE = "qzx vvk 7# ~~ jjq"
+NONSENSE = "qzx vvk # ~~ jjq"
 UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
 NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
 FIRST_WORDS = 8
