@@ -348,5 +348,5 @@ def test_a_recipe_says_its_method_where_none_is_said(recipe: Callable[[str | byt
     assert method_of(["ppo", name, "run.seed=7"]) == ("ppo", [name, "run.seed=7"])
     assert method_of(["starter-ppo"]) == ("ppo", ["starter-ppo"])
     assert method_of(["run.seed=7"]) == (None, ["run.seed=7"])
-    with pytest.raises(ValueError, match=r"r\.yaml says no method; say it first, as in `tinyrl plan grpo r.yaml`"):
+    with pytest.raises(ValueError, match=r"r\.yaml says no method; say it first, as in `tinyrl check grpo r.yaml`"):
         method_of([recipe("task: {name: sort}\n")])

@@ -454,7 +454,7 @@ def test_an_episode_counts_once_in_every_metric() -> None:
     rollout.ref_logprobs = rollout.sampling_logprobs - torch.where(rollout.response_mask, 1.0, 0.0)
     assert rollout.kl_per_response() == 3.5  # a nat a token
     settings = {"target_kl": 1.0}
-    assert adapted_kl_coef(rollout, PpoConfig.model_validate(settings), kl_coef=1.0) == 1 + 0.2 * 2 / 10
+    assert adapted_kl_coef(rollout, PpoConfig.model_validate(settings), kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 
 def test_ppo_gives_every_conversation_the_score_on_its_last_token() -> None:

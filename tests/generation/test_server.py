@@ -113,8 +113,8 @@ def test_checks_leave_the_adapter_as_it_was(tiny: TinyModels, served: StandIn):
         ({"max_model_len": 39}, "--max-model-len 40"),
         ({"faults": Faults(updates_adapters=False)}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ({"faults": Faults(token=77)}, "another tokenizer"),
-        ({"faults": Faults(loads_applied=0)}, "does not sample with it"),
-        ({"faults": Faults(shift_after=0)}, "another base"),
+        ({"faults": Faults(loads_applied=0)}, "does not sample with the adapter"),
+        ({"faults": Faults(shift_after=0)}, "has another base"),
     ],
 )
 @pytest.mark.wide

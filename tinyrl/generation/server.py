@@ -178,15 +178,11 @@ class ServerEngine(SamplingEngine):
         fault = ""
         if self.settings.temperature != 1 and _gap(theirs, raw) < gap / 2:
             fault = f"gives log-probabilities before the temperature of {self.settings.temperature}"
-        elif (another or _unexplained(theirs, ours, otherwise=without) > UNEXPLAINED) and _gap(theirs, without) < gap:
+        elif another or (_unexplained(theirs, ours, otherwise=without) > UNEXPLAINED and _gap(theirs, without) < gap):
             fault = (
-                f"took an adapter and does not sample with it: a token's log-probability is {gap:.2g} nats from ours "
-                f"with the adapter, on average, and {_gap(theirs, without):.2g} from ours without it"
-            )
-        elif another:
-            fault = (
-                f"has another base: it serves {root}, whose log-probabilities are {gap:.2g} nats per token from those "
-                f"of {self.roles.causal.name_or_path}"
+                f"has other log-probabilities than ours: a token's is {gap:.2g} nats from ours with a test adapter, on "
+                f"average, and {_gap(theirs, without):.2g} from ours without it. It does not sample with the adapter, "
+                f"or it has another base: it serves {root}, and ours is {self.roles.causal.name_or_path}"
             )
         if fault:
             raise ValueError(f"{self.server.name} {fault}. Start it with\n  {self.command}")

@@ -39,8 +39,8 @@ def launched() -> Launched:
     command = f"--num_processes {count} -m tinyrl ...`"
     if "RANK" not in numbers or "LOCAL_RANK" not in numbers:
         raise ValueError(
-            f"WORLD_SIZE={count} is set, but RANK and LOCAL_RANK are no numbers: start the processes with `accelerate "
-            f"launch {command}, or unset WORLD_SIZE for a single one"
+            f"WORLD_SIZE={count} is set, but not RANK and LOCAL_RANK: start the processes with `accelerate launch "
+            f"{command}, or unset WORLD_SIZE for a single one"
         )
     for name, variable in (("FSDP", "FSDP"), ("DeepSpeed", "DEEPSPEED"), ("Megatron", "MEGATRON_LM")):
         if os.environ.get(f"ACCELERATE_USE_{variable}", "false").lower() in ("true", "1"):
