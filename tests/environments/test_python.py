@@ -60,10 +60,10 @@ def answer(code: str) -> str:
 
 
 def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run():
-    assert call_in(block("a") + block("b = 1\nb")) == python.Call("b = 1\nb", fenced=True)
-    assert call_in(f"{tool_call('a')}\n{tool_call('b')}\n") == python.Call("b")
-    assert call_in(block("a") + tool_call("b")) == python.Call("b")
-    assert call_in(tool_call("a").removesuffix("</tool_call>")) == python.Call("a")
+    assert call_in(block("a") + block("b = 1\nb")) == python.CellCall("b = 1\nb", fenced=True)
+    assert call_in(f"{tool_call('a')}\n{tool_call('b')}\n") == python.CellCall("b")
+    assert call_in(block("a") + tool_call("b")) == python.CellCall("b")
+    assert call_in(tool_call("a").removesuffix("</tool_call>")) == python.CellCall("a")
     assert call_in("The answer is 7. ```python\n7") is None
     assert call_in("") is None
 

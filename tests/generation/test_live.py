@@ -17,7 +17,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.draws import SamplingParams, sample_keys
 from tinyrl.generation.engine import Completion, Request, Sequence
-from tinyrl.generation.live import LIVE_STEP, Call, LiveScheduler, score
+from tinyrl.generation.live import LIVE_STEP, Job, LiveScheduler, score
 from tinyrl.generation.scheduler import Scheduler
 
 PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
@@ -118,7 +118,7 @@ def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels) -> None:
     going.on_tokens = lambda tokens: started.set()
     assert live.submit([going])
     assert started.wait(60)
-    assert live.submit([Call(lambda: "ran", results.put)])
+    assert live.submit([Job(lambda: "ran", results.put)])
     ending = threading.Thread(target=getattr(live, end))
     ending.start()
     going.cancelled = True

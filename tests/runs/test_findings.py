@@ -13,7 +13,7 @@ from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.runs.diagnosis import MOST_LINES, Watch
 from tinyrl.runs.findings import TABLE, find
-from tinyrl.runs.records import Run, read_run, read_steps
+from tinyrl.runs.records import RunRecords, read_run, read_steps
 
 HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
 Curve = Callable[[float], float]
@@ -45,8 +45,8 @@ def rows(*, steps: int = 80, held_out: Curve = lambda t: 0.4 + 0.35 * t, **curve
     return made
 
 
-def run_of(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Run:
-    return Run(Path(), {line["step"]: line for line in lines}, config or {"method": "grpo"})
+def run_of(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> RunRecords:
+    return RunRecords(Path(), {line["step"]: line for line in lines}, config or {"method": "grpo"})
 
 
 def named(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> list[str]:
@@ -95,7 +95,7 @@ def test_a_run_that_goes_well_has_no_finding() -> None:
 def test_a_measured_run_that_went_well_has_no_finding_at_any_step(path: Path) -> None:
     steps = read_steps(path, [])
     assert len(steps) > 30
-    assert find(Run(path, steps, {"method": path.stem.partition("-")[0]})) == []
+    assert find(RunRecords(path, steps, {"method": path.stem.partition("-")[0]})) == []
 
 
 @pytest.mark.parametrize("fault", PLANTED)
@@ -158,7 +158,7 @@ AT_ONCE: dict[str, tuple[Lines, str | None]] = {
 def test_what_the_first_steps_show_is_found_and_nothing_else(what: str) -> None:
     lines, name = AT_ONCE[what]
     steps = {line["step"]: line for line in lines}
-    assert [one.name for one in find(Run(Path(), steps, FIVE_TURNS))] == ([name] if name else [])
+    assert [one.name for one in find(RunRecords(Path(), steps, FIVE_TURNS))] == ([name] if name else [])
 
 
 def test_batches_that_a_stop_has_kept_are_counted(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from tests.conftest import shared_data
 from tinyrl.environments.search import INVALID
 from tinyrl.starter import split_of
 from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_rows, load_task
-from tinyrl.tasks.countdown import check_expression
 from tinyrl.tasks.search_qa import normalised_answer
 from tinyrl.tasks.sums import write
 
@@ -387,15 +386,6 @@ def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_answers_are_compared_as_squad_does(text: str, normalised: str) -> None:
     assert normalised_answer(text) == normalised
-
-
-def test_a_countdown_tool_computes_and_counts() -> None:
-    episode = {"numbers": [3, 4, 5], "target": 35}
-    assert check_expression("(3 + 4) * 5", episode) == "35, which is the target"
-    assert check_expression("3 * 4 + 5", episode) == "17, which is not the target"
-    assert check_expression("7 * 5", episode) == "35, but each of 3, 4, 5 has to be used exactly once"
-    with pytest.raises(ValueError, match="not an expression"):
-        check_expression("3 +", episode)
 
 
 def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import TaskConfig
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.choice import PassRates, Tried
+from tinyrl.trainers.choice import PassRates, PromptStats
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]
 RATES = [0.0] * 30 + [1.0] * 20 + [0.5] * 10  # half impossible, a third trivial
@@ -28,7 +28,7 @@ def of(record: dict[str, list[float]] | None = None, prompts: list[PreparedPromp
 
 def see(rates: PassRates, step: int, prompts: list[PreparedPrompt], rewards: torch.Tensor) -> None:
     """A step in which these prompts had such rewards; 1 is right."""
-    tried = Tried(1.0)
+    tried = PromptStats(1.0)
     tried.look(prompts, rewards)
     rates.keep(step, tried)
 

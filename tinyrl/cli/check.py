@@ -43,10 +43,10 @@ def check(
         raise ValueError("--memory is of a machine one does not have: give --offline too")
     begun = time.perf_counter()
     config = config_of(*method_of(words))
-    from tinyrl.tools.check import Section, bytes_of, check_settings
+    from tinyrl.tools.check import CheckSection, bytes_of, check_settings
     from tinyrl.tools.check import check as page_of
 
-    sections = list[Section]()
+    sections = list[CheckSection]()
 
     if offline:
         from tinyrl.models.device import make_accelerator, memory_room

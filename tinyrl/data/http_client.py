@@ -38,7 +38,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A server's answer; `reason` is the text beside the status."""
 
     status: int
@@ -82,7 +82,7 @@ class HttpClient:
         path: str,
         bodies: Sequence[Any],
         *,
-        read: Callable[[Answer], Read],
+        read: Callable[[HttpAnswer], Read],
         most: int = 1,
         headers: dict[str, str] | None = None,
         once_s: float | None = None,
@@ -125,7 +125,7 @@ class HttpClient:
 
         return _until_done(all_of_them())
 
-    async def _answer(self, request: httpx2.Request, once_s: float | None) -> Answer:
+    async def _answer(self, request: httpx2.Request, once_s: float | None) -> HttpAnswer:
         """Return the answer of the first try whose status needs no other, or of the last."""
         timeout_s, waits_s = (self.timeout_s, self.waits_s) if once_s is None else (once_s, ())
         until = time.monotonic() + timeout_s
@@ -146,7 +146,7 @@ class HttpClient:
             raise NoAnswer(f"did not answer within {timeout_s:g} s{setting}") from None
         raise AssertionError("unreachable")
 
-    async def _once(self, request: httpx2.Request) -> Answer:
+    async def _once(self, request: httpx2.Request) -> HttpAnswer:
         """Send a request, again after redirects to the same server. Raises NoAnswer for others and a huge answer."""
         ours = self.address
         for _ in range(MOST_REDIRECTS + 1):
@@ -159,7 +159,7 @@ class HttpClient:
                         body += block
                         if len(body) > MAX_BYTES:
                             raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
-                    return Answer(response.status_code, response.reason_phrase, bytes(body))
+                    return HttpAnswer(response.status_code, response.reason_phrase, bytes(body))
             finally:
                 await response.aclose()
             try:

@@ -71,7 +71,7 @@ class Agents:
                     [source],
                     setting="environment.agent",
                     host=f"{worker_service.__name__}:agent",
-                    limits={"timeout_s": self.seconds},
+                    timeout_s=self.seconds,
                 )
                 for _ in range(self.at_once)
             ]

@@ -63,7 +63,7 @@ class Environment:
                 [parse_use(use, setting=setting, classes=True) for _, use in config.functions],
                 setting=setting,
                 host=f"{worker_service.__name__}:{served}",
-                limits={"timeout_s": config.seconds},
+                timeout_s=config.seconds,
                 name="tools" if config.tools else "",
             )
             self.workers, self.name, self.stop, self._respond = [worker], worker.name, (), None

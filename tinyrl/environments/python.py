@@ -55,7 +55,7 @@ UNREADABLE = 'The call could not be read. It has to be JSON: {"name": "python", 
 
 
 @dataclass(frozen=True)
-class Call:
+class CellCall:
     """What a turn wants run; code None: that could not be read."""
 
     code: str | None
@@ -104,7 +104,7 @@ def respond(
     if any(call and call.code is not None for call in calls):
         check_available()
 
-    def answer(prompt: Any, transcript: Transcript, call: Call | None, episode_seed: int) -> Reply | None:
+    def answer(prompt: Any, transcript: Transcript, call: CellCall | None, episode_seed: int) -> Reply | None:
         check_stop()
         if call is None:
             return None
@@ -123,15 +123,15 @@ def respond(
         return list(pool.map(answer, prompts, transcripts, calls, seed or [0] * len(calls)))
 
 
-def call_in(turn: str) -> Call | None:
+def call_in(turn: str) -> CellCall | None:
     """What a turn wants run: its last tool call, or else its last complete ```python block."""
     calls = calls_of({"content": turn + CLOSE})  # also of a turn that ended before its call was closed
     if not calls:
         block = python_block(turn)
-        return None if block is None else Call(block, fenced=True)
+        return None if block is None else CellCall(block, fenced=True)
     last = calls[-1]
     code = last.arguments.get("code") if last.name == "python" else None
-    return Call(code if isinstance(code, str) else None)
+    return CellCall(code if isinstance(code, str) else None)
 
 
 def kept_cells(transcript: Transcript) -> list[str]:

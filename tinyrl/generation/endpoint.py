@@ -41,7 +41,7 @@ from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.agents import AgentEpisode, Given, Refused
 from tinyrl.generation.draws import SamplingParams, sample_keys
 from tinyrl.generation.engine import Completion, SampledRole, Sequence
-from tinyrl.generation.live import LIVE_STEP, Call, IncrementalDetokenizer, LiveScheduler, Scored, score
+from tinyrl.generation.live import LIVE_STEP, IncrementalDetokenizer, Job, LiveScheduler, TokenScores, score
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import shortened
@@ -152,7 +152,7 @@ def _begun(text: str, end: str) -> int:
     return next((size for size in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:size])), 0)
 
 
-class Answer:
+class LiveRequest:
     """A request that is being answered: its choices, and the queue of what the scheduler makes of them."""
 
     def __init__(self, body: SampledBody, kind: str) -> None:
@@ -302,7 +302,7 @@ class Endpoint:
 
     def _submit(
         self,
-        answer: Answer,
+        answer: LiveRequest,
         prompts: list[list[int]],
         *,
         episode: AgentEpisode | None,
@@ -373,21 +373,21 @@ class Endpoint:
             raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions",
                           param="messages")  # fmt: skip
 
-    async def _score(self, tokens: list[int], body: SampledBody, *, temperature: float, likeliest: int) -> Scored:
+    async def _score(self, tokens: list[int], body: SampledBody, *, temperature: float, likeliest: int) -> TokenScores:
         loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         engine, role = self.scheduler.engine, self.models[body.model]
 
-        def end(result: Scored | Exception) -> None:
+        def end(result: TokenScores | Exception) -> None:
             loop.call_soon_threadsafe(lambda: found.cancelled() or found.set_result(result))
 
-        call = Call(lambda: score(engine, tokens, role=role, temperature=temperature, likeliest=likeliest), end)
+        call = Job(lambda: score(engine, tokens, role=role, temperature=temperature, likeliest=likeliest), end)
         if not self.scheduler.submit([call]):
             raise Refused(429, "too many requests wait; try again later")
         if isinstance(result := await found, Exception):
             raise Refused(500, f"scoring failed: {type(result).__name__}: {result}")
         return result
 
-    async def _score_likeliest(self, answer: Answer, count: int) -> None:
+    async def _score_likeliest(self, answer: LiveRequest, count: int) -> None:
         """Score the answers that have ended, where their likeliest tokens were asked for."""
         for choice in answer.choices:
             if count and choice.completion is not None and choice.sequence is not None and not choice.likeliest:
@@ -411,7 +411,7 @@ class Endpoint:
             rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
-        answer = Answer(body, "chat.completion")
+        answer = LiveRequest(body, "chat.completion")
         answer.id = f"chatcmpl-{answer.id}"
         self._submit(
             answer,
@@ -473,7 +473,7 @@ class Endpoint:
             logprobs = {"content": content, "refusal": None}
         return message, {"finish_reason": reason, "logprobs": logprobs}
 
-    def _chat_chunks(self, answer: Answer, choice: Choice, piece: str) -> list[dict[str, Any]]:
+    def _chat_chunks(self, answer: LiveRequest, choice: Choice, piece: str) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = [{"content": piece}] if piece else []
         last = []
         if choice.completion is not None:
@@ -500,7 +500,7 @@ class Endpoint:
         for prompt in prompts:
             self._check(prompt)
         limit = 16 if body.max_tokens is None else body.max_tokens
-        answer, scored = Answer(body, "text_completion"), list[Scored]()
+        answer, scored = LiveRequest(body, "text_completion"), list[TokenScores]()
         answer.id = f"cmpl-{answer.id}"
         if body.echo and body.stream:
             raise Refused(400, "echo is not streamed", param="echo")
@@ -537,7 +537,7 @@ class Endpoint:
         except ValueError as error:
             raise Refused(400, str(error), param="prompt") from None
 
-    def _text_end(self, choice: Choice, body: TextBody, scored: Scored | None = None) -> dict[str, Any]:
+    def _text_end(self, choice: Choice, body: TextBody, scored: TokenScores | None = None) -> dict[str, Any]:
         """Why a completion ended, and its log-probabilities; scored: of its prompt, for echo."""
         assert choice.completion is not None
         ended = {"finish_reason": choice.finish_reason, "logprobs": None, **_token_ids(choice, body)}
@@ -563,7 +563,7 @@ class Endpoint:
 
     # ---- streams ----
 
-    def _streamed(self, answer: Answer, likeliest: int) -> Response:
+    def _streamed(self, answer: LiveRequest, likeliest: int) -> Response:
         body, chunk = answer.body, ".chunk" if isinstance(answer.body, ChatBody) else ""
 
         async def events() -> AsyncIterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
 
 
 @dataclass(frozen=True)
-class Call:
+class Job:
     """A function to run between two rounds; on_end gets its result, or what it raised."""
 
     function: Callable[[], Any]
@@ -47,7 +47,7 @@ class LiveScheduler:
         self.engine, self.max_rows, self.most_waiting = engine, max_rows, most_waiting
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self.vocabulary = embedding_rows(engine.roles.causal)  # ids that may be read; some have no text
-        self._waiting: deque[Sequence | Call] = deque()
+        self._waiting: deque[Sequence | Job] = deque()
         self._alone: set[Sequence] = set()  # that were in a batch which failed
         self._changed = threading.Condition()
         self._closed = self._stale = False
@@ -56,7 +56,7 @@ class LiveScheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Iterable[Sequence | Call]) -> bool:
+    def submit(self, work: Iterable[Sequence | Job]) -> bool:
         """Queue all or nothing; False: too many wait already."""
         work = list(work)
         with self._changed:
@@ -176,7 +176,7 @@ class LiveScheduler:
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenScores:
     """Log-probability of each token of a text given those before it (None for the first), and the most likely tokens at
     each place in descending order (none at the first).
     """
@@ -186,7 +186,7 @@ class Scored:
 
 
 @torch.inference_mode()
-def score(engine: Any, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1) -> Scored:
+def score(engine: Any, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1) -> TokenScores:
     """Score tokens under softmax(logits / temperature) by one forward pass."""
     roles, dtype = engine.roles, getattr(engine, "dtype", engine.roles.causal.dtype)
     logprobs, places = list[float | None]([None]), list[list[tuple[int, float]]]([[]])
@@ -200,7 +200,7 @@ def score(engine: Any, tokens: list[int], *, role: SampledRole, temperature: flo
             logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
             most, which = log_p.topk(min(likeliest, log_p.shape[-1]))
             places += [[*zip(*row, strict=True)] for row in zip(which.tolist(), most.tolist(), strict=True)]
-    return Scored(logprobs, places)
+    return TokenScores(logprobs, places)
 
 
 class IncrementalDetokenizer:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
+from tinyrl.data.http_client import HttpAnswer, HttpClient, NoAnswer
 from tinyrl.text import masked, shortened, whole_address
 
 DETOKENIZE = "/detokenize"
@@ -67,7 +67,7 @@ class ServerClient:
         others are given up.
         """
 
-        def read(answer: Answer) -> Any:
+        def read(answer: HttpAnswer) -> Any:
             value: Any = answer.body.decode(errors="replace")
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)

@@ -111,13 +111,6 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, r
     return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables, form)
 
 
-def plays(config: Config) -> bool:
-    """Whether something answers the policy between its turns."""
-    section, task = config.environment, load_task(config.task.name or "rows")
-    named = section.use is not None or bool(section.tools)
-    return section.agent is None and (named or task.respond is not None or task.environment is not None)
-
-
 def play(
     prompts: list[PreparedPrompt],
     requests: list[Request],

@@ -64,7 +64,7 @@ def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: flo
     states (N, H) of the student; both heads are of the same tokens. `beta`: algorithms/distillation.py.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
-        return Distance(*_FrozenHead.apply(states, head, teacher, temperature, beta))  # pyright: ignore
+        return Distance(*_FrozenHeadDistances.apply(states, head, teacher, temperature, beta))  # pyright: ignore
     return Distance(*recomputed(dense_distances, states, head, teacher, temperature, beta))
 
 
@@ -96,7 +96,7 @@ def dense_distances(states: Tensor, head: Head, teacher: Teaching, temperature: 
     return Distance(divergence, -(log_p.exp() * finite(log_p, head)).sum(-1).detach())
 
 
-class _FrozenHead(torch.autograd.Function):
+class _FrozenHeadDistances(torch.autograd.Function):
     """Forward saves d divergence / d state, formed chunk by chunk; backward is one product by row."""
 
     @staticmethod

@@ -99,7 +99,7 @@ def token_logprobs(
     states (N, H), targets (N,). The entropy carries a gradient only when entropy_grad is set.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
-        return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+        return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
     logprobs, entropy = recomputed(dense_logprobs, states, head, targets, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
 
@@ -131,7 +131,7 @@ def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list
     return [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
 
 
-class _FrozenHead(torch.autograd.Function):
+class _FrozenHeadLogprobs(torch.autograd.Function):
     """Forward keeps d logprob / d state (and d entropy / d state): two products a chunk, none in backward.
 
     With z the logits over the temperature and p = softmax(z):

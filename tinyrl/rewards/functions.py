@@ -36,7 +36,7 @@ class FunctionReward(WorkerFunction):
 
     def __init__(self, use: str, *, weight: float = 1.0, timeout_s: float = 60.0) -> None:
         source = parse_use(use, setting=SETTING)
-        super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s})
+        super().__init__([source], setting=SETTING, timeout_s=timeout_s)
         self.weight = weight
 
     @property

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
+from tinyrl.data.http_client import HttpAnswer, HttpClient, NoAnswer
 from tinyrl.data.messages import as_messages
 from tinyrl.errors import Interrupted
 from tinyrl.rewards.functions import RewardCall
@@ -214,7 +214,7 @@ class JudgeReward:
         replies |= zip(new, answers, strict=True)
         return [replies[key] for key in keys]
 
-    def _read(self, answer: Answer) -> str | NoAnswer:
+    def _read(self, answer: HttpAnswer) -> str | NoAnswer:
         """Return the text of an answer. Runs in the thread of the requests."""
         body = answer.body.decode(errors="replace")
         if answer.status >= 300:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.runs.findings import FEWEST_STEPS, Finding, Row, find
-from tinyrl.runs.records import Run, messages_of, number, samples_of
+from tinyrl.runs.records import RunRecords, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 
@@ -32,7 +32,7 @@ def examples(rows: Iterable[Row], finding: Finding) -> list[Row]:
     return best
 
 
-def examples_in(run: Run) -> Callable[[Finding], list[Row]]:
+def examples_in(run: RunRecords) -> Callable[[Finding], list[Row]]:
     return lambda finding: examples(samples_of(run.path / "samples.jsonl", [], kind=finding.kind), finding)
 
 
@@ -49,7 +49,7 @@ def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> li
     ]
 
 
-def render(run: Run, found: list[Finding]) -> str:
+def render(run: RunRecords, found: list[Finding]) -> str:
     last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
     if found:
         return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, examples_in(run))])
@@ -112,6 +112,6 @@ class Watch:
         if len(plain) > MOST_LINES:
             for step in plain[25:-50:2]:
                 del self._steps[step]
-        new = [one for one in find(Run(Path(), self._steps, self._config)) if one.name not in self._warned]
+        new = [one for one in find(RunRecords(Path(), self._steps, self._config)) if one.name not in self._warned]
         self._warned |= {one.name for one in new}
         return new

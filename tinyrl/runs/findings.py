@@ -17,7 +17,7 @@ from string import Formatter
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from tinyrl.runs.records import Points, Run, known, number
+from tinyrl.runs.records import Points, RunRecords, known, number
 from tinyrl.text import one_line
 
 FEWEST_STEPS = 12  # of training, before windows are compared
@@ -74,7 +74,7 @@ def standard_error(points: Points) -> float:
     return math.sqrt(fmean(squares) / 2 / len(last)) if squares else math.inf
 
 
-def figures(run: Run) -> Figures:
+def figures(run: RunRecords) -> Figures:
     """Compute what TABLE needs. NaN, for which no condition holds, where the run has no such metric or setting."""
     points, setting = run.finite, lambda name: number(run.setting(name))
     means, std, lengths = points("reward/mean"), points("reward/std"), points("completion/mean_length")
@@ -135,7 +135,7 @@ def figures(run: Run) -> Figures:
     return f
 
 
-def compare_held_out(run: Run, f: Figures) -> None:
+def compare_held_out(run: RunRecords, f: Figures) -> None:
     """Set fell: the held-out metric that is worse than its best, by more than its interval says is chance, while the
     same one of training has gone on improving since; "" where there is none.
     """
@@ -156,7 +156,7 @@ def compare_held_out(run: Run, f: Figures) -> None:
             f.train_then, f.train = then, now
 
 
-def compare_functions(run: Run, f: Figures) -> None:
+def compare_functions(run: RunRecords, f: Figures) -> None:
     """Set up and down: the reward functions that rose and fell most, by a tenth of their size and beyond the noise; of
     one with a negative weight the fall is what is rewarded. "" where they do not part.
     """
@@ -290,7 +290,7 @@ TABLE = (  # most telling first
 )  # fmt: skip
 
 
-def find(run: Run) -> list[Finding]:
+def find(run: RunRecords) -> list[Finding]:
     """Return what is wrong with a run, as far as its metrics show; [] for one that goes well, or is too short."""
     f, found = figures(run), list[Finding]()
     for rule in TABLE:

@@ -208,7 +208,7 @@ def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecords:
     """A run folder as data. steps: step to metrics; nonfinite: for each batch that was kept because it gave numbers
     that are not finite, how many steps were done.
     """
@@ -259,7 +259,7 @@ class Run:
         return value
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RunRecords:
     """Read a run folder. Raises ValueError when it is not one or has no metrics yet."""
     from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
     from tinyrl.runs.run_dir import nearest_run
@@ -279,7 +279,7 @@ def read_run(run_dir: Path) -> Run:
             except (ValueError, RecursionError):
                 notes.append(f"{name} could not be read and is left out.")
     kept = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
-    return Run(
+    return RunRecords(
         run_dir,
         steps,
         found.get("config.yaml", {}),

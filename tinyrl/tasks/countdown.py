@@ -13,7 +13,6 @@ import hashlib
 import re
 from collections import Counter
 from functools import lru_cache
-from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.tasks import Task
@@ -124,18 +123,6 @@ def score(text: str, row: Row) -> float:
 
 def _used(expression: str) -> Counter[int]:
     return Counter(map(int, re.findall("[0-9]+", folded(expression))))
-
-
-def check_expression(expression: str, episode: dict[str, Any]) -> str:
-    """Compute an expression of the puzzle, and see whether it uses each number exactly once.
-
-    Args:
-        expression: numbers with + - * / and parentheses, such as (3 + 4) * 5
-    """
-    value = safe_arithmetic(expression)
-    if _used(expression) != Counter(episode["numbers"]):
-        return f"{value}, but each of {', '.join(map(str, episode['numbers']))} has to be used exactly once"
-    return f"{value}, which is {'' if value == episode['target'] else 'not '}the target"
 
 
 TASK = Task(

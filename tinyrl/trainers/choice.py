@@ -27,7 +27,7 @@ PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
 
 
-class Tried:
+class PromptStats:
     """Of a step's prompts, how many completions had a reward, and how many of these were right."""
 
     def __init__(self, solved_reward: float) -> None:
@@ -57,7 +57,7 @@ class Tried:
 
 
 @dataclass
-class Choice:
+class PromptSampler:
     """Which places in the list of training prompts each step takes: shuffled epochs. `record` is the run's state, which
     changes only in `keep`, by fingerprints of rows.
     """
@@ -76,20 +76,20 @@ class Choice:
         """The places of a step's prompts; a function of (seed, step) and of what was kept."""
         return batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
 
-    def keep(self, step: int, tried: Tried) -> dict[str, float]:
+    def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
         """Put what a step showed on record, once its sampling is done; its metrics."""
         return {}
 
 
-def choice_of(config: Config, prompts: list[PreparedPrompt], controllers: Controllers) -> Choice:
+def prompt_sampler(config: Config, prompts: list[PreparedPrompt], controllers: Controllers) -> PromptSampler:
     """What the configuration says, going on with what a run's `controllers` have on record."""
     task, how = config.task, (config.on_policy.num_prompts, config.run.seed)
     if task.sampler == "difficulty":
         return PassRates(task, prompts, *how, controllers.pass_rates)
-    return Choice(task, prompts, *how)
+    return PromptSampler(task, prompts, *how)
 
 
-class PassRates(Choice):
+class PassRates(PromptSampler):
     """Prompts by the pass rate that they are believed to have. On record is of rows how many completions were right and
     wrong, and the step that was; older ones count for less, as the policy moves.
 
@@ -134,7 +134,7 @@ class PassRates(Choice):
         score[places] = -np.inf
         return [*places, *(int(i) for i in np.argsort(-score, kind="stable")[: count - uniform])]
 
-    def keep(self, step: int, tried: Tried) -> dict[str, float]:
+    def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
         for key, (count, right) in tried.by_row().items():
             was_right, was_wrong = self._known(key, step)
             self.record[key] = [was_right + right, was_wrong + count - right, step]

@@ -32,7 +32,7 @@ from tinyrl.rollout.collector import (
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.choice import Tried, choice_of
+from tinyrl.trainers.choice import PromptStats, prompt_sampler
 from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyBatch, policy_loss, sampling_gap
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
 from tinyrl.training.session import SAMPLES_BYTES, Session
@@ -40,7 +40,6 @@ from tinyrl.training.state import RunState
 from tinyrl.training.trainer import Trainer
 from tinyrl.training.update import Pass
 
-Named = Literal["policy", "reference"]
 # Sampling log-probabilities this close to a training pass's are used as old_logprobs: through 30 layers of a real model
 # float32 rounds by up to 2e-5.
 EXACT_TO = 1e-4
@@ -96,8 +95,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         if controllers.measured_on != here:
             controllers.measured_on, controllers.exact_sampling = here, None
         self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
-        self.tried = Tried(self.config.task.solved_reward)
-        self.choice = choice_of(self.config, self.train_prompts, self.state.controllers)
+        self.tried = PromptStats(self.config.task.solved_reward)
+        self.choice = prompt_sampler(self.config, self.train_prompts, self.state.controllers)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """The prompts of a step: a function of (seed, step), and of what was seen so far where task says so."""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from tinyrl.text import did_you_mean, redact, visible
 from tinyrl.workers.loading import HERE, FunctionSource, defined_here
@@ -63,12 +63,6 @@ class Printed:
             self._write("".join(f"{line}\n" for line in lines))
 
 
-class Limits(TypedDict):
-    """What a function may use: seconds a call, and memory of each process of it."""
-
-    timeout_s: float
-
-
 @dataclass(frozen=True)
 class RowFailure:
     """A row for which something went wrong, and what."""
@@ -89,14 +83,15 @@ class Rows:
 class WorkerFunction:
     """A function of a person's file in a worker process, started when first needed. Close it, or use it in a `with`.
 
-    sources: where it is, the first giving its name; setting: the field that names it, for messages; host:
-    "module:function" of ours that makes one service of several functions, see worker.py. `printed` is what it prints.
+    sources: where it is, the first giving its name; setting: the field that names it, for messages; timeout_s: seconds
+    a call may take; host: "module:function" of ours that makes one service of several functions, see worker.py.
+    `printed` is what it prints.
     """
 
     def __init__(
-        self, sources: list[FunctionSource], *, setting: str, host: str | None = None, limits: Limits, name: str = ""
+        self, sources: list[FunctionSource], *, setting: str, timeout_s: float, host: str | None = None, name: str = ""
     ) -> None:
-        self._section, self._timeout_s = setting.partition(".")[0], limits["timeout_s"]
+        self._section, self._timeout_s = setting.partition(".")[0], timeout_s
         if not (math.isfinite(self._timeout_s) and self._timeout_s > 0):
             raise ValueError(f"{self._section}.timeout_s: must be a number of seconds above 0, not {self._timeout_s}.")
         self.name = name or sources[0].function

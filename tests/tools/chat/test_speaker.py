@@ -15,7 +15,7 @@ from tinyrl.generation.engine import Request
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.live import IncrementalDetokenizer
 from tinyrl.rollout.components import Options
-from tinyrl.tools.chat.speaker import CHAT_STEP, Answer, Speaker, load_speaker
+from tinyrl.tools.chat.speaker import CHAT_STEP, ChatAnswer, Speaker, load_speaker
 from tinyrl.tools.chat.terminal import converse
 
 TEMPLATE = (
@@ -37,7 +37,7 @@ def speaker(run: Path) -> Iterator[Speaker]:
         yield speaker
 
 
-def on_token(speaker: Speaker, text: str) -> tuple[str, Answer]:
+def on_token(speaker: Speaker, text: str) -> tuple[str, ChatAnswer]:
     pieces: list[str] = []
     answer = speaker.say(text, lambda who, piece: pieces.append(piece))
     return "".join(pieces), answer

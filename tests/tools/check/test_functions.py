@@ -8,7 +8,7 @@ import pytest
 from tinyrl.config.recipe import load_config
 from tinyrl.tasks import load_splits, load_task
 from tinyrl.tools.check.functions import check_environment, check_reward
-from tinyrl.tools.check.page import Section
+from tinyrl.tools.check.page import CheckSection
 
 CODE = '''
 import itertools, os
@@ -95,21 +95,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def reward(*functions: str, data: str = "rows.jsonl") -> Section:
+def reward(*functions: str, data: str = "rows.jsonl") -> CheckSection:
     used = json.dumps([{"use": f"mine.py:{name}"} for name in functions])
     overrides = [f"task.data={data}", f"task.eval_data={data}", f"reward.functions={used}"]
     config = load_config("grpo", None, overrides=overrides)
     return check_reward(config, load_task("rows"), load_splits(config)[0])
 
 
-def environment(*settings: str) -> Section:
+def environment(*settings: str) -> CheckSection:
     config = load_config("grpo", None, overrides=["task.data=rows.jsonl", "task.eval_data=rows.jsonl", *settings])
     found = check_environment(config, load_task("rows"), load_splits(config)[0])
     assert found is not None
     return found
 
 
-def names(section: Section) -> list[str]:
+def names(section: CheckSection) -> list[str]:
     return [finding.name for finding in section.findings]
 
 

@@ -36,7 +36,7 @@ def _nobody(who: Who, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """What was said to a prompt, as an episode where the run had an environment; `turn`: its number in the chat."""
 
     turn: int
@@ -113,7 +113,7 @@ class Speaker(ExitStack):
 
     def reset(self) -> None:
         self.messages: list[Message] = []
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, ChatAnswer] = {}
 
     def set_temperature(self, temperature: float) -> None:
         """Set the sampling temperature; 0: greedy. Raises ValueError below 0 and above 100."""
@@ -123,12 +123,12 @@ class Speaker(ExitStack):
         if temperature > 0:
             self.settings = self.engine.settings = replace(self.settings, temperature=max(temperature, 0.01))
 
-    def say(self, text: str, hear: Hear) -> Answer:
+    def say(self, text: str, hear: Hear) -> ChatAnswer:
         """Answer a message in the conversation; `hear` gets the pieces as they come. A stop raises Interrupted."""
         prompt = self._prepared([*self.messages, {"role": "user", "content": text}] if self.chats else text)
         return self._said(prompt, hear)
 
-    def say_row(self, index: int, hear: Hear) -> Answer:
+    def say_row(self, index: int, hear: Hear) -> ChatAnswer:
         """Answer the prompt of a held-out row, with its columns. Raises ValueError where there is no such row."""
         rows = load_split(self.target.config, "eval")
         if not 0 <= index < len(rows):
@@ -151,7 +151,7 @@ class Speaker(ExitStack):
         )
         return replace(prompt, index=index)
 
-    def compare(self, hear: Hear) -> Answer:
+    def compare(self, hear: Hear) -> ChatAnswer:
         """Answer the last prompt as the start would, with the same random numbers. Raises ValueError without either."""
         if self.target.checkpoint is None or not self.target.config.has_reference:
             raise ValueError(f"{self.target.name} has no start to compare with: it is a model, or keeps no reference")
@@ -181,7 +181,7 @@ class Speaker(ExitStack):
 
     # ---- one answer ----
 
-    def _said(self, prompt: PreparedPrompt, hear: Hear) -> Answer:
+    def _said(self, prompt: PreparedPrompt, hear: Hear) -> ChatAnswer:
         answer = self._answer(prompt, self.role, self.turn, greedy=self.greedy, hear=hear)
         self.answers = {self.role: answer}
         if self.chats and not isinstance(prompt.prompt, str):
@@ -213,7 +213,7 @@ class Speaker(ExitStack):
         check_ids([rendered.tokens], self.parts.tokenizer, self.parts.roles.causal)
         return PreparedPrompt(self.turn, {"prompt": prompt}, prompt, rendered.text, rendered.tokens, rendered.opened)
 
-    def _answer(self, prompt: PreparedPrompt, role: SampledRole, turn: int, *, greedy: bool, hear: Hear) -> Answer:
+    def _answer(self, prompt: PreparedPrompt, role: SampledRole, turn: int, *, greedy: bool, hear: Hear) -> ChatAnswer:
         room = self.parts.positions - len(prompt.tokens)
         if room < 1:
             raise ValueError(f"that is {len(prompt.tokens)} tokens, and the model has {self.parts.positions} positions")
@@ -225,10 +225,10 @@ class Speaker(ExitStack):
         if self.runner is None:
             [[completion]] = self.engine.sample([request], 1, **key)
             text = str(self.parts.tokenizer.decode(completion.tokens, skip_special_tokens=True))
-            return Answer(turn, prompt, completion, text, None)
+            return ChatAnswer(turn, prompt, completion, text, None)
         [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
         text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
-        return Answer(turn, prompt, completion, text, episode)
+        return ChatAnswer(turn, prompt, completion, text, episode)
 
 
 def load_speaker(target: Target, *, options: Options) -> Speaker:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 from tinyrl.text import visible
-from tinyrl.tools.chat.speaker import Answer, Hear, Speaker
+from tinyrl.tools.chat.speaker import ChatAnswer, Hear, Speaker
 
 HELP = """/temperature T   set the sampling temperature; 0: greedy
 /compare         show the start's answer to the last prompt, with the same random numbers
@@ -77,7 +77,7 @@ def _shown(write: Write) -> Hear:
     return lambda who, text: write(visible(text) if who == "policy" else f"\n[{visible(text.strip())}]\n")
 
 
-def _ended(answer: Answer, write: Write) -> None:
+def _ended(answer: ChatAnswer, write: Write) -> None:
     episode = answer.episode
     reason = answer.completion.finish_reason if episode is None else episode.finish_reason
     why = {"length": "cut off: no more tokens", "turns": "no more turns"}.get(reason)

@@ -28,7 +28,7 @@ from tinyrl.runs.run_dir import versions
 from tinyrl.tasks import layout_notes, load_splits, load_task
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.functions import check_environment, check_reward
-from tinyrl.tools.check.page import Section
+from tinyrl.tools.check.page import CheckSection
 
 SHOWN = 400
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -43,7 +43,7 @@ def check(
     samples: int | None = None,
     minutes: float = 2.0,
     write: Path | None = None,
-) -> Iterator[Section]:
+) -> Iterator[CheckSection]:
     """Yield the sections of the page as they are found. quick: nothing that needs a weight. The others say how many
     training prompts the policy answers, how often, for how long at most, and where to write its pass rates.
     """
@@ -61,7 +61,7 @@ def check(
                            write=write)  # fmt: skip
 
 
-def check_settings(config: Config) -> Section:
+def check_settings(config: Config) -> CheckSection:
     """Return the settings that differ from the defaults, and the machine."""
     plain = flat(Config.model_validate({"method": config.method}).written())
     differing = {key: value for key, value in flat(config.written()).items() if plain.get(key) != value}
@@ -69,7 +69,7 @@ def check_settings(config: Config) -> Section:
     machine = f"{psutil.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
     installed = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers") if name in found)
     lines = [f"{config.method}: {', '.join(as_override(*pair) for pair in differing.items()) or 'all defaults'}"]
-    return Section("settings", [*lines, f"{installed}; {machine}"], {"settings": differing, "versions": found})
+    return CheckSection("settings", [*lines, f"{installed}; {machine}"], {"settings": differing, "versions": found})
 
 
 def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -84,7 +84,7 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _rows(config: Config) -> tuple[Section, list[Row], list[Row]]:
+def _rows(config: Config) -> tuple[CheckSection, list[Row], list[Row]]:
     """Read the rows of both splits; the section shows how many there are and the first."""
     notes: list[str] = []
     train, held_out = load_splits(config) if config.samples else example_rows(config, notes)
@@ -99,12 +99,12 @@ def _rows(config: Config) -> tuple[Section, list[Row], list[Row]]:
         lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(str(gold), SHOWN // 4)!r}"]
         lines += [*layout_notes(row), *([] if gold is not None else ["the task knows no gold answers"])]
     lines.append("columns: " + ", ".join(f"{name}={one_line(str(value), 30)!r}" for name, value in row.items()))
-    return Section("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row}), train, held_out
+    return CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row}), train, held_out
 
 
 def _loaded(
-    config: Config, parts: list[Section], options: Options, *, how: dict[str, Any], write: Path | None
-) -> Iterator[Section]:
+    config: Config, parts: list[CheckSection], options: Options, *, how: dict[str, Any], write: Path | None
+) -> Iterator[CheckSection]:
     """Yield the sections that need the models after those that do not."""
     from tinyrl.tools.check import loaded, policy
     from tinyrl.training.launch import out_of_memory_stops
@@ -124,13 +124,13 @@ def _loaded(
                 seen = policy.look(trainer, knows_gold=knows, **how)
                 yield policy.section(seen)
                 if write is not None:
-                    yield Section("rates", [policy.write_rates(write, seen)])
+                    yield CheckSection("rates", [policy.write_rates(write, seen)])
             yield _step(trainer)
         finally:
             trainer.close()
 
 
-def _model(trainer: Any, notes: list[str]) -> Section:
+def _model(trainer: Any, notes: list[str]) -> CheckSection:
     from tinyrl.tools.check.loaded import check_numbers
 
     checks = check_numbers(trainer)
@@ -144,10 +144,10 @@ def _model(trainer: Any, notes: list[str]) -> Section:
     warned = [note for note in notes if note.startswith("warning: chat template")]
     found += [Finding("chat template", f"{note.removeprefix('warning: chat template: ')}.", "Another template.", {})
               for note in warned]  # fmt: skip
-    return Section("model", lines, {"checks": [vars(one) for one in checks], "notes": notes}, found)
+    return CheckSection("model", lines, {"checks": [vars(one) for one in checks], "notes": notes}, found)
 
 
-def _step(trainer: Any) -> Section:
+def _step(trainer: Any) -> CheckSection:
     """Try the largest step."""
     from tinyrl.models.device import memory_room
     from tinyrl.tools.check.loaded import worst_step
@@ -160,7 +160,7 @@ def _step(trainer: Any) -> Section:
             step = worst_step(trainer)
     except OutOfRoom as error:
         change = "model.gradient_checkpointing=true, a smaller generation.max_new_tokens, or model.quantization=4bit."
-        return Section("worst step", [str(error)], {}, [Finding("not enough memory", f"{error}.", change, {})])
+        return CheckSection("worst step", [str(error)], {}, [Finding("not enough memory", f"{error}.", change, {})])
     seconds = ", ".join(f"{name} {value:.2g}" for name, value in step.seconds.items() if name != "total")
     lines = [
         f"{step.size}, tried and thrown away: {step.seconds['total']:.2g} s ({seconds})",
@@ -169,7 +169,7 @@ def _step(trainer: Any) -> Section:
     found = []
     if step.peak_gb * 1e9 > room:
         found.append(Finding("not enough memory", f"{lines[1]}.", "A smaller generation.max_new_tokens.", {}))
-    return Section("worst step", lines, {**vars(step), "room": room}, found)
+    return CheckSection("worst step", lines, {**vars(step), "room": room}, found)
 
 
 def bytes_of(text: str) -> float:

@@ -22,7 +22,7 @@ from tinyrl.runs.findings import Finding
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import number, one_line, visible
-from tinyrl.tools.check.page import Section
+from tinyrl.tools.check.page import CheckSection
 from tinyrl.workers.calls import MAX_FAILED_SHARE
 
 REWARD_ROWS, ATTACKED_ROWS, EPISODES = 64, 8, 16
@@ -31,11 +31,11 @@ SHOWN_HOLES, SHOWN = 6, 80
 CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
 
 
-def check_reward(config: Config, task: Task, rows: list[Row]) -> Section:
+def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
     """Score gold answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and reward
     models are left out: they are tried when the model is loaded.
     """
-    section, reward = Section("reward"), config.reward
+    section, reward = CheckSection("reward"), config.reward
     rows = rows[:REWARD_ROWS]
     prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     messages = bool(config.environment.use or config.environment.tools or task.respond or task.environment)
@@ -133,7 +133,7 @@ def _reward_findings(scores: dict[str, list[float]], repeats: bool, hint: str | 
     return found
 
 
-def _attack(section: Section, score: Any, task: Task, rows: list[Row]) -> None:
+def _attack(section: CheckSection, score: Any, task: Task, rows: list[Row]) -> None:
     found = find_holes(score, task, rows)
     if found is None:
         section.lines.append("holes: not looked for, which takes two rows with different right answers")
@@ -160,11 +160,11 @@ def _attack(section: Section, score: Any, task: Task, rows: list[Row]) -> None:
 # ---- environment ----
 
 
-def check_environment(config: Config, task: Task, rows: list[Row]) -> Section | None:
+def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
     """Ask the environment about gold answers, turns that it should answer, nothing, nonsense and bad calls of tools;
     None where there is none, or an agent, which needs a model.
     """
-    ours, section, rows = config.environment, Section("environment"), rows[:EPISODES]
+    ours, section, rows = config.environment, CheckSection("environment"), rows[:EPISODES]
     asked = ours.use or ours.tools or task.respond or task.environment
     if not config.uses("environment") or ours.agent or not asked:
         return None

@@ -17,7 +17,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.device import CHUNK_ELEMENTS, MICRO_BATCH_TOKENS
 from tinyrl.runs.findings import Finding
-from tinyrl.tools.check.page import Section
+from tinyrl.tools.check.page import CheckSection
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
 LOGITS = 3 * 4  # bytes of a logit in float32: itself, its exponential and its gradient
@@ -151,7 +151,7 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     return {"always": always, "updating": updating, "sampling": {"copy": copy, "cache": min(cache, free)}}
 
 
-def check_memory(config: Config, *, device: str, room: float) -> Section:
+def check_memory(config: Config, *, device: str, room: float) -> CheckSection:
     """Compare the estimate with the memory there is, and its checkpoints with the free disk."""
     parts = estimate(config, device=device, room=room)
     always, phases = sum(parts["always"].values()), {k: sum(v.values()) for k, v in parts.items() if k != "always"}
@@ -175,7 +175,7 @@ def check_memory(config: Config, *, device: str, room: float) -> Section:
     if needed > free:
         what = f"Checkpoints take about {size(needed)}, and {size(free)} are free."
         found.append(Finding("not enough disk", what, "Fewer of them: run.keep_checkpoints.", {"needed": needed}))
-    return Section("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts}, found)
+    return CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts}, found)
 
 
 def size(count: float) -> str:

@@ -15,7 +15,7 @@ INDENT, MOST_LINES = 13, 20
 
 
 @dataclass
-class Section:
+class CheckSection:
     """A part of the page: lines to read, the same as facts for --json, and what was found wrong."""
 
     name: str

@@ -27,7 +27,7 @@ from tinyrl.runs.run_dir import finite, write_whole
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.text import number, one_line
-from tinyrl.tools.check.page import Section
+from tinyrl.tools.check.page import CheckSection
 from tinyrl.tools.report.outcome import show_seconds
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _of_sampling(seen: Seen) -> Iterator[Finding]:
 # ---- the section ----
 
 
-def section(seen: Seen) -> Section:
+def section(seen: Seen) -> CheckSection:
     """Return pass rates, rewards, lengths and the answers with the highest and the lowest reward."""
     config, size = seen.config, seen.config.on_policy.group_size
     lengths, different = [answer.tokens for answer in seen.answers], [len({a.text for a in g}) for g in seen.groups]
@@ -321,7 +321,7 @@ def section(seen: Seen) -> Section:
         "mean_length": mean(lengths), "longest": max(lengths), "truncated": cut, "entropy": seen.entropy,
         "distinct": mean(different) / seen.samples, "seconds": seen.seconds, "rollout_seconds": seen.step_seconds,
     }  # fmt: skip
-    return Section("policy", lines, facts, findings(seen))
+    return CheckSection("policy", lines, facts, findings(seen))
 
 
 def write_rates(path: Path, seen: Seen) -> str:

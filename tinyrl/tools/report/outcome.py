@@ -5,7 +5,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from tinyrl.runs.metrics import TABLE, Metric
-from tinyrl.runs.records import Points, Run
+from tinyrl.runs.records import Points, RunRecords
 from tinyrl.text import one_line
 
 ROUNDING_ERROR = 1e-12
@@ -69,7 +69,7 @@ def show_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def subtitle(run: Run) -> str:
+def subtitle(run: RunRecords) -> str:
     method = str(run.setting("method") or "")
     parts = [TITLES.get(method, one_line(method, 20))]
     task, model, planned = run.setting("task.name"), run.setting("model.path"), run.setting("run.num_steps")
@@ -86,7 +86,7 @@ def subtitle(run: Run) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def outcome(run: Run) -> str:
+def outcome(run: RunRecords) -> str:
     """Return one sentence: the held-out score before and after with its interval, and the KL paid for it."""
     if points := run.finite("eval/reward_mean"):
         return _held_out_reward(run, points)
@@ -99,7 +99,7 @@ def outcome(run: Run) -> str:
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
 
-def _held_out_reward(run: Run, points: Points) -> str:
+def _held_out_reward(run: RunRecords, points: Points) -> str:
     (first, start), (last, end) = points[0], points[-1]
     before, after = run.interval("eval/reward_ci", first), run.interval("eval/reward_ci", last)
     few = after is None and isinstance(run.steps[last].get("eval/reward_ci"), list)
@@ -140,7 +140,7 @@ def _change(start: float, end: float, *, since: int = 0, unsure: bool = False) -
     return f"{verb} from {show(start)}{f' at step {since:,}' if since else ''} to {show(end)}"
 
 
-def held_out_key(run: Run, key: str) -> str:
+def held_out_key(run: RunRecords, key: str) -> str:
     """Return the held-out counterpart of a training metric: eval/loss/nll or eval/nll for loss/nll."""
     return next((name for name in (f"eval/{key}", f"eval/{key.rpartition('/')[2]}") if run.finite(name)), f"eval/{key}")
 
@@ -149,7 +149,7 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}"
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: RunRecords) -> list[Tile]:
     """The key numbers, most important first; only those that the run measured."""
     found = []
     for key, (name, metric) in key_figures([run]).items():
@@ -166,7 +166,7 @@ def tiles(run: Run) -> list[Tile]:
     return found
 
 
-def key_figures(runs: list[Run]) -> dict[str, tuple[str, Metric]]:
+def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
     """The metrics with a label that some of the runs have, each by one key: held out, or else that of training."""
     found: dict[str, tuple[str, Metric]] = {}
     for metric in TABLE:
@@ -178,7 +178,7 @@ def key_figures(runs: list[Run]) -> dict[str, tuple[str, Metric]]:
     return found
 
 
-def first_to_last(run: Run, key: str, *, share: bool) -> tuple[str, str]:
+def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """First and last value of a key figure; the first is empty where both look the same."""
     points = run.finite(key)
     share = share and all(0 <= value <= 1 for _, value in points)
@@ -186,19 +186,19 @@ def first_to_last(run: Run, key: str, *, share: bool) -> tuple[str, str]:
     return "" if first == last else first, last
 
 
-def reward_is_pass(run: Run) -> bool:
+def reward_is_pass(run: RunRecords) -> bool:
     """Whether pass@1 equals the reward, as with a reward of 0 or 1: then one of them is enough."""
     rewards, passes = dict(run.finite("eval/reward_mean")), dict(run.finite("eval/pass@1"))
     return rewards.keys() == passes.keys() and all(abs(rewards[step] - passes[step]) < 1e-9 for step in rewards)
 
 
-def phases(run: Run) -> list[Phase]:
+def phases(run: RunRecords) -> list[Phase]:
     totals = {name: sum(points.values()) for name, points in phase_seconds(run).items()}
     whole = sum(totals.values())
     return [Phase(name, seconds, seconds / whole) for name, seconds in totals.items()]
 
 
-def phase_seconds(run: Run) -> dict[str, dict[int, float]]:
+def phase_seconds(run: RunRecords) -> dict[str, dict[int, float]]:
     """{phase: {step: seconds}} from time/<phase>, the longest first, at most MOST_PHASES of them.
 
     "other" is last: shorter phases, and the part of time/total (which excludes evaluation) that no phase covers.

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from tinyrl import __version__
-from tinyrl.runs.records import Run, Sample, number, read_last_tokens
+from tinyrl.runs.records import RunRecords, Sample, number, read_last_tokens
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report.completions import extremes, same_prompts, token_view
@@ -63,7 +63,7 @@ def _page(panels: list[Panel], svgs: list[str], **values: Any) -> str:
     return _environment().get_template("page.html").render(charts=charts, version=__version__, **values)
 
 
-def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
+def page_html(run: RunRecords, panels: list[Panel], svgs: list[str]) -> str:
     """Return the page of one run."""
     token_notes: list[str] = []
     tokens = read_last_tokens(run.path / "tokens.jsonl", token_notes)
@@ -95,7 +95,7 @@ def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
     )
 
 
-def _measured(run: Run) -> dict[str, Any] | None:
+def _measured(run: RunRecords) -> dict[str, Any] | None:
     """Return the table of held-out measurements by step; None where there are none."""
     each = [key for key in run.metric_names() if key.startswith("eval/reward/")]
     names = {key: name for key, (name, _) in key_figures([run]).items() if key.startswith("eval/")}
@@ -109,7 +109,7 @@ def _measured(run: Run) -> dict[str, Any] | None:
     return {"names": ["Step", *names.values()], "rows": rows, "steps": len(steps)} if rows else None
 
 
-def _commands(run: Run) -> list[str]:
+def _commands(run: RunRecords) -> list[str]:
     folder, lines, planned = _quoted(run), [], run.setting("run.num_steps")
     if run.setting("method") in ("grpo", "ppo") and run.checkpoints:
         lines.append(f"tinyrl eval {folder} --vs start   # paired with where it started, with an interval")
@@ -120,7 +120,7 @@ def _commands(run: Run) -> list[str]:
     return [*lines, f"tinyrl report {folder}   # writes this page again"]
 
 
-def _quoted(run: Run) -> str:
+def _quoted(run: RunRecords) -> str:
     return shlex.quote(one_line(str(run.path), 300))
 
 

@@ -13,7 +13,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from tinyrl.runs.metrics import TABLE, Metric, meaning_of
-from tinyrl.runs.records import Points, Run, evenly, number
+from tinyrl.runs.records import Points, RunRecords, evenly, number
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import held_out_key, outcome, phase_seconds, reward_is_pass, show
 
@@ -177,7 +177,7 @@ _BOTH_SIDES = {"rewards/chosen", "rewards/rejected"}  # in a panel of their own
 _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
 
 
-def panels_of(run: Run) -> list[Panel]:
+def panels_of(run: RunRecords) -> list[Panel]:
     """Return the panels of a run; the first is its headline, the last the time by phase."""
     panels = [panel for kind in CHARTS if (panel := _run_panel(run, kind))]
     panels = [panel for panel in panels if not (panel.title == "pass@1" and reward_is_pass(run))]
@@ -208,7 +208,7 @@ def panels_of(run: Run) -> list[Panel]:
     return [replace(panel, span=span) for panel in panels]
 
 
-def other_kinds(run: Run) -> list[Metric]:
+def other_kinds(run: RunRecords) -> list[Metric]:
     """Return losses and other figures of the methods that learn from examples, under whatever names the run has."""
     known = {name for kind in CHARTS for name in kind.keys} | _BOTH_SIDES
     found = []
@@ -224,7 +224,7 @@ def other_kinds(run: Run) -> list[Metric]:
     return found
 
 
-def _run_panel(run: Run, kind: Metric) -> Panel | None:
+def _run_panel(run: RunRecords, kind: Metric) -> Panel | None:
     train, held = kind.keys
     greedy = held.replace("eval/", "eval/greedy/", 1) if kind.greedy else ""
     lines = [Line("training", "train", run.points(train))]
@@ -245,14 +245,14 @@ def _panel(kind: Metric, key: str, lines: list[Line], unit: str) -> Panel | None
     return Panel(key, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
 
 
-def intervals_of(run: Run, held: str, points: Points) -> Intervals:
+def intervals_of(run: RunRecords, held: str, points: Points) -> Intervals:
     if not held.endswith("reward_mean"):
         return {}
     key = held.removesuffix("reward_mean") + "reward_ci"
     return {step: pair for step, _ in points if (pair := run.interval(key, step))}
 
 
-def _reward_functions(run: Run) -> list[Panel]:
+def _reward_functions(run: RunRecords) -> list[Panel]:
     """Return each reward function in training and held out, in the same colours; held out beside the verifier."""
     keys = [key for key in run.metric_names() if key not in _REWARD_NAMES]
     train = {key.removeprefix("reward/"): key for key in keys if key.startswith("reward/")}
@@ -280,10 +280,10 @@ class Named:
 
     letter: str
     colour: str
-    seeds: tuple[Run, ...]
+    seeds: tuple[RunRecords, ...]
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> RunRecords:
         """Return the run; of several seeds the first one with the mean of their metrics, at steps that all have."""
         first, *others = self.seeds
         if not others:
@@ -320,12 +320,12 @@ class Named:
         return Line(self.letter, self.colour, points, intervals, measured)
 
 
-def named(runs: list[Run]) -> list[Named]:
+def named(runs: list[RunRecords]) -> list[Named]:
     """Give letters by place, one to all seeds of a setting. Raises ValueError for more than there are colours, and for
     a run that is named twice.
     """
     places = [run.path.resolve() for run in runs]
-    settings: list[tuple[str, dict[Any, Run]]] = []
+    settings: list[tuple[str, dict[Any, RunRecords]]] = []
     for i, run in enumerate(runs):
         if places[i] in places[:i]:
             raise ValueError(f"{run.path} is named twice; name each run once.")

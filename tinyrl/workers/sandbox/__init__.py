@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict, Unpack
+from typing import Any, NoReturn
 
 TOLERANCE = 1e-9  # between numbers of which one is a float, relative to the larger
 NEAR_ZERO = 1e-12  # where exactly 0 is expected, to which nothing is relatively close
@@ -93,13 +93,6 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-
-
-class Options(TypedDict, total=False):
-    """Runs are made `workers` at a time (default: 1), each within `limits`."""
-
-    limits: Limits
-    workers: int
 
 
 @dataclass(frozen=True)
@@ -170,11 +163,17 @@ def passes_tests(
 
 
 def passes_calls(
-    source: str, function: str, cases: Sequence[tuple[Sequence[Any], Any]], **options: Unpack[Options]
+    source: str,
+    function: str,
+    cases: Sequence[tuple[Sequence[Any], Any]],
+    *,
+    workers: int = 1,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[Verdict]:
     """Call a function on each case, (arguments, expected value), as call_function does; passed is `same_value`."""
     wanted = [json.loads(_json(expected)) for _, expected in cases]
-    outcomes = call_function(source, function, [arguments for arguments, _ in cases], **options)
+    given = [arguments for arguments, _ in cases]
+    outcomes = call_function(source, function, given, workers=workers, limits=limits)
     pairs = zip(outcomes, wanted, strict=True)
     return [Verdict(outcome.ok and same_value(outcome.value, expected), outcome) for outcome, expected in pairs]
 
