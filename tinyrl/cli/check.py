@@ -23,10 +23,14 @@ def check(
     ],
     quick: Annotated[bool, typer.Option("--quick", help="stop before a weight is loaded")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="arithmetic alone, for this machine or --memory")] = False,
-    memory: Annotated[str | None, typer.Option(metavar="24GB", help="with --offline: of a GPU elsewhere")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="training prompts that the policy answers, at most")] = 64,
-    samples: Annotated[int | None, typer.Option(min=2, help="answers to each; default a group, at least 8")] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="after which no further prompts are answered")] = 2.0,
+    memory: Annotated[
+        str | None, typer.Option(metavar="24GB", help="with --offline: memory of another machine's GPU")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="most training prompts to sample from")] = 64,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="completions of each; default: a group, at least 8")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="stop sampling after so many minutes")] = 2.0,
     write: Annotated[
         str | None, typer.Option(metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate")
     ] = None,
@@ -34,13 +38,13 @@ def check(
     *,
     options: Options,
 ) -> int:
-    """Say on one page whether a run will work and what it costs. Exits with 3 where something would keep it from it."""
+    """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
     from tinyrl.config.recipe import method_of
     from tinyrl.runs.diagnosis import as_json, counted, in_words
     from tinyrl.runs.run_dir import finite
 
     if memory is not None and not offline:
-        raise ValueError("--memory is of a machine one does not have: give --offline too")
+        raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     config = config_of(*method_of(words))
     from tinyrl.tools.check import CheckSection, bytes_of, check_settings

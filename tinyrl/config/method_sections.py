@@ -83,13 +83,21 @@ class GrpoConfig(PolicyGradientSection):
     presets = PRESETS
     preset: Literal[
         "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
-    ] = Field(default="dapo", description="gives the fields here their defaults")
+    ] = Field(default="dapo", description="default values of the fields in this section")
     group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
-    advantage: Advantage = Field(description="a score against its group, the rest of it, the batch, or group and batch")
-    advantage_scale: Scale = Field(description="what it is divided by: the group's deviation, the batch's, or nothing")
+    advantage: Advantage = Field(
+        description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch"
+    )
+    advantage_scale: Scale = Field(
+        description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
+    )
     clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
-    aggregation: Aggregation = Field(description="mean over tokens, mean of means or of sums, sum by max_new_tokens")
-    mismatch: Mismatch = Field(default="token", description="weights for inexact sampling: capped, masked, or none")
+    aggregation: Aggregation = Field(
+        description="token mean (DAPO), mean of sequence means (GRPO) or sums, or sum / max_new_tokens"
+    )
+    mismatch: Mismatch = Field(
+        default="token", description="importance weights for inexact sampling: capped (TIS), masked, or none"
+    )
     refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
 
     @property
@@ -99,10 +107,10 @@ class GrpoConfig(PolicyGradientSection):
 
 class PpoConfig(PolicyGradientSection):
     presets = PPO_PRESETS
-    preset: Literal["ppo", "a2c"] = Field(default="ppo", description="gives the fields here their defaults")
-    value_clip_eps: PositiveFloat | None = Field(description="values moving further gain nothing; null: plain square")
+    preset: Literal["ppo", "a2c"] = Field(default="ppo", description="default values of the fields in this section")
+    value_clip_eps: PositiveFloat | None = Field(description="value clipping range (PPO2); null: plain squared error")
     gamma: Share = Field(default=1.0, description="discount of rewards")
-    gae_lambda: Share = Field(description="lambda of generalised advantage estimation")
+    gae_lambda: Share = Field(description="GAE lambda")
     target_kl: PositiveFloat | None = Field(
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
@@ -146,7 +154,7 @@ class RewardModelConfig(Section):
 
 class DpoConfig(Section):
     loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
-    beta: PositiveFloat = Field(description="how near the reference; IPO's tau, ORPO's lambda; 0.1, for simpo 2")
+    beta: PositiveFloat = Field(description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
     label_smoothing: Smoothing = Field(default=0.0, description="of sigmoid: share of pairs labelled wrongly (cDPO)")
     target_margin: NonNegativeFloat = Field(default=1.0, description="of simpo: the margin to win by, its gamma")
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")

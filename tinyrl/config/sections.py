@@ -91,14 +91,18 @@ class ReferenceConfig(Section):
 class CriticConfig(Section):
     kind: CriticKind | None = Field(default=None, description="null: as at critic.path, or by lora.enabled")
     path: Text | None = Field(default=None, description="a ppo or reward run, or a model; null: model.path")
-    warmup: NonNegative = Field(default=1, description="steps at the start that train only the critic")
+    warmup: NonNegative = Field(default=1, description="first steps, which train only the critic")
 
 
 class TeacherConfig(Section):
     path: Text | None = Field(default=None, description="a run, adapter or model, a server, self, or start")
-    hint: Text | None = Field(default=None, description="what it reads besides, such as 'Answer: {answer}'")
+    hint: Text | None = Field(
+        default=None, description="extra text shown to the teacher only, such as 'Answer: {answer}'"
+    )
     divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
-    top_k: Positive | None = Field(default=None, description="its likeliest tokens and a tail; null: the vocabulary")
+    top_k: Positive | None = Field(
+        default=None, description="distil on its top-k tokens and one bucket for the rest; null: full vocabulary"
+    )
     coef: NonNegativeFloat = Field(default=0.0, description="of the distance to it, in the loss of grpo and ppo")
     quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="hold its own model in few bits")
 
@@ -135,7 +139,7 @@ class TaskConfig(Section):
 
 class RewardFunctionConfig(Section):
     use: Text = Field(description="FILE.py:FUNCTION, or judge")
-    weight: Weight = Field(default=1.0, description="factor of its score in the sum")
+    weight: Weight = Field(default=1.0, description="weight of its score in the sum")
     url: Text | None = Field(default=None, description="of judge: an OpenAI endpoint, such as http://127.0.0.1:8000/v1")
     model: Text | None = Field(default=None, description="of judge: its name there")
     rubric: Text | None = Field(default=None, description="of judge: a text file; {column} stands for the row's own")
@@ -180,7 +184,9 @@ class RewardConfig(Section):
     model: Text | None = Field(default=None, description="a classifier, or an adapter of `tinyrl train reward`")
     model_label: int | str | None = Field(default=None, description="index or name of the label whose score counts")
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
-    truncated: Truncated = Field(default="keep", description="completions cut off: as others, left out, or penalised")
+    truncated: Truncated = Field(
+        default="keep", description="cut-off completions: keep them, leave them out of the loss, or subtract 1"
+    )
     overlong_tokens: NonNegative = Field(default=0, description="DAPO's soft penalty over the last N tokens; 0: none")
 
     @property
@@ -190,7 +196,9 @@ class RewardConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    use: Text | None = Field(default=None, description="what answers: search, python, FILE.py:NAME; null: the task")
+    use: Text | None = Field(
+        default=None, description="environment of episodes: search, python, FILE.py:NAME; null: the task's own"
+    )
     tools: list[Text] = Field(default_factory=list, description="FILE.py:FUNCTION of tools that the model may call")
     agent: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
         default=None, description="plays episodes by URL: FILE.py:FUNCTION, or the words of a command"
