@@ -14,6 +14,7 @@ import torch
 
 from tests.generation.sampling import PROMPTS, make_engine
 from tests.tiny_models import TinyModels
+from tinyrl.generation import live as live_module
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.draws import SamplingParams, sample_keys
 from tinyrl.generation.engine import Completion, Request, Sequence
@@ -129,8 +130,9 @@ def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels) -> None:
     assert not live.submit([Client(PROMPTS[0])])
 
 
-def test_too_many_are_turned_away(tiny: TinyModels) -> None:
-    live = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1, most_waiting=2)
+def test_too_many_are_turned_away(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "MOST_WAITING", 2)
+    live = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1)
     assert not live.submit([Client(PROMPTS[0], row=i) for i in range(3)])
     live.close()
 
@@ -200,13 +202,10 @@ def test_new_weights_prefill_everything_anew(tiny: TinyModels, prefills: list[tu
     with torch.no_grad():
         for parameter in live.engine.roles.parameters["policy"].values():
             parameter.add_(0.05)
-    live.renew()
-    second = answer_to(live, [*LONG, *first, 51])
     live.release()
-    answer_to(live, [*LONG, *first, 51, *second, 52])
+    answer_to(live, [*LONG, *first, 51])
     live.close()
-    lengths = len(LONG) + len(first) + 1, len(LONG) + len(first) + len(second) + 2
-    assert prefills == [("prefill", [length]) for length in lengths]
+    assert prefills == [("prefill", [len(LONG) + len(first) + 1])]
 
 
 def test_rows_that_have_ended_give_way_the_oldest_first(

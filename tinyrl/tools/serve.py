@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import uvicorn
 
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.draws import SamplingParams
-from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
+from tinyrl.generation.endpoint import LOCAL, Endpoint
 from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.select import select_engine
@@ -108,4 +109,12 @@ def serve(target: Target, address: Address, *, options: Options, max_rows: int) 
         host, port = bound.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{', '.join(endpoint.models)} at {url}", flush=True)
-        Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S)).run([bound])
+        # uvicorn raises the signal that ended it once more; that is an ordinary end here.
+        before = {one: signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            uvicorn.Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S)).run(
+                [bound]
+            )
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
