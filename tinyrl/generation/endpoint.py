@@ -63,10 +63,6 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Body = TypeVar("Body", bound="SampledBody")
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class SampledBody(BaseModel):
     """What both kinds of requests may ask for. Other fields of the protocol change nothing and are ignored."""
 
@@ -80,7 +76,7 @@ class SampledBody(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
 
@@ -443,7 +439,6 @@ class Endpoint:
         def chunk(choice: Choice, content: dict[str, Any], ended: dict[str, Any] | None = None) -> str:
             return line(answer.payload([answer.part(choice, content, ended)], chunk=True))
 
-        options = answer.body.stream_options
         try:
             for choice in answer.choices if answer.is_chat else []:
                 yield chunk(choice, {"role": "assistant", "content": choice.text})
@@ -458,7 +453,7 @@ class Endpoint:
                     if calls := message.get("tool_calls"):
                         yield chunk(choice, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
                     yield chunk(choice, {}, ended)
-            if options is not None and options.include_usage:
+            if (answer.body.stream_options or {}).get("include_usage"):
                 yield line(answer.payload([], chunk=True, usage=True))
             yield "data: [DONE]\n\n"
         except Refused as refused:

@@ -176,9 +176,8 @@ class Episodes:
         rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
-        self._call: Future[tuple[list[int], list[Reply | None]]] | None = (
-            None  # the samples that were asked about, and the replies
-        )
+        # The samples that were asked about, and the replies.
+        self._call: Future[tuple[list[int], list[Reply | None]]] | None = None
         self.restart()
 
     def __enter__(self) -> Episodes:
@@ -194,8 +193,7 @@ class Episodes:
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
         self.responses = [Response() for _ in self.prompts]
-        self._waiting: list[int] = []
-        self._ready: list[tuple[int, list[int] | None]] = []
+        self._waiting, self._ready = list[int](), list[tuple[int, list[int] | None]]()
 
     def limit(self, sample: int) -> int:
         """How many tokens the next turn of an episode may have, at least one."""
@@ -340,10 +338,8 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
         lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
     lines.append(
         f"  {sum(mask)} of {len(mask)} tokens count; the environment was asked {asked} time{'s' * (asked != 1)}{each}; "
-        f"the episode ended: {completion.finish_reason}"
+        f"the episode ended: {completion.finish_reason}, with a reward of {episode.reward:.4g} from the environment"
     )
-    if episode.reward:
-        lines.append(f"  the environment gave a reward of {episode.reward:.4g}")
     if episode.failure is not None:
         lines.append(f"warning: the environment gave no answer: {visible(episode.failure)}")
     elif episode.invalid:
