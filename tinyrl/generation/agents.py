@@ -225,11 +225,10 @@ def closing_of(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) ->
     """What a chat template writes behind an answer; nothing without one."""
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": ANSWER}]
     try:
-        return (
-            template_text(tokenizer, turn, variables=variables).rpartition(ANSWER)[2] if tokenizer.chat_template else ""
-        )
+        text = template_text(tokenizer, turn, variables=variables) if tokenizer.chat_template else ""
     except ValueError:
         return ""
+    return text.rpartition(ANSWER)[2]
 
 
 @dataclass(frozen=True)

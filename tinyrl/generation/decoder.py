@@ -88,17 +88,6 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: 
 
 
 @dataclass
-class Packed:
-    """Weights of a 4-bit base, one behind another: dense ones (out, in) when they are asked for."""
-
-    weights: list[Tensor]
-    dtype: torch.dtype
-
-    def dense(self) -> Tensor:
-        return torch.cat([dense_weight(w) for w in self.weights]).to(self.dtype)
-
-
-@dataclass
 class Projection:
     """h -> W h + b, where W (out, in) may have a low-rank branch: lora_a (k, in), lora_b (out, k).
 
@@ -106,14 +95,16 @@ class Projection:
     between numbers of half precision, and added to a rounded W h it would be rounded away again.
     """
 
-    weight: Tensor | Packed
+    weight: Tensor | list[Tensor]  # of a 4-bit base, one behind another, made dense at every use
     bias: Tensor | None
     lora_a: Tensor | None = None
     lora_b: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def matrix(self) -> Tensor:
-        return self.weight if isinstance(self.weight, Tensor) else self.weight.dense()
+        packed = self.weight
+        return packed if isinstance(packed, Tensor) else torch.cat([*map(dense_weight, packed)]).to(self.dtype)
 
     def __call__(self, h: Tensor) -> Tensor:
         """(N, in) -> (N, out)."""
@@ -172,7 +163,7 @@ def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype,
     all of them.
     """
     weights, biases = zip(*(merged_weight(module, None) for module in modules), strict=True)
-    matrix: Tensor | Packed | None = Packed([*weights], dtype) if packed else None
+    matrix: Tensor | list[Tensor] | None = [*weights] if packed else None
     if matrix is None and can_share(weights, dtype):
         matrix = matrix_of(weights)
     if matrix is None:
@@ -180,7 +171,7 @@ def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype,
     bias = None if biases[0] is None else torch.cat(biases).to(dtype)
     rank = sum(lora_rank(module) for module in modules)
     if not rank:
-        return Projection(matrix, bias)
+        return Projection(matrix, bias, dtype=dtype)
     sizes: list[int] = [module.out_features for module in modules]  # pyright: ignore[reportAssignmentType]
     columns, column, device = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0, weights[0].device
     lora_a = torch.zeros(columns, int(modules[0].in_features), dtype=dtype, device=device)  # pyright: ignore
@@ -191,7 +182,7 @@ def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype,
             lora_a[column : column + len(a)] = a
             branch[:, column : column + len(a)] = b
         column += lora_rank(module)
-    return Projection(matrix, bias, lora_a, lora_b)
+    return Projection(matrix, bias, lora_a, lora_b, dtype)
 
 
 def can_share(weights: Iterable[Tensor], dtype: torch.dtype) -> bool:
@@ -321,21 +312,17 @@ class Decoder:
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
             entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cos, sin = self._rotation(width)
-        return RowCache(entries.view(shape), cos, sin, heads=self.num_kv_heads)
+        positions, dtype = torch.arange(width, device=self.device).unsqueeze(0), self.dtype
+        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=dtype, device=self.device), positions)
+        sin[..., : self.head_dim // 2].neg_()
+        lanes = (width, 1, self.queries + 2, self.head_dim)
+        all_cos, all_sin = cos.new_ones(lanes), sin.new_zeros(lanes)
+        all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
+        return RowCache(entries.view(shape), all_cos, all_sin, heads=self.num_kv_heads)
 
     @property
     def device(self) -> torch.device:
         return self.backbone.embed_tokens.weight.device
-
-    def _rotation(self, width: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(width, device=self.device).unsqueeze(0)
-        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=self.device), positions)
-        sin[..., : self.head_dim // 2].neg_()
-        shape = (width, 1, self.queries + 2, self.head_dim)
-        all_cos, all_sin = cos.new_ones(shape), sin.new_zeros(shape)
-        all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
-        return all_cos, all_sin
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: RowCache, rows: list[range]) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of

@@ -40,7 +40,7 @@ from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.agents import AgentEpisode, Conversation, Given, Refused
 from tinyrl.generation.draws import SamplingParams, sample_keys
 from tinyrl.generation.engine import Completion, SampledRole, Sequence
-from tinyrl.generation.live import LIVE_STEP, IncrementalDetokenizer, Job, LiveScheduler, TokenScores, score
+from tinyrl.generation.live import LIVE_STEP, IncrementalDetokenizer, LiveScheduler, TokenScores, score
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import shortened
@@ -114,7 +114,6 @@ class Choice:
     shown: int = 0
     cut: bool = False
     completion: Completion | None = None
-    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)  # of each token, where that was asked for
 
     def add(self, tokens: list[int], *, ended: bool = False) -> str:
         """The text that these tokens make certain: none that may turn out to be a stop string, or follow one."""
@@ -349,18 +348,12 @@ class Endpoint:
             )
 
     async def _score(self, tokens: list[int], body: SampledBody, *, temperature: float, likeliest: int) -> TokenScores:
-        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         engine, role = self.scheduler.engine, self.models[body.model]
-
-        def end(result: TokenScores | Exception) -> None:
-            loop.call_soon_threadsafe(lambda: found.cancelled() or found.set_result(result))
-
-        call = Job(lambda: score(engine, tokens, role=role, temperature=temperature, likeliest=likeliest), end)
-        if not self.scheduler.submit([call]):
-            raise Refused(429, "too many requests wait; try again later")
-        if isinstance(result := await found, Exception):
-            raise Refused(500, f"scoring failed: {type(result).__name__}: {result}")
-        return result
+        call = partial(score, engine, tokens, role=role, temperature=temperature, likeliest=likeliest)
+        try:
+            return await run_in_threadpool(self.scheduler.run, call)
+        except Exception as error:  # noqa: BLE001 the client gets it
+            raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
 
     async def _chat(self, request: HttpRequest) -> Response:
         episode = self._authorized(request)
@@ -467,12 +460,13 @@ class Endpoint:
         assert completion is not None
         message: dict[str, Any] = {"content": choice.text}
         reason = "length" if completion.finish_reason == "length" else "stop"
+        tops = list[list[tuple[int, float]]]([[] for _ in completion.tokens])
         if answer.likeliest:
             whole, temperature = [*prompt, *completion.tokens], choice.sequence.params.temperature
             scored = await self._score(whole, body, temperature=temperature, likeliest=answer.likeliest)
-            choice.likeliest = scored.likeliest[len(prompt) :]
+            tops = scored.likeliest[len(prompt) :]
         if isinstance(body, TextBody):
-            shown = None if body.logprobs is None else self._text_logprobs(answer, choice)
+            shown = None if body.logprobs is None else self._text_logprobs(answer, choice, tops)
             if body.echo:
                 message["content"] = str(self.tokenizer.decode(prompt)) + choice.text
         else:
@@ -485,25 +479,23 @@ class Endpoint:
                     message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
             if choice.conversation is not None:
                 choice.conversation.answer(answer.given, message)
-            shown = {"content": self._chat_logprobs(choice), "refusal": None} if body.logprobs else None
+
+            def entry(token: int, logprob: float) -> dict[str, Any]:
+                text = self._spelt(token)
+                return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+            each = zip(completion.tokens, completion.logprobs, tops, strict=True) if body.logprobs else ()
+            entries = [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
+            shown = {"content": entries, "refusal": None} if body.logprobs else None
         ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens} if body.return_token_ids else {}
         return message, {"finish_reason": reason, "logprobs": shown, **ids}
 
-    def _chat_logprobs(self, choice: Choice) -> list[dict[str, Any]]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._spelt(token)
-            return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
-
-        assert choice.completion is not None
-        tokens = choice.completion.tokens
-        each = zip(tokens, choice.completion.logprobs, choice.likeliest or [[] for _ in tokens], strict=True)
-        return [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
-
-    def _text_logprobs(self, answer: LiveRequest, choice: Choice) -> dict[str, Any]:
+    def _text_logprobs(
+        self, answer: LiveRequest, choice: Choice, tops: list[list[tuple[int, float]]]
+    ) -> dict[str, Any]:
         """Of a completion, behind its prompt where that was scored."""
         assert choice.completion is not None
         tokens, logprobs = choice.completion.tokens, list[float | None](choice.completion.logprobs)
-        tops = choice.likeliest or [[] for _ in tokens]
         if answer.scored:
             scored = answer.scored[choice.index * len(answer.scored) // len(answer.choices)]
             tokens, logprobs = [*choice.sequence.prompt, *tokens], [*scored.logprobs, *logprobs]

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,13 +28,7 @@ WIDTHS = 256  # tokens of a row at least
 SCORED = 256  # positions whose logits are there at a time
 LEAST = -9999.0  # in place of minus infinity, which JSON has not
 
-
-@dataclass(frozen=True)
-class Job:
-    """A function to run between two rounds; on_end gets its result, or what it raised."""
-
-    function: Callable[[], Any]
-    on_end: Callable[[Any], None]
+Result = TypeVar("Result")
 
 
 class LiveScheduler:
@@ -47,31 +41,42 @@ class LiveScheduler:
         self.engine, self.max_rows = engine, max_rows
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self.vocabulary = embedding_rows(engine.roles.causal)  # ids that may be read; some have no text
-        self._waiting: deque[Sequence | Job] = deque()
+        self._waiting: deque[Sequence] = deque()
         self._alone: set[Sequence] = set()  # that were in a batch which failed
-        self._changed, self._closed = threading.Condition(), False
-        self._idle = threading.Lock()  # held while the thread is at work
+        self._changed, self._closed, self._runs = threading.Condition(), False, 0
+        self._idle = threading.Lock()  # held while a round is in hand, or a function runs
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Iterable[Sequence | Job]) -> bool:
+    def submit(self, sequences: Iterable[Sequence]) -> bool:
         """Queue all or nothing; False: too many wait already."""
-        work = list(work)
+        sequences = list(sequences)
         with self._changed:
-            if self._closed or len(self._waiting) + len(work) > MOST_WAITING:
+            if self._closed or len(self._waiting) + len(sequences) > MOST_WAITING:
                 return False
-            self._waiting += work
+            self._waiting += sequences
             self._changed.notify()
         return True
 
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Run a function between two rounds; the round in hand takes nobody in meanwhile."""
+        with self._changed:
+            self._runs += 1
+        try:
+            with self._idle:
+                torch.set_num_threads(self._threads)  # a thread has a number of its own
+                return function()
+        finally:
+            with self._changed:
+                self._runs -= 1
+                self._changed.notify()
+
     def release(self) -> None:
-        """Wait for the round in hand and free the copies of weights; the next round copies them as they then are.
-        Requests that still wait end with an error.
+        """Free the copies of weights; the next round copies them as they then are. Requests that still wait end with an
+        error.
         """
-        with self._idle:
-            self._turn_away(RuntimeError("the episode is over"))
-            self.engine.forget()
+        self.run(lambda: (self._turn_away("the episode is over"), self.engine.forget()))
 
     def close(self) -> None:
         """End the thread; requests that still wait end with an error."""
@@ -79,33 +84,27 @@ class LiveScheduler:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        self._turn_away(RuntimeError("the server is closing"))
+        self._turn_away("the server is closing")
 
-    def _turn_away(self, error: Exception) -> None:
+    def _turn_away(self, why: str) -> None:
         with self._changed:
             waiting, self._waiting = self._waiting, deque()
-        for work in waiting:
-            work.on_end(error)
+        for sequence in waiting:
+            sequence.on_end(RuntimeError(why))
 
     # ---- the thread ----
 
     def _work(self) -> None:
-        torch.set_num_threads(self._threads)  # a thread has a number of its own
+        torch.set_num_threads(self._threads)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._changed.wait_for(lambda: self._closed or (self._waiting and not self._runs))
                 if self._closed:
                     return
             with self._idle:
                 with self._changed:
                     first = self._waiting.popleft() if self._waiting else None
-                if isinstance(first, Job):
-                    try:
-                        result = first.function()
-                    except Exception as error:  # noqa: BLE001 whoever waits gets it
-                        result = error
-                    first.on_end(result)
-                elif first is not None and not first.cancelled:
+                if first is not None and not first.cancelled:
                     self._round(first)
 
     def _round(self, first: Sequence) -> None:
@@ -114,7 +113,7 @@ class LiveScheduler:
         """
         going, beyond = [first], self.engine.look_every - 1  # a row may run past its end until the next look
         with self._changed:
-            alike = [s for s in self._waiting if isinstance(s, Sequence) and s.role == first.role][: self.max_rows]
+            alike = [s for s in self._waiting if s.role == first.role][: self.max_rows]
         room = max(s.room for s in [first, *alike]) + beyond
         width = max(WIDTHS, 1 << (room - 1).bit_length()) - beyond
         try:
@@ -150,10 +149,8 @@ class LiveScheduler:
         """The first that wait, as long as they can join; those that are cancelled are left out."""
         joining = list[Sequence]()
         with self._changed:
-            while self._waiting and not self._closed and len(joining) < most:
+            while self._waiting and not self._closed and not self._runs and len(joining) < most:
                 s = self._waiting[0]
-                if isinstance(s, Job):
-                    break
                 if not s.cancelled:
                     if self._alone & {s, first} or s.role != first.role or s.room > width:
                         break

@@ -88,12 +88,13 @@ def select_engine(
     if wanted != "hf-merged":
         engine = _fused(roles, tokenizer, settings, dtype=dtype, longest=longest)
         fits, why = (False, engine) if isinstance(engine, str) else _tried(engine, tried)
-        if not isinstance(engine, str) and fits:
-            return engine, why
+        if not isinstance(engine, str):
+            if fits:
+                return engine, why
+            if wanted == "fused" and engine.decoders and not engine.exact:  # the trial came to its end
+                return engine, f"generation.engine; warning: {why}"
         if wanted == "fused":
-            if isinstance(engine, str) or engine.exact or not engine.decoders:
-                raise ValueError(f"generation.engine=fused: {why}; use auto")
-            return engine, f"generation.engine; warning: {why}"
+            raise ValueError(f"generation.engine=fused: {why}; use auto")
     merged = HfEngine(roles, tokenizer, settings, merged=True)
     if (no_merging := _why_not_merged(merged)) is None:
         return merged, why
@@ -167,12 +168,11 @@ def _tried(engine: FusedEngine, longest: int) -> tuple[bool, str]:
         return False, f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
     gap, of_library = (torch.where(x == exact, 0.0, x - exact).abs() for x in (ours, library))  # both may be -inf
     error, library_error = float(gap.mean()), float(of_library.mean())
-    fits, found = as_exact(error, library_error), f"at most {float(gap.max()):.1g} nats"
+    fits = as_exact(error, library_error)
+    found = f"differs from the model's own forward pass by at most {float(gap.max()):.1g}"
     if not engine.exact:
-        found = f"{error:.2g} nats in float32 on average, the library's modules by {library_error:.2g}"
-    return fits, f"differs from {kind}'s own forward pass by {found}" if fits else (
-        f"its numbers are not those of {kind}, by {found}"
-    )
+        found = f"{error:.2g} nats from float32 on average, the library's modules {library_error:.2g}"
+    return fits, found if fits else f"its numbers are not those of {kind}: {found}"
 
 
 @torch.no_grad()

@@ -107,17 +107,15 @@ class ServerEngine(SamplingEngine):
     def command(self) -> str:
         """vLLM's command that starts a serving engine for this run."""
         address, rank = urllib.parse.urlsplit(self.server.url), next((r for r in RANKS if r >= self.rank), self.rank)
-        port = address.port or {"http": 80}.get(address.scheme, 443)
-        words = [
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-            *(["VLLM_SERVER_DEV_MODE=1"] if self.sleeps else []),
-            f"vllm serve {shlex.quote(str(self.roles.causal.name_or_path))} --enable-lora --max-lora-rank {rank}",
-            *(["--max-loras 2"] if self.roles.reference_adapter else []),  # sampled from at a time
-            f"--logprobs-mode processed_logprobs --max-model-len {self.longest}",
-            *([f"--enable-sleep-mode --gpu-memory-utilization {SLEEPER_SHARE}"] if self.sleeps else []),
-            f"--host {address.hostname} --port {port}",
-        ]
-        return " ".join(words)
+        several = " --max-loras 2" if self.roles.reference_adapter else ""  # sampled from at a time
+        develops = " VLLM_SERVER_DEV_MODE=1" if self.sleeps else ""
+        sleeps = f" --enable-sleep-mode --gpu-memory-utilization {SLEEPER_SHARE}" if self.sleeps else ""
+        return (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1{develops} vllm serve "
+            f"{shlex.quote(str(self.roles.causal.name_or_path))} --enable-lora --max-lora-rank {rank}{several} "
+            f"--logprobs-mode processed_logprobs --max-model-len {self.longest}{sleeps} "
+            f"--host {address.hostname} --port {address.port or 80}"
+        )
 
     @contextmanager
     def _failing_as(self, kind: type[ValueError] | type[Interrupted]) -> Iterator[None]:
@@ -140,9 +138,7 @@ class ServerEngine(SamplingEngine):
         server = self.server
         with self._failing_as(ValueError):
             listed = read_as(Models, server.get(MODELS), server=server, path=MODELS)
-            base = next((model for model in listed.data if not model.parent), None)
-            if base is None:
-                raise ServerError(f"{server.name} lists no model under {MODELS}")
+            base = next((model for model in listed.data if not model.parent), listed.data[0])
             if base.max_model_len is not None and base.max_model_len < self.longest:
                 raise ValueError(
                     f"{server.name} has room for {base.max_model_len} tokens of prompt and completion, and the run may "
@@ -153,10 +149,7 @@ class ServerEngine(SamplingEngine):
             if self.sleeps and asleep is None:
                 raise ServerError(f"{server.name} does not know {IS_SLEEPING}, as generation.server_sleep needs it")
             if asleep and not self.sleeps:
-                raise ValueError(
-                    f"{server.name} is asleep: generation.server_sleep=true wakes it for each sampling, and a POST to "
-                    f"{WAKE} for good"
-                )
+                raise ValueError(f"{server.name} is asleep: set generation.server_sleep=true, or POST to {WAKE}")
             with self._awake():
                 check_tokenizer(server, base.id, self.tokenizer)
                 moved = self._check_numbers(base.root or base.id, prompts[:PROBED_PROMPTS])
@@ -323,27 +316,29 @@ class ServerEngine(SamplingEngine):
         }  # fmt: skip
 
     def _drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
-        answers = self.server.ask("POST", COMPLETIONS, bodies, most=self.most)
-        return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
-
-    def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
-        [choice] = read_as(Completions, answer, server=self.server, path=COMPLETIONS).choices
-        tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
-        ends = asked["stop_token_ids"]
-        ended, stopped = tokens[-1] in ends, choice.finish_reason == "stop"
-        faults = {
-            f"{len(tokens)} tokens where {most} were asked for": len(tokens) > most,
-            f"{len(logprobs)} log-probabilities of {len(tokens)} tokens": len(logprobs) != len(tokens),
-            f"token {max(tokens)}, and the vocabulary has {self.vocabulary:,}": max(tokens) >= self.vocabulary,
-            "tokens that go on after one that ends a completion": any(token in ends for token in tokens[:-1]),
-            "a completion that ends by itself, which was not asked for": stopped and not ended and not asked["stop"],
-            f"{len(tokens)} tokens cut off for their length, where there was room for {most}": (
-                not stopped and not ended and len(tokens) < most
-            ),
-        }
-        if fault := next((fault for fault, found in faults.items() if found), None):
-            raise ServerError(f"{self.server.name} answered {COMPLETIONS} with {fault}")
-        return Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason)
+        """The completions that the server answers with. Raises ServerError where one cannot be what was asked for."""
+        drawn = []
+        for answer, asked in zip(self.server.ask("POST", COMPLETIONS, bodies, most=self.most), bodies, strict=True):
+            [choice] = read_as(Completions, answer, server=self.server, path=COMPLETIONS).choices
+            tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
+            ends, stopped = asked["stop_token_ids"], choice.finish_reason == "stop"
+            by_itself, fault = tokens[-1] in ends, None
+            if len(tokens) > most:
+                fault = f"{len(tokens)} tokens where {most} were asked for"
+            elif len(logprobs) != len(tokens):
+                fault = f"{len(logprobs)} log-probabilities of {len(tokens)} tokens"
+            elif max(tokens) >= self.vocabulary:
+                fault = f"token {max(tokens)}, and the vocabulary has {self.vocabulary:,}"
+            elif any(token in ends for token in tokens[:-1]):
+                fault = "tokens that go on after one that ends a completion"
+            elif stopped and not by_itself and not asked["stop"]:
+                fault = "a completion that ends by itself, which was not asked for"
+            elif not stopped and not by_itself and len(tokens) < most:
+                fault = f"{len(tokens)} tokens cut off for their length, where there was room for {most}"
+            if fault is not None:
+                raise ServerError(f"{self.server.name} answered {COMPLETIONS} with {fault}")
+            drawn.append(Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason))
+        return drawn
 
     # ---- a server that sleeps ----
 

@@ -102,7 +102,7 @@ class ServedModel(AnswerPart):
 
 
 class Models(AnswerPart):
-    data: list[ServedModel]
+    data: Annotated[list[ServedModel], Field(min_length=1)]
 
 
 class Logprobs(AnswerPart):
