@@ -17,9 +17,10 @@ import hashlib
 import json
 import secrets
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
@@ -93,15 +94,14 @@ class Conversation(Response):
 
 @dataclass
 class AgentEpisode:
-    """An episode under way. left: tokens that a call may still sample (calls under way are not counted, so that none
-    depends on which ends first); closing: what the chat template writes behind an answer; over: its agent has ended.
+    """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
+    not counted, so that none depends on which ends first); closing: what the chat template writes behind an answer;
+    over: its agent has ended.
     """
 
-    request: Request
+    key: np.uint64
     params: SamplingParams
     role: SampledRole
-    seed: int
-    step: int
     left: int
     calls_left: int
     tokenizer: PreTrainedTokenizerBase
@@ -141,7 +141,7 @@ class AgentEpisode:
             digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
             again = self._seen[digest] = self._seen.get(digest, -1) + 1
             first = int(hashlib.sha256(f"{digest} {again}".encode()).hexdigest(), 16) % (1 << FIRST_BITS)
-            [key] = advanced(*row_keys([replace(self.request, first_token=first)], 1, seed=self.seed, step=self.step))
+            [key] = advanced(np.array([self.key]), np.array([first]))
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
             conversation.pending = sequence
             self.sequences.append(sequence)
@@ -272,25 +272,16 @@ class AgentRunner:
         """
         listening = self._listening = self._listening or self._listen(engine)
         settings, greedy, endpoint = self.config.generation, options.get("greedy", False), listening.endpoint
-        each = [(p, r.further(i, [], 0)) for p, r in zip(prompts, requests, strict=True) for i in range(group_size)]
-        shared: dict[str, Any] = {
-            "params": SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy),
-            "role": options.get("role", "policy"),
-            "seed": options["seed"],
-            "step": options["step"],
-            "left": settings.max_new_tokens,
-            "calls_left": self.config.environment.max_turns,
-            "tokenizer": endpoint.tokenizer,
-            "closing": closing_of(endpoint.tokenizer, self.variables),
-            "positions": self.positions,
-        }
-        order = [AgentEpisode(request=request, **shared) for _, request in each]
-        keys = [f"episode-{secrets.token_urlsafe(24)}" for _ in each]
-        jobs = [
-            Job({"prompt": p.prompt, **p.row}, listening.url, k, MODEL) for (p, _), k in zip(each, keys, strict=True)
-        ]
+        keys, _ = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
+        params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
+        limits = settings.max_new_tokens, self.config.environment.max_turns
+        read = endpoint.tokenizer, closing_of(endpoint.tokenizer, self.variables), self.positions
+        order = [AgentEpisode(key, params, options.get("role", "policy"), *limits, *read) for key in keys]
+        each = [prompt for prompt in prompts for _ in range(group_size)]
+        names = [f"episode-{secrets.token_urlsafe(24)}" for _ in each]
+        jobs = [Job({"prompt": p.prompt, **p.row}, listening.url, k, MODEL) for p, k in zip(each, names, strict=True)]
         assert endpoint.episodes is not None
-        endpoint.episodes.update(zip(keys, order, strict=True))
+        endpoint.episodes.update(zip(names, order, strict=True))
         try:
             played = self.environment.play(jobs, ended=lambda place: order[place].end())
         finally:
@@ -298,7 +289,7 @@ class AgentRunner:
                 episode.end()
             endpoint.episodes.clear()
             endpoint.scheduler.release()
-        return self._gathered([p for p, _ in each], order, played)
+        return self._gathered(each, order, played)
 
     def _gathered(
         self, prompts: list[PreparedPrompt], episodes: list[AgentEpisode], played: list[Played]

@@ -221,14 +221,13 @@ class LocalEngine(SamplingEngine):
     look_every: tokens between two looks at which rows have ended, since a GPU waits for each look.
     """
 
-    roles: Roles
-    tokenizer: PreTrainedTokenizerBase
-    settings: SamplingSettings
-    eos: set[int]
-    look_every: int
-    max_rows: int | None
     capacity: int | None = None
     on_tokens: Callable[[list[int]], None] | None = None  # called with the tokens of every row as they come
+
+    def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
+        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
+        self.eos, self.max_rows = eos_token_ids(roles, tokenizer), settings.max_rows
+        self.look_every = LOOK_EVERY[roles.device.type]
 
     def scheduler(
         self, role: SampledRole, *, rows: int, width: int, serving: bool = False

@@ -17,14 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.generation.decoder import Decoder, Held
 from tinyrl.generation.draws import advanced
 from tinyrl.generation.engine import (
-    LOOK_EVERY,
     LocalEngine,
     Request,
     SampledRole,
     SampleOptions,
     SamplingSettings,
     Sequence,
-    eos_token_ids,
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.turns import Episodes
@@ -56,12 +54,10 @@ class FusedEngine(LocalEngine):
         dtype: torch.dtype,
         held: Held,
     ) -> None:
-        self.roles, self.tokenizer, self.settings, self.dtype = roles, tokenizer, settings, dtype
+        super().__init__(roles, tokenizer, settings)
+        self.dtype = dtype
         self.held: Held = held
-        self.max_rows = settings.max_rows
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
-        self.eos = eos_token_ids(roles, tokenizer)
-        self.look_every = LOOK_EVERY[roles.device.type]
         self.by_graphs = roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
         self.overlaps = self.by_graphs
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference

@@ -73,7 +73,8 @@ class ServerEngine(SamplingEngine):
     """Samples from the policy's adapter on a server at `generation.url`, which holds the same base.
 
     sleeps: it is awake only while it samples. What it has is loaded and compared anew each time it wakes. served: the
-    name and the weights of each adapter that it has; their folders are under TMPDIR, and deleted in the end.
+    name and the weights of each adapter that it has, and of the base (None) once it was compared; their folders are
+    under TMPDIR, and deleted in the end.
     """
 
     name, exact = "server", False
@@ -96,12 +97,12 @@ class ServerEngine(SamplingEngine):
         assert roles.peft is not None, "the configuration asks for LoRA"
         self.peft, self.rank = roles.peft, int(roles.peft.peft_config[POLICY_ADAPTER].r)  # pyright: ignore
         self.first_gap = 0.0  # under the test adapter, then of the first policy if that is larger
-        self.served: dict[str, tuple[str, dict[str, Tensor]]] = {}
+        self.served: dict[str | None, tuple[str, dict[str, Tensor]]] = {}
         self.loads, self._run = 0, secrets.token_hex(4)  # other runs may use the same server
         self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
         self.folder = Path(self._temporary.name)
         self._base, self._notes = "", list[str]()
-        self._is_awake = self._base_compared = False
+        self._is_awake = False
 
     @property
     def command(self) -> str:
@@ -241,23 +242,19 @@ class ServerEngine(SamplingEngine):
         """The name of the role's weights on the server. New ones are loaded, and our own forward shows whether it
         samples with them; a bad gap is measured twice.
         """
-        if (adapter := self.roles.adapter_of(role)) is None:
-            if self._base_compared:
-                return self._base
-        elif adapter in self.served:
-            name, weights = self.served[adapter]
-            now = self.roles.adapter_parameters(adapter)
-            # Numbers are compared, since not every optimizer says which tensors it has written to.
-            if all(torch.equal(now[n].detach().cpu(), before) for n, before in weights.items()):
-                return name
+        adapter = self.roles.adapter_of(role)
+        name, weights = self.served.get(adapter, ("", {}))
+        now = {} if adapter is None else self.roles.adapter_parameters(adapter)
+        # Numbers are compared, since not every optimizer says which tensors it has written to.
+        if name and all(torch.equal(now[n].detach().cpu(), before) for n, before in weights.items()):
+            return name
         first, found = self.loads == 1, 0.0  # after that of the test adapter
         for _ in range(2):
-            name = self._base if adapter is None else self._load(adapter)
+            name = self._load(adapter)
             drawn, theirs = self._probe(name, prompts)
             found = _gap(theirs, self._rescored(role, prompts, drawn))
             if found <= max(SMALLEST_GAP, TIMES * self.first_gap):
                 self.first_gap = max(self.first_gap, found) if first else self.first_gap
-                self._base_compared = self._base_compared or adapter is None
                 return name
         raise GuardStop(
             f"the server samples from another policy: after the last sync the log-probabilities of {self.server.name} "
@@ -265,8 +262,11 @@ class ServerEngine(SamplingEngine):
             f"on from the last checkpoint:\n  {self.command}"
         )
 
-    def _load(self, adapter: str) -> str:
+    def _load(self, adapter: str | None) -> str:
         """Give the server an adapter's weights as they are now, and take the version before from it; the new name."""
+        if adapter is None:
+            self.served[None] = (self._base, {})
+            return self._base
         self.loads += 1
         name = f"tinyrl-{self._run}-{self.loads}"
         save_adapter(self.peft, adapter, self.folder / name)
@@ -276,9 +276,9 @@ class ServerEngine(SamplingEngine):
         self.served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
         return name
 
-    def _unload(self, adapter: str) -> None:
-        name, _ = self.served.pop(adapter, (None, {}))
-        if name is not None:
+    def _unload(self, adapter: str | None) -> None:
+        name, _ = self.served.pop(adapter, ("", {}))
+        if name and adapter is not None:
             self.server.notify(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -353,7 +353,7 @@ class ServerEngine(SamplingEngine):
         if self.roles.device.type == "cuda":
             torch.cuda.empty_cache()
         self._turn(WAKE)
-        self._is_awake, self._base_compared = True, False
+        self._is_awake = True
         try:
             yield
             for adapter in list(self.served):
