@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -28,7 +29,7 @@ from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentEpisode, Conversation, closing_of
 from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import Endpoint
-from tinyrl.generation.engine import Completion, Request, Sequence
+from tinyrl.generation.engine import Completion, Sequence
 from tinyrl.generation.live import LiveScheduler, score
 from tinyrl.rollout.collector import apply_length_rules, token_rewards_of
 from tinyrl.rollout.sample import (
@@ -63,17 +64,9 @@ class Running(test_endpoint.Running):
     def open(self, key: str = "key", *, left: int = 64, calls: int = 8) -> AgentEpisode:
         tokenizer = self.endpoint.tokenizer
         assert self.endpoint.episodes is not None
+        closing = closing_of(tokenizer, {})
         self.endpoint.episodes[key] = AgentEpisode(
-            Request([1], prompt_row=3, first_sample=1),
-            SamplingParams(),
-            "policy",
-            seed=0,
-            step=0,
-            left=left,
-            calls_left=calls,
-            tokenizer=tokenizer,
-            closing=closing_of(tokenizer, {}),
-            positions=512,
+            np.uint64(5), SamplingParams(), "policy", left, calls, tokenizer, closing, positions=512
         )
         return self.endpoint.episodes[key]
 

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint, Listening
-from tinyrl.generation.engine import Completion
+from tinyrl.generation.engine import Completion, Sequence
 from tinyrl.generation.live import IncrementalDetokenizer, LiveScheduler
 from tinyrl.models.lora import POLICY_ADAPTER
 
@@ -121,7 +122,7 @@ def test_the_base_answers_without_the_adapter(running: Running, scheduler: LiveS
     client = running.client()
     for layer in scheduler.engine.roles.adapted_layers(POLICY_ADAPTER):
         torch.nn.init.normal_(layer.lora_B[POLICY_ADAPTER].weight, generator=torch.Generator().manual_seed(0))  # pyright: ignore
-    scheduler.renew()
+    scheduler.release()
     ask: dict[str, Any] = {"prompt": "hello", "max_tokens": 10, "temperature": 0}
     texts = [client.completions.create(model=name, **ask).choices[0].text for name in ("policy", "base")]
     assert texts[0] != texts[1]
@@ -142,8 +143,8 @@ def test_the_base_answers_without_the_adapter(running: Running, scheduler: LiveS
         ({"stop": ["a"] * 17}, 400, "stop"),
         ({"chat_template_kwargs": {"thinking": True}}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, "surrogate"),
-        ({"\udc00": 1}, 400, "surrogate"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, "Invalid JSON"),
+        ({"\udc00": 1}, 400, "Invalid JSON"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
@@ -324,7 +325,7 @@ def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, 
 )
 def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> None:
     tokenizer = tiny_tokenizer()
-    choice = Choice(0, [1], IncrementalDetokenizer(tokenizer), stop)
+    choice = Choice(0, Sequence([1], SamplingParams(), np.uint64(0), 9), IncrementalDetokenizer(tokenizer), stop)
     shown = ""
     for token in tokenizer("abcdefg", add_special_tokens=False)["input_ids"]:  # pyright: ignore
         shown += choice.add([token])  # pyright: ignore

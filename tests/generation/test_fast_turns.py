@@ -12,8 +12,7 @@ from tests.generation.episodes import BUDGET, Delayed, Scripted, plain
 from tests.generation.sampling import PROMPTS, assert_same, held_in, make_engine, requests, stir
 from tests.tiny_models import TinyModels
 from tinyrl.generation import scheduler
-from tinyrl.generation.cache import RowCache
-from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.decoder import Decoder, RowCache
 from tinyrl.generation.engine import Completion
 
 WORDS = tuple(a + b for a in "abcdefg" for b in "vwxyz")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 
 from tests.generation.sampling import PROMPTS, make_engine
 from tests.tiny_models import TinyModels
+from tinyrl.generation import live as live_module
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.draws import SamplingParams, sample_keys
 from tinyrl.generation.engine import Completion, Request, Sequence
-from tinyrl.generation.live import LIVE_STEP, Job, LiveScheduler, score
+from tinyrl.generation.live import LIVE_STEP, LiveScheduler, score
 from tinyrl.generation.scheduler import Scheduler
 
 PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
@@ -113,24 +115,26 @@ def test_a_request_that_fails_fails_alone(engine: str, bad: int, tiny: TinyModel
 @pytest.mark.parametrize("end", ["close", "release"])
 def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels) -> None:
     """When a server closes, and when the rollout of agents ends: behind it the weights change."""
-    live, results = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1), queue.Queue[Any]()
-    started, going = threading.Event(), Client(PROMPTS[0], limit=4000)
+    live = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1)
+    started, going, waiting = threading.Event(), Client(PROMPTS[0], limit=4000), Client(PROMPTS[1], limit=4000)
     going.on_tokens = lambda tokens: started.set()
-    assert live.submit([going])
+    assert live.submit([going, waiting])
     assert started.wait(60)
-    assert live.submit([Job(lambda: "ran", results.put)])
     ending = threading.Thread(target=getattr(live, end))
     ending.start()
+    while not (live._runs or live._closed):
+        time.sleep(0.01)
     going.cancelled = True
     ending.join(60)
-    result = results.get_nowait()
-    assert isinstance(result, RuntimeError) or (end == "release" and result == "ran")
+    assert isinstance(waiting.results.get_nowait(), RuntimeError)
     live.close()
+    assert not waiting.tokens
     assert not live.submit([Client(PROMPTS[0])])
 
 
-def test_too_many_are_turned_away(tiny: TinyModels) -> None:
-    live = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1, most_waiting=2)
+def test_too_many_are_turned_away(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "MOST_WAITING", 2)
+    live = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1)
     assert not live.submit([Client(PROMPTS[0], row=i) for i in range(3)])
     live.close()
 
@@ -200,13 +204,10 @@ def test_new_weights_prefill_everything_anew(tiny: TinyModels, prefills: list[tu
     with torch.no_grad():
         for parameter in live.engine.roles.parameters["policy"].values():
             parameter.add_(0.05)
-    live.renew()
-    second = answer_to(live, [*LONG, *first, 51])
     live.release()
-    answer_to(live, [*LONG, *first, 51, *second, 52])
+    answer_to(live, [*LONG, *first, 51])
     live.close()
-    lengths = len(LONG) + len(first) + 1, len(LONG) + len(first) + len(second) + 2
-    assert prefills == [("prefill", [length]) for length in lengths]
+    assert prefills == [("prefill", [len(LONG) + len(first) + 1])]
 
 
 def test_rows_that_have_ended_give_way_the_oldest_first(

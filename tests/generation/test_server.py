@@ -226,7 +226,7 @@ def test_a_false_list_of_models_is_a_sentence(tiny: TinyModels, served: StandIn,
 
 def test_a_false_completion_is_never_trained_on(tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch):
     ours, _ = engines(served, tiny("llama"))
-    ours._base, ours._base_compared = "base", True  # as after a start that found nothing wrong
+    ours._base, ours.served[None] = "base", ("base", {})  # as after a start that found nothing wrong
     for answer in FALSE_COMPLETIONS:
         monkeypatch.setattr(StandIn, "complete", lambda self, asked, answer=answer: (200, answer))
         with pytest.raises(Interrupted, match="/v1/completions"):
@@ -237,7 +237,7 @@ def test_a_completion_goes_on_after_no_token_that_ends_it(
     tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch
 ):
     ours, _ = engines(served, tiny("llama"))
-    ours._base, ours._base_compared = "base", True
+    ours._base, ours.served[None] = "base", ("base", {})
     monkeypatch.setattr(StandIn, "complete", lambda self, asked: (200, drawn_as()))
     assert {c.finish_reason for [c] in sample(ours, 1, role="base")} == {"length"}
     ours.eos = [5]

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tests.generation.sampling import CPU, make_engine
 from tests.tiny_models import TinyModels
-from tinyrl.generation.cache import attended
-from tinyrl.generation.decoder import Decoder, joined, tensors
+from tinyrl.generation.decoder import Decoder, attended, joined, tensors
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.select import select_engine
 from tinyrl.models.loading import load_causal_lm

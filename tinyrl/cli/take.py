@@ -74,9 +74,8 @@ def serve(
 
     found = policy_at(target, settings or [])
     try:
-        from tinyrl.tools.serve import Address, check_address, serve
+        from tinyrl.tools.serve import listen, serve
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[serve]'") from None
-    address = Address(host, port, os.environ.get(KEY))
-    check_address(address)
-    serve(found, address, options=options, max_rows=max_rows)
+    key = os.environ.get(KEY)
+    serve(found, listen(host, port, key=key), key=key, options=options, max_rows=max_rows)

@@ -20,10 +20,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.data.messages import Message
+from tinyrl.data.messages import Message, messages_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.agent import Agents, Job, Played
 from tinyrl.environments.environment import Episode
@@ -46,7 +47,7 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import ANSWER, PreparedPrompt
 
 if TYPE_CHECKING:  # it needs the extra `serve`
-    from tinyrl.generation.endpoint import Endpoint, Listening
+    from tinyrl.generation.endpoint import Listening
 
 MODEL = "policy"  # its name at the endpoint
 AT_ONCE = 256  # completions decoded together where generation.max_rows says nothing else
@@ -72,50 +73,46 @@ class Given:
 
 @dataclass(kw_only=True)
 class Conversation(Response):
-    """A row: a prompt, and what was sampled and prefilled behind it."""
+    """A row: a prompt, and what was sampled and prefilled behind it. known: all up to its last answer, as the agent has
+    it; None until that is sent.
+    """
 
     prompt: list[int]
-    number: int  # of its first call in the episode
     last: Completion | None = None
-    given: Given | None = None  # up to the last answer, as the agent has it; None until that is sent
+    known: Given | None = None
     pending: Sequence | None = None  # the call under way
 
-    @property
-    def busy(self) -> bool:
-        return self.pending is not None and not self.pending.cancelled
+    def answer(self, given: Given, message: Message) -> None:
+        """Record the message in which the last answer is sent, as it will come back."""
+        added = messages_of([{"role": "assistant", **message}], "messages")
+        self.known = Given([*(given.messages or []), *added], given.variables)
 
     def as_completion(self) -> Completion:
         assert self.last is not None
         return self.ended(self.last.finish_reason)
 
 
+@dataclass
 class AgentEpisode:
-    """An episode under way. left: tokens that a call may still sample (calls under way are not counted, so that none
-    depends on which ends first); over: its agent has ended.
+    """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
+    not counted, so that none depends on which ends first); closing: what the chat template writes behind an answer;
+    over: its agent has ended.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        params: SamplingParams,
-        role: SampledRole,
-        *,
-        seed: int,
-        step: int,
-        left: int,
-        calls_left: int,
-        tokenizer: PreTrainedTokenizerBase,
-        closing: str,
-        positions: int,
-    ) -> None:
-        self.request, self.params, self.seed, self.step = request, params, seed, step
-        self.role: SampledRole = role
-        self.left, self.calls_left, self.calls = left, calls_left, 0
-        self.tokenizer, self.closing, self.positions = tokenizer, closing, positions
-        self.conversations: list[Conversation] = []
-        self.sequences: list[Sequence] = []
-        self.over, self.lock = False, threading.RLock()
-        self._seen: dict[str, int] = {}
+    key: np.uint64
+    params: SamplingParams
+    role: SampledRole
+    left: int
+    calls_left: int
+    tokenizer: PreTrainedTokenizerBase
+    closing: str
+    positions: int
+    calls: int = 0
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self.conversations, self.sequences = list[Conversation](), list[Sequence]()
+        self.lock, self._seen = threading.RLock(), dict[str, int]()
 
     def call(
         self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]
@@ -137,11 +134,14 @@ class AgentEpisode:
             if most < 1:
                 raise Refused(400, "the episode has no tokens left (generation.max_new_tokens)", param="max_tokens")
             if conversation is None:
-                conversation = Conversation(prompt=context, number=self.calls)
+                conversation = Conversation(prompt=context)
                 self.conversations.append(conversation)
-            own = self.request
-            request = Request(context, own.prompt_row, own.first_sample, first_token=self._first_token(context))
-            [key] = advanced(*row_keys([request], 1, seed=self.seed, step=self.step))
+            # The call's offset among the episode's random numbers is a function of its prompt, and of how often that
+            # was asked before, so that it does not depend on which of several calls comes first.
+            digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
+            again = self._seen[digest] = self._seen.get(digest, -1) + 1
+            first = int(hashlib.sha256(f"{digest} {again}".encode()).hexdigest(), 16) % (1 << FIRST_BITS)
+            [key] = advanced(np.array([self.key]), np.array([first]))
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
             conversation.pending = sequence
             self.sequences.append(sequence)
@@ -149,18 +149,17 @@ class AgentEpisode:
 
         def end(result: Completion | Exception) -> None:
             with self.lock:
-                if (
-                    conversation.pending is sequence and not sequence.cancelled
-                ):  # else another call may go on from there
-                    conversation.pending = None
-                    if isinstance(result, Completion) and not self.over:
-                        conversation.add(read)
-                        conversation.add(result.tokens, result.logprobs)
-                        conversation.last, conversation.given = result, None
-                        self.left -= len(result.tokens)
-                        if given.text is not None:
-                            text = str(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
-                            conversation.given = Given(text=given.text + text)
+                if conversation.pending is not sequence or sequence.cancelled:  # another call may go on from there
+                    return
+                conversation.pending = None
+                if isinstance(result, Completion) and not self.over:
+                    conversation.add(read)
+                    conversation.add(result.tokens, result.logprobs)
+                    conversation.last, conversation.known = result, None
+                    self.left -= len(result.tokens)
+                    if given.text is not None:
+                        text = str(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
+                        conversation.known = Given(text=given.text + text)
 
         sequence.on_end = end
         return sequence, conversation
@@ -173,48 +172,34 @@ class AgentEpisode:
 
     def rows(self) -> list[Conversation]:
         """Those with an answer, in the order in which they were begun."""
-        return sorted((c for c in self.conversations if c.last is not None), key=lambda c: c.number)
-
-    def _first_token(self, prompt: list[int]) -> int:
-        """A call's offset among the episode's random numbers: of its prompt, and how often that was asked before, so
-        that it does not depend on which of several calls comes first.
-        """
-        digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
-        again = self._seen[digest] = self._seen.get(digest, -1) + 1
-        return int(hashlib.sha256(f"{digest} {again}".encode()).hexdigest(), 16) % (1 << FIRST_BITS)
-
-    # ---- what a call goes on from ----
+        return [conversation for conversation in self.conversations if conversation.last is not None]
 
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """The conversation that a call continues, and the tokens that it adds; None: it begins one."""
         for conversation in reversed(self.conversations):
-            if not conversation.busy and conversation.last is not None:
-                added = self._added(conversation, prompt, given)
-                if added is not None:
-                    return conversation, added
+            pending, known, added = conversation.pending, conversation.known, None
+            if conversation.last is None or (pending is not None and not pending.cancelled):
+                continue
+            if given.messages is not None:
+                added = None if known is None else self._added(conversation.last, known, given)
+            elif given.text is not None:
+                if known is not None and known.text is not None and given.text.startswith(known.text):
+                    added = tokens_behind(self.tokenizer, known.text, given.text[len(known.text) :])
+            elif prompt[: len(tokens := [*conversation.prompt, *conversation.tokens])] == tokens:
+                added = prompt[len(tokens) :]
+            if added is not None:
+                return conversation, added
         return None, []
 
-    def _added(self, before: Conversation, prompt: list[int], given: Given) -> list[int] | None:
-        known = before.given
-        if given.messages is not None:
-            return None if known is None or known.messages is None else self._added_messages(before, known, given)
-        if given.text is not None:
-            text = None if known is None else known.text
-            if text is None or not given.text.startswith(text):
-                return None
-            return tokens_behind(self.tokenizer, text, given.text[len(text) :])
-        tokens = [*before.prompt, *before.tokens]
-        return prompt[len(tokens) :] if prompt[: len(tokens)] == tokens else None
-
-    def _added_messages(self, before: Conversation, known: Given, given: Given) -> list[int] | None:
+    def _added(self, last: Completion, known: Given, given: Given) -> list[int] | None:
         """Tokens that the template writes after an answer for the messages behind it. None where they are not behind
         it, where tools or variables of the template are others, or where the template writes earlier turns otherwise
         once more follow (it may leave out their thinking).
         """
-        ours, theirs = known.messages or [], given.messages or []
-        if len(theirs) <= len(ours) or known.variables != given.variables or before.last is None:
+        ours, theirs = known.messages, given.messages
+        if not ours or not theirs or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
-        if any(not _same(a, b) for a, b in zip(ours, theirs, strict=False)):
+        if [*map(_content, ours)] != [*map(_content, theirs[: len(ours)])]:
             return None
         try:
             first = template_text(self.tokenizer, theirs[: len(ours)], variables=given.variables)
@@ -223,32 +208,27 @@ class AgentEpisode:
             return None
         if not whole.startswith(first):
             return None
-        closing, last = self.closing, str(self.tokenizer.decode([before.last.tokens[-1]]))
-        if before.last.finish_reason == "eos":
-            closing = closing.removeprefix(last)
-        return tokens_behind(self.tokenizer, last, closing + whole[len(first) :])
+        closing, end = self.closing, str(self.tokenizer.decode([last.tokens[-1]]))
+        if last.finish_reason == "eos":
+            closing = closing.removeprefix(end)
+        return tokens_behind(self.tokenizer, end, closing + whole[len(first) :])
 
 
-def _same(ours: Message, theirs: Message) -> bool:
-    """Whether a message that came back is the one that was known; ids of calls are the client's business."""
-
-    def content(message: Message) -> tuple[Any, ...]:
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        named = [(call.get("name"), call.get("arguments")) for call in calls]
-        return message["role"], (message.get("content") or "").strip(), named
-
-    return content(ours) == content(theirs)
+def _content(message: Message) -> tuple[Any, ...]:
+    """What must be the same of a message that comes back; ids of calls are the client's business."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    named = [(call.get("name"), call.get("arguments")) for call in calls]
+    return message["role"], (message.get("content") or "").strip(), named
 
 
 def closing_of(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
     """What a chat template writes behind an answer; nothing without one."""
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": ANSWER}]
     try:
-        return (
-            template_text(tokenizer, turn, variables=variables).rpartition(ANSWER)[2] if tokenizer.chat_template else ""
-        )
+        text = template_text(tokenizer, turn, variables=variables) if tokenizer.chat_template else ""
     except ValueError:
         return ""
+    return text.rpartition(ANSWER)[2]
 
 
 @dataclass(frozen=True)
@@ -268,7 +248,6 @@ class AgentRunner:
         self.variables = config.task.chat_template
         self.environment = Agents(config.environment)
         self.environment.start()
-        self._endpoint: Endpoint | None = None
         self._listening: Listening | None = None
 
     @property
@@ -291,31 +270,18 @@ class AgentRunner:
         """`group_size` episodes for each request, in order: the first conversation of each, the prompt it had, the
         episode, and further conversations. An episode that failed, or asked nothing, has one token that is not chosen.
         """
-        endpoint, url = self._start(engine)
-        settings, greedy = self.config.generation, options.get("greedy", False)
+        listening = self._listening = self._listening or self._listen(engine)
+        settings, greedy, endpoint = self.config.generation, options.get("greedy", False), listening.endpoint
+        keys, _ = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
         params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
-        closing = closing_of(endpoint.tokenizer, self.variables)
-        each = [(p, r.further(i, [], 0)) for p, r in zip(prompts, requests, strict=True) for i in range(group_size)]
-        episodes = {
-            f"episode-{secrets.token_urlsafe(24)}": AgentEpisode(
-                request,
-                params,
-                options.get("role", "policy"),
-                seed=options["seed"],
-                step=options["step"],
-                left=settings.max_new_tokens,
-                calls_left=self.config.environment.max_turns,
-                tokenizer=endpoint.tokenizer,
-                closing=closing,
-                positions=self.positions,
-            )
-            for _, request in each
-        }
-        jobs = [Job({"prompt": p.prompt, **p.row}, url, key, MODEL) for (p, _), key in zip(each, episodes, strict=True)]
-        order = list(episodes.values())
+        limits = settings.max_new_tokens, self.config.environment.max_turns
+        read = endpoint.tokenizer, closing_of(endpoint.tokenizer, self.variables), self.positions
+        order = [AgentEpisode(key, params, options.get("role", "policy"), *limits, *read) for key in keys]
+        each = [prompt for prompt in prompts for _ in range(group_size)]
+        names = [f"episode-{secrets.token_urlsafe(24)}" for _ in each]
+        jobs = [Job({"prompt": p.prompt, **p.row}, listening.url, k, MODEL) for p, k in zip(each, names, strict=True)]
         assert endpoint.episodes is not None
-        endpoint.episodes |= episodes
-        endpoint.scheduler.renew()
+        endpoint.episodes.update(zip(names, order, strict=True))
         try:
             played = self.environment.play(jobs, ended=lambda place: order[place].end())
         finally:
@@ -323,7 +289,7 @@ class AgentRunner:
                 episode.end()
             endpoint.episodes.clear()
             endpoint.scheduler.release()
-        return self._gathered([p for p, _ in each], order, played)
+        return self._gathered(each, order, played)
 
     def _gathered(
         self, prompts: list[PreparedPrompt], episodes: list[AgentEpisode], played: list[Played]
@@ -332,7 +298,7 @@ class AgentRunner:
         for place, (prompt, episode, result) in enumerate(zip(prompts, episodes, played, strict=True)):
             rows = episode.rows()
             failure = result.failure or (None if rows else f"`{self.environment.name}` asked the policy nothing")
-            if rows and failure is None:
+            if failure is None:
                 completion, tokens = rows[0].as_completion(), rows[0].prompt
                 others += [Other(place, row.prompt, row.as_completion()) for row in rows[1:]]
             else:
@@ -355,27 +321,25 @@ class AgentRunner:
             first_prompts.append(tokens)
         return completions, first_prompts, gathered, others
 
-    def _start(self, engine: SamplingEngine) -> tuple[Endpoint, str]:
-        """The endpoint, which listens from now on, and its URL."""
+    def _listen(self, engine: SamplingEngine) -> Listening:
         from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 
-        if self._endpoint is None or self._listening is None:
-            assert isinstance(engine, LocalEngine), "the configuration has checked it"
-            self._endpoint = Endpoint(
-                LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),
-                {MODEL: "policy"},
-                defaults=SamplingParams(),
-                max_new_tokens=self.config.generation.max_new_tokens,
-                positions=self.positions,
-                variables=self.variables,
-                hosts=LOCAL,
-                episodes={},
-            )
-            self._listening = Listening(self._endpoint)
-        return self._endpoint, self._listening.url
+        assert isinstance(engine, LocalEngine), "the configuration has checked it"
+        scheduler = LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE)
+        endpoint = Endpoint(
+            scheduler,
+            {MODEL: "policy"},
+            defaults=SamplingParams(),
+            max_new_tokens=self.config.generation.max_new_tokens,
+            positions=self.positions,
+            variables=self.variables,
+            hosts=LOCAL,
+            episodes={},
+        )
+        return Listening(endpoint)
 
     def close(self) -> None:
         self.environment.close()
-        if self._endpoint is not None and self._listening is not None:
+        if self._listening is not None:
             self._listening.stop()
-            self._endpoint.scheduler.close()
+            self._listening.endpoint.scheduler.close()

@@ -16,7 +16,7 @@ Here projections that share an input are one matrix. The base itself is never me
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from tinyrl.generation.cache import RowCache, attended
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.layers import apply_rope
@@ -38,15 +37,54 @@ RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast k
 Held = Literal["merged", "apart", "packed"]
 
 
-@dataclass
-class Packed:
-    """Weights of a 4-bit base, one behind another: dense ones (out, in) when they are asked for."""
+class RowCache:
+    """Keys and values of every row, entries (layers, rows, kv heads, 2, width, head size), and the rotation of each of
+    the `width` positions, by which the queries, key and value of a kv head are multiplied: cos, and sin with the sign
+    of its half, each (width, 1, queries + 2, head size), 1 and 0 for the value, which is not rotated.
+    """
 
-    weights: list[Tensor]
-    dtype: torch.dtype
+    def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> None:
+        self.entries, self.cos, self.sin, self.heads = entries, cos, sin, heads
+        self.width, self.size = cos.shape[0], entries.shape[-1]
 
-    def dense(self) -> Tensor:
-        return torch.cat([dense_weight(w) for w in self.weights]).to(self.dtype)
+    def mask(self, position: Tensor, width: int) -> Tensor:
+        """Additive, (R * kv heads, 1, width): nothing behind `position` of a row is seen."""
+        rows, device = len(position), position.device
+        ahead = torch.arange(width, device=device) > position.unsqueeze(1)
+        mask = torch.zeros(rows, 1, width, dtype=self.entries.dtype, device=device)
+        mask = mask.masked_fill_(ahead.unsqueeze(1), -torch.inf)
+        return mask.repeat_interleave(self.heads, 0, output_size=rows * self.heads)
+
+    def places(self, row: Tensor, position: Tensor) -> Tensor:
+        """Flat index in a layer of the key and the value of each kv head, for N new tokens."""
+        lanes = torch.arange(2 * self.heads, device=row.device) + row.unsqueeze(1) * (2 * self.heads)
+        return (lanes * self.width + position.unsqueeze(1)).view(-1)
+
+    def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
+        """kv (N, kv heads, 2, d)."""
+        self.entries[layer].view(-1, self.size).index_copy_(0, places, kv.reshape(-1, self.size))
+
+    def copy(self, source: int, to: int, tokens: int) -> None:
+        """Row `to` now holds what `source` does."""
+        self.entries[:, to, ..., :tokens, :] = self.entries[:, source, ..., :tokens, :]
+
+    def exchange(self, a: int, b: int, tokens: int) -> None:
+        entries = self.entries[..., :tokens, :]
+        kept = entries[:, b].clone()
+        entries[:, b] = entries[:, a]
+        entries[:, a] = kept
+
+
+def attended(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: float) -> Tensor:
+    """Attention of q (B, Q, d), which share keys and values (B, W, d), under an additive mask (B, 1, W). Scores are
+    kept in float32: bfloat16 is coarse where all of them are large.
+    """
+    if q.dtype != torch.float32:
+        q, keys, values = (x.unsqueeze(1) for x in (q, keys, values))
+        mask = mask.unsqueeze(1).expand(-1, -1, q.shape[2], -1)
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
+    scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=scaling)
+    return torch.bmm(scores.softmax(-1), values)
 
 
 @dataclass
@@ -57,20 +95,22 @@ class Projection:
     between numbers of half precision, and added to a rounded W h it would be rounded away again.
     """
 
-    weight: Tensor | Packed
+    weight: Tensor | list[Tensor]  # of a 4-bit base, one behind another, made dense at every use
     bias: Tensor | None
     lora_a: Tensor | None = None
     lora_b: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def matrix(self) -> Tensor:
-        return self.weight if isinstance(self.weight, Tensor) else self.weight.dense()
+        packed = self.weight
+        return packed if isinstance(packed, Tensor) else torch.cat([*map(dense_weight, packed)]).to(self.dtype)
 
     def __call__(self, h: Tensor) -> Tensor:
         """(N, in) -> (N, out)."""
-        if (branch := self._branch(h)) is None:
+        if self.lora_a is None or self.lora_b is None:
             return linear(h, self.matrix, self.bias)
-        product = branch.addmm_(h, self.matrix.t())
+        product = linear(linear(h, self.lora_a), self.lora_b).addmm_(h, self.matrix.t())
         return product if self.bias is None else product.add_(self.bias)
 
     def added(self, x: Tensor, h: Tensor) -> Tensor:
@@ -78,12 +118,6 @@ class Projection:
         if self.lora_a is not None:
             return self(h).add_(x)
         return torch.addmm(x if self.bias is None else x + self.bias, h, self.matrix.t())
-
-    def _branch(self, h: Tensor) -> Tensor | None:
-        """B (A h), (N, out)."""
-        if self.lora_a is None or self.lora_b is None:
-            return None
-        return linear(linear(h, self.lora_a), self.lora_b)
 
 
 @dataclass
@@ -102,45 +136,25 @@ class LayerWeights:
     k_norm: Tensor | None
 
 
-@torch.no_grad()
-def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torch.dtype, held: Held) -> LayerWeights:
-    attention, mlp, merged = layer.self_attn, layer.mlp, held == "merged"
-    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-
-    def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
-        if merged:
-            return merged_projection(modules, adapter, parts=parts, norm=norm)
-        return joined(modules, adapter, dtype=dtype, packed=held == "packed")
-
-    def over_heads(name: str) -> Tensor | None:
-        module = getattr(attention, name, None)
-        return None if module is None else module.weight.to(dtype)
-
-    return LayerWeights(
-        own([attention.q_proj, attention.k_proj, attention.v_proj], norm=norms[0], parts=kv_heads),
-        own([attention.o_proj]),
-        own([mlp.gate_proj, mlp.up_proj], norm=norms[1]),
-        own([mlp.down_proj]),
-        *(None if merged else weight.to(dtype) for weight in norms),
-        q_norm=over_heads("q_norm"),
-        k_norm=over_heads("k_norm"),
-    )
-
-
 def merged_projection(
-    modules: list[nn.Module], adapter: str | None, *, parts: int, norm: Tensor | None = None
+    modules: list[nn.Module], adapter: str | None, *, parts: int = 1, norm: Tensor | None = None
 ) -> Projection:
     """Linear layers that share their input as one in float32, whose outputs are the first of `parts` equal parts of
     each layer's, the second, and so on. norm (in,): what the input is to be multiplied with.
+
+    On a CPU the matrix stands in memory input by input, where products with a few rows are up to twice as fast; GPUs do
+    not mind.
     """
-    pairs = [merged_weight(module, adapter) for module in modules]
 
     def one(tensors: list[Tensor]) -> Tensor:
         return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1).float()
 
-    biases = [b for _, b in pairs if b is not None]
-    assert len(biases) in (0, len(pairs))
-    return Projection(laid_out(one([w for w, _ in pairs]), norm), one(biases) if biases else None)
+    weights, biases = zip(*(merged_weight(module, adapter) for module in modules), strict=True)
+    weight, bias = one([*weights]), None if biases[0] is None else one([*biases])  # pyright: ignore
+    if weight.device.type != "cpu":
+        return Projection(weight if norm is None else weight * norm, bias)
+    by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
+    return Projection((by_inputs if norm is None else by_inputs.mul_(norm.unsqueeze(1))).t(), bias)
 
 
 def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, packed: bool = False) -> Projection:
@@ -148,22 +162,18 @@ def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype,
     adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA graph is recorded once for
     all of them.
     """
-    pairs = [merged_weight(module, None) for module in modules]
-    weights = [w for w, _ in pairs]
-    matrix: Tensor | Packed | None = Packed(weights, dtype) if packed else None
+    weights, biases = zip(*(merged_weight(module, None) for module in modules), strict=True)
+    matrix: Tensor | list[Tensor] | None = [*weights] if packed else None
     if matrix is None and can_share(weights, dtype):
         matrix = matrix_of(weights)
     if matrix is None:
         matrix = torch.cat([dense_weight(w) for w in weights]).to(dtype)
-    biases = [b for _, b in pairs if b is not None]
-    assert len(biases) in (0, len(pairs))
-    bias = torch.cat(biases).to(dtype) if biases else None
+    bias = None if biases[0] is None else torch.cat(biases).to(dtype)
     rank = sum(lora_rank(module) for module in modules)
     if not rank:
-        return Projection(matrix, bias)
+        return Projection(matrix, bias, dtype=dtype)
     sizes: list[int] = [module.out_features for module in modules]  # pyright: ignore[reportAssignmentType]
-    columns, column = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0
-    device = weights[0].device
+    columns, column, device = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0, weights[0].device
     lora_a = torch.zeros(columns, int(modules[0].in_features), dtype=dtype, device=device)  # pyright: ignore
     lora_b = torch.zeros(sum(sizes), columns, dtype=dtype, device=device)
     for module, branch in zip(modules, lora_b.split(sizes), strict=True):
@@ -172,29 +182,15 @@ def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype,
             lora_a[column : column + len(a)] = a
             branch[:, column : column + len(a)] = b
         column += lora_rank(module)
-    return Projection(matrix, bias, lora_a, lora_b)
+    return Projection(matrix, bias, lora_a, lora_b, dtype)
 
 
-def can_share(weights: list[Tensor], dtype: torch.dtype) -> bool:
+def can_share(weights: Iterable[Tensor], dtype: torch.dtype) -> bool:
     """Whether sampling in `dtype` can read a layer's own weights: frozen ones in that dtype."""
     return all(w.dtype == dtype and not w.requires_grad for w in weights)
 
 
-def join_weights(backbone: Any, dtype: torch.dtype) -> None:
-    """Put weights that sampling can read as they are, and multiplies with one input, into one matrix, of which the
-    layers' own become views. A layer's is moved at a time, so memory grows by no more than one.
-    """
-    for layer in backbone.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for modules in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
-            weights = [merged_weight(module, None)[0] for module in modules]
-            if can_share(weights, dtype) and matrix_of(weights) is None:
-                whole = torch.cat([w.data for w in weights])
-                for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
-                    weight.data = part
-
-
-def matrix_of(weights: list[Tensor]) -> Tensor | None:
+def matrix_of(weights: Sequence[Tensor]) -> Tensor | None:
     """The matrix that these are one behind another in memory; None where they are not."""
     first, at = weights[0], weights[0].storage_offset()
     for weight in weights:
@@ -203,16 +199,6 @@ def matrix_of(weights: list[Tensor]) -> Tensor | None:
             return None
         at += weight.numel()
     return first.detach().as_strided((sum(len(w) for w in weights), first.shape[1]), first.stride())
-
-
-def laid_out(weight: Tensor, norm: Tensor | None) -> Tensor:
-    """A matrix (out, in), its columns multiplied with `norm`. On a CPU it stands in memory input by input, where
-    products with a few rows are up to twice as fast; GPUs do not mind.
-    """
-    if weight.device.type != "cpu":
-        return weight if norm is None else weight * norm
-    by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
-    return (by_inputs if norm is None else by_inputs.mul_(norm.unsqueeze(1))).t()
 
 
 def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
@@ -244,9 +230,22 @@ class Decoder:
         self.eps: float = config.rms_norm_eps
         self.least = torch.tensor(self.eps)
         self.activation = self.backbone.layers[0].mlp.act_fn
-        if held != "merged":
-            join_weights(self.backbone, dtype)
+        for layer in self.backbone.layers if held != "merged" else []:
+            # Weights that sampling can read as they are, and multiplies with one input, go into one matrix, of which
+            # the layer's own become views; a layer's are moved at a time, so memory grows by no more than one.
+            for modules in self._joint(layer):
+                weights = [merged_weight(module, None)[0] for module in modules]
+                if can_share(weights, dtype) and matrix_of(weights) is None:
+                    whole = torch.cat([w.data for w in weights])
+                    for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
+                        weight.data = part
         self.release()
+
+    @staticmethod
+    def _joint(layer: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Projections of a layer that share their input."""
+        attention, mlp = layer.self_attn, layer.mlp
+        return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -271,11 +270,31 @@ class Decoder:
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
         for i, layer in enumerate(self.backbone.layers):
-            weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype, held=self.held)
+            weights = self._weights_of(layer, adapter)
             if i == len(self.layers):
                 self.layers.append(weights)
             for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
                 renewed(old, fresh)
+
+    @torch.no_grad()
+    def _weights_of(self, layer: Any, adapter: str | None) -> LayerWeights:
+        dtype, merged, (qkv, gate_up) = self.dtype, self.held == "merged", self._joint(layer)
+        norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        heads = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+
+        def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
+            if merged:
+                return merged_projection(modules, adapter, parts=parts, norm=norm)
+            return joined(modules, adapter, dtype=dtype, packed=self.held == "packed")
+
+        return LayerWeights(
+            own(qkv, norm=norms[0], parts=self.num_kv_heads),
+            own([layer.self_attn.o_proj]),
+            own(gate_up, norm=norms[1]),
+            own([layer.mlp.down_proj]),
+            *(None if merged else norm.to(dtype) for norm in norms),
+            *(None if norm is None else norm.weight.to(dtype) for norm in heads),
+        )
 
     def release(self) -> None:
         """Give the memory of the copy back; `sync` takes it again."""
@@ -293,21 +312,17 @@ class Decoder:
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
             entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cos, sin = self._rotation(width)
-        return RowCache(entries.view(shape), cos, sin, heads=self.num_kv_heads)
+        positions, dtype = torch.arange(width, device=self.device).unsqueeze(0), self.dtype
+        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=dtype, device=self.device), positions)
+        sin[..., : self.head_dim // 2].neg_()
+        lanes = (width, 1, self.queries + 2, self.head_dim)
+        all_cos, all_sin = cos.new_ones(lanes), sin.new_zeros(lanes)
+        all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
+        return RowCache(entries.view(shape), all_cos, all_sin, heads=self.num_kv_heads)
 
     @property
     def device(self) -> torch.device:
         return self.backbone.embed_tokens.weight.device
-
-    def _rotation(self, width: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(width, device=self.device).unsqueeze(0)
-        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=self.device), positions)
-        sin[..., : self.head_dim // 2].neg_()
-        shape = (width, 1, self.queries + 2, self.head_dim)
-        all_cos, all_sin = cos.new_ones(shape), sin.new_zeros(shape)
-        all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
-        return all_cos, all_sin
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: RowCache, rows: list[range]) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of

@@ -44,15 +44,13 @@ class RowParams:
         def tensor(values: list, dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
 
-        greedy = [p.greedy for p in rows]
-        truncated = any(p.top_k or p.top_p < 1 for p in rows if not p.greedy)
+        greedy, tempered = [p.greedy for p in rows], any(p.temperature != 1 for p in rows)
+        truncated, mixed = any(p.top_k or p.top_p < 1 for p in rows if not p.greedy), any(greedy) and not all(greedy)
         return cls(
-            tensor([p.temperature for p in rows], torch.float32) if any(p.temperature != 1 for p in rows) else None,
-            tensor([p.top_p if p.top_p < 1 else 2.0 for p in rows], torch.float32)
-            if truncated
-            else None,  # 2: keep all
+            tensor([p.temperature for p in rows], torch.float32) if tempered else None,
+            tensor([p.top_p if p.top_p < 1 else ALL for p in rows], torch.float32) if truncated else None,
             tensor([p.top_k or 1 << 40 for p in rows], torch.int64) if truncated else None,
-            tensor(greedy, torch.bool) if any(greedy) and not all(greedy) else None,
+            tensor(greedy, torch.bool) if mixed else None,
             all(greedy),
         )
 

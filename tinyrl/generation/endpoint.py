@@ -12,22 +12,21 @@ softmax), of every sampled token, the one that ended the answer too.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import itertools
 import json
 import secrets
-import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import uvicorn
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -38,10 +37,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tinyrl.data.messages import messages_of, tools_of
-from tinyrl.generation.agents import AgentEpisode, Given, Refused
+from tinyrl.generation.agents import AgentEpisode, Conversation, Given, Refused
 from tinyrl.generation.draws import SamplingParams, sample_keys
 from tinyrl.generation.engine import Completion, SampledRole, Sequence
-from tinyrl.generation.live import LIVE_STEP, IncrementalDetokenizer, Job, LiveScheduler, TokenScores, score
+from tinyrl.generation.live import LIVE_STEP, IncrementalDetokenizer, LiveScheduler, TokenScores, score
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import shortened
@@ -57,20 +56,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],), "allowed_token_ids": (), "truncate_prompt_tokens": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "best_of": (1,), "suffix": ("",),
     "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("auto", "none"),
-    "tool_choice": ("auto", "none"), "reasoning_effort": (), "chat_template": (),
+    "reasoning_effort": (), "chat_template": (),
 }  # fmt: skip
 Likeliest = Annotated[int, Field(ge=0, le=20)]  # tokens for which a client may ask at each place
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Body = TypeVar("Body", bound="SampledBody")
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class SampledBody(BaseModel):
     """What both kinds of requests may ask for. Other fields of the protocol change nothing and are ignored."""
 
+    model_config = ConfigDict(extra="allow")
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -80,13 +76,9 @@ class SampledBody(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class ChatBody(SampledBody):
@@ -109,55 +101,47 @@ class TextBody(SampledBody):
 @dataclass
 class Choice:
     """One completion on its way: its text so far, what of it was handed out, and how it ended. marker: what begins a
-    part that is held back until the end; "": anything may. on_message: called with the whole answer before it is sent.
+    part that is held back until the end; "": anything may. conversation: the agent's that it belongs to.
     """
 
     index: int
-    prompt: list[int]
+    sequence: Sequence
     detokenizer: IncrementalDetokenizer
     stop: list[str] = field(default_factory=list)
     marker: str | None = None
-    on_message: Callable[[dict[str, Any]], None] = lambda message: None
-    sequence: Sequence | None = None
     text: str = ""
+    conversation: Conversation | None = None
     shown: int = 0
     cut: bool = False
     completion: Completion | None = None
-    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)  # of each token, where that was asked for
 
     def add(self, tokens: list[int], *, ended: bool = False) -> str:
         """The text that these tokens make certain: none that may turn out to be a stop string, or follow one."""
         if not self.cut:
-            self.text += self.detokenizer.add(tokens) + (self.detokenizer.end() if ended else "")
+            self.text += self.detokenizer.add(tokens, at_end=ended)
         ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
         if ends:
             self.text, self.cut = self.text[: min(ends)], True
-        marked = self.text.find(self.marker) if self.marker is not None else -1
-        certain = len(self.text)
-        if marked >= 0:
-            certain = marked
-        elif not ended and not self.cut:
-            certain -= max(_begun(self.text, end) for end in [*self.stop, self.marker or ""])
+        certain = self.text.find(self.marker) if self.marker is not None else -1
+        if certain < 0:
+            certain = len(self.text)
+            if not ended and not self.cut:  # the longest beginning of a stop string or the marker that it ends with
+                held = (s[:size] for s in [*self.stop, self.marker or ""] for size in range(1, len(s)))
+                certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
         piece, self.shown = self.text[self.shown : max(certain, self.shown)], max(certain, self.shown)
         return piece
 
-    @property
-    def finish_reason(self) -> str:
-        assert self.completion is not None
-        return "length" if self.completion.finish_reason == "length" else "stop"
-
-
-def _begun(text: str, end: str) -> int:
-    """How many characters at the end of a text may be the beginning of `end`."""
-    return next((size for size in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:size])), 0)
-
 
 class LiveRequest:
-    """A request that is being answered: its choices, and the queue of what the scheduler makes of them."""
+    """A request that is being answered: its choices, and the queue of what the scheduler makes of them. likeliest: how
+    many tokens are listed at each place; scored: prompts whose log-probabilities are shown, too (echo).
+    """
 
-    def __init__(self, body: SampledBody, kind: str) -> None:
-        self.body, self.kind, self.id, self.created = body, kind, secrets.token_hex(12), int(time.time())
-        self.choices: list[Choice] = []
+    def __init__(self, body: SampledBody, given: Given, *, likeliest: int) -> None:
+        self.body, self.given, self.likeliest, self.created = body, given, likeliest, int(time.time())
+        self.is_chat = isinstance(body, ChatBody)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.choices, self.scored = list[Choice](), list[TokenScores]()
         self.loop = asyncio.get_running_loop()
         self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception]]()
 
@@ -188,18 +172,22 @@ class LiveRequest:
                     yield choice, choice.add(event)
         finally:
             for choice in self.choices:
-                if choice.sequence is not None:
-                    choice.sequence.cancelled = True
+                choice.sequence.cancelled = True
 
-    def payload(self, choices: list[dict[str, Any]], *, chunk: str = "") -> dict[str, Any]:
-        head = {"id": self.id, "object": self.kind + chunk, "created": self.created, "model": self.body.model}
-        return {**head, "choices": choices}
+    def payload(self, choices: list[dict[str, Any]], *, chunk: bool = False, usage: bool = False) -> dict[str, Any]:
+        kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
+        whole = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
+        if usage:
+            prompts = sum(map(len, {tuple(choice.sequence.prompt) for choice in self.choices}))
+            written = sum(len(choice.completion.tokens) for choice in self.choices if choice.completion is not None)
+            counts = {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+            whole["usage"] = counts
+        return whole
 
-    @property
-    def usage(self) -> dict[str, int]:
-        prompts = sum(map(len, {tuple(choice.prompt) for choice in self.choices}))
-        written = sum(len(choice.completion.tokens) for choice in self.choices if choice.completion is not None)
-        return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+    def part(self, choice: Choice, content: dict[str, Any], ended: Any = None, *, delta: bool = True) -> dict[str, Any]:
+        """A choice of an answer or (delta) of a piece of one; ended: its last fields."""
+        said = {"delta" if delta else "message": content} if self.is_chat else {"text": content.get("content") or ""}
+        return {"index": choice.index, **said, **(ended or {"logprobs": None, "finish_reason": None})}
 
 
 class Endpoint:
@@ -223,8 +211,8 @@ class Endpoint:
     ) -> None:
         self.scheduler, self.models, self.defaults, self.key = scheduler, models, defaults, key
         self.tokenizer, self.max_new_tokens, self.positions = scheduler.tokenizer, max_new_tokens, positions
-        self.variables, self.episodes, self.started = variables, episodes, int(time.time())
-        self._warned = False
+        self.variables, self.episodes, self._warned = variables, episodes, False
+        self.started = int(time.time())
         self.form: CallForm | None = None
         self._no_form = "the model's chat template shows it no tools"
         if "tools" in str(self.tokenizer.chat_template):
@@ -232,44 +220,46 @@ class Endpoint:
                 self.form = call_form(self.tokenizer, variables)
             except ValueError as error:
                 self._no_form = str(error)
-        routes = [
-            Route("/health", self._health),
-            Route("/v1/models", self._guarded(self._list)),
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
-        ]
-        # A page in a browser may send here under a name of its own that leads to this machine.
-        trusted = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])]
-        self.app = Starlette(routes=routes, middleware=trusted)
+
+        async def health(request: HttpRequest) -> Response:
+            return JSONResponse({"status": "ok"})
+
+        async def refuse(request: HttpRequest, refused: Any) -> Response:
+            return JSONResponse(error_of(refused), refused.status)
+
+        async def leave(request: HttpRequest, gone: Exception) -> Response:
+            return Response(status_code=LEFT)
+
+        self.app = Starlette(
+            routes=[
+                Route("/health", health),
+                Route("/v1/models", self._list),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+            ],
+            # A page in a browser may send here under a name of its own that leads to this machine.
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])],
+            exception_handlers={Refused: refuse, ClientDisconnect: leave},
+        )
 
     # ---- requests ----
 
-    def _guarded(self, answer: Any) -> Any:
-        async def guarded(request: HttpRequest) -> Response:
-            try:
-                key = request.headers.get("authorization", "").removeprefix("Bearer ")
-                episode = None
-                if self.episodes is not None:
-                    episode = self.episodes.get(key)
-                    if episode is None or episode.over:
-                        raise Refused(401, "no episode under way has this key")
-                elif self.key is not None and not hmac.compare_digest(key.encode(), self.key.encode()):
-                    raise Refused(401, "the key is missing or another one: Authorization: Bearer KEY")
-                return await answer(request, episode)
-            except Refused as refused:
-                return JSONResponse(error_of(refused), refused.status)
-            except ClientDisconnect:
-                return Response(status_code=LEFT)
+    def _authorized(self, request: HttpRequest) -> AgentEpisode | None:
+        """The episode that a request belongs to. Raises Refused where it brings the wrong key."""
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.episodes is not None:
+            episode = self.episodes.get(key)
+            if episode is None or episode.over:
+                raise Refused(401, "no episode under way has this key")
+            return episode
+        if self.key is not None and not hmac.compare_digest(key.encode(), self.key.encode()):
+            raise Refused(401, "the key is missing or another one: Authorization: Bearer KEY")
+        return None
 
-        return guarded
-
-    async def _health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _list(self, request: HttpRequest, episode: AgentEpisode | None) -> Response:
-        entries = [{"id": name, "object": "model", "created": self.started, "owned_by": "tinyrl",
-                    "max_model_len": self.positions} for name in self.models]  # fmt: skip
-        return JSONResponse({"object": "list", "data": entries})
+    async def _list(self, request: HttpRequest) -> Response:
+        self._authorized(request)
+        entry = {"object": "model", "created": self.started, "owned_by": "tinyrl", "max_model_len": self.positions}
+        return JSONResponse({"object": "list", "data": [{"id": name, **entry} for name in self.models]})
 
     async def _body(self, request: HttpRequest, kind: type[Body]) -> Body:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -280,21 +270,14 @@ class Endpoint:
             if len(raw) > MAX_BODY:
                 raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
         try:
-            values = json.loads(bytes(raw))
-            json.dumps(values, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise Refused(400, "the request has invalid Unicode (a lone surrogate)") from None
-        except (ValueError, RecursionError):
-            raise Refused(400, "the request is no JSON") from None
-        for name, neutral in UNSUPPORTED.items() if isinstance(values, dict) else ():
-            if (value := values.get(name)) is not None and value not in neutral:
-                raise Refused(400, f"{name}={shortened(json.dumps(value))} is not supported", param=name)
-        try:
-            body = kind.model_validate(values)
+            body = kind.model_validate_json(bytes(raw))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "list[")))
-            raise Refused(400, f"{where or 'the request'}: {first['msg']}", param=where or None) from None
+            where = str(first["loc"][0]) if first["loc"] else None
+            raise Refused(400, f"{where or 'the request'}: {first['msg']}", param=where) from None
+        for name, value in (body.model_extra or {}).items():
+            if value is not None and value not in UNSUPPORTED.get(name, (value,)):
+                raise Refused(400, f"{name}={shortened(json.dumps(value))} is not supported", param=name)
         if body.model not in self.models:
             there = ", ".join(self.models)
             raise Refused(404, f"there is no model {body.model[:100]!r}; there is {there}", param="model")
@@ -306,52 +289,42 @@ class Endpoint:
         prompts: list[list[int]],
         *,
         episode: AgentEpisode | None,
-        given: Given,
         limit: int | None,
         opened: str = "",
         marker: str | None = None,
     ) -> None:
         """Queue the completions of a request. Raises Refused where there is no room for them."""
-        body = answer.body
+        body, stops = answer.body, [answer.body.stop] if isinstance(answer.body.stop, str) else answer.body.stop or []
         if episode is not None and ((body.n or 1) > 1 or len(prompts) > 1):
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt", param="n")
-        hidden = [] if body.include_stop_str_in_output else body.stops
         seed = secrets.randbits(62) if body.seed is None else body.seed
         for prompt, sample in itertools.product(prompts, range(body.n or 1)):
-            self._check(prompt)
-            choice = Choice(
-                len(answer.choices), prompt, IncrementalDetokenizer(self.tokenizer), hidden, marker, text=opened
-            )
-            if episode is None:
+            conversation = None
+            if episode is None or limit == 0:
                 room = self.positions - len(prompt)
                 most = min(self.max_new_tokens, room) if limit is None else limit
                 if most > room:
                     raise Refused(400, f"{len(prompt)} tokens of the prompt and {most} new ones are more than the "
                                        f"model's {self.positions} positions", param="max_tokens")  # fmt: skip
                 [key] = sample_keys(0, LIVE_STEP, prompts=np.array([seed]), samples=np.array([sample]))
-                role = self.models[body.model]
-                sequence = Sequence(prompt, self._params(body), key, most, body.stops, "cached", role)
+                sequence = Sequence(prompt, self._params(body), key, most, stops, "cached", self.models[body.model])
             else:
-                sequence, conversation = episode.call(prompt, given, limit=limit, stop=body.stops)
-                choice.prompt = sequence.prompt
-
-                def sent(message: dict[str, Any], conversation: Any = conversation) -> None:
-                    message = {"role": "assistant", **message}
-                    messages = [*(given.messages or []), *messages_of([message], "messages")]  # as it will come back
-                    conversation.given = Given(messages, given.variables)
-
-                choice.on_message = sent
+                sequence, conversation = episode.call(prompt, answer.given, limit=limit, stop=stops)
+            hidden = [] if body.include_stop_str_in_output else stops
+            detokenizer = IncrementalDetokenizer(self.tokenizer)
+            choice = Choice(len(answer.choices), sequence, detokenizer, hidden, marker, opened, conversation)
+            answer.choices.append(choice)
+            if limit == 0:
+                choice.completion = Completion([], [], "length")
+                continue
 
             def end(result: Completion | Exception, record: Any = sequence.on_end, choice: Choice = choice) -> None:
                 record(result)
                 answer.put(choice, result)
 
-            sequence.on_tokens = lambda tokens, choice=choice: answer.put(choice, tokens)
-            sequence.on_end, choice.sequence = end, sequence
-            answer.choices.append(choice)
-        if not self.scheduler.submit(choice.sequence for choice in answer.choices if choice.sequence is not None):
+            sequence.on_tokens, sequence.on_end = partial(answer.put, choice), end
+        if not self.scheduler.submit(c.sequence for c in answer.choices if c.completion is None):
             for choice in answer.choices:
-                assert choice.sequence is not None
                 choice.sequence.cancelled = True
             raise Refused(429, "too many requests wait; try again later")
 
@@ -363,237 +336,180 @@ class Endpoint:
         top_k = defaults.top_k if body.top_k is None else max(0, body.top_k)
         return SamplingParams(1.0 if greedy else temperature, top_p, top_k, greedy)
 
-    def _check(self, prompt: list[int]) -> None:
+    def _check(self, prompt: list[int], param: str) -> None:
         size = self.scheduler.vocabulary
         if not prompt:
-            raise Refused(400, "the prompt is empty")
+            raise Refused(400, "the prompt is empty", param=param)
         if not all(0 <= token < size for token in prompt):
-            raise Refused(400, f"the prompt has tokens that are none of the model's 0 to {size - 1}", param="prompt")
+            raise Refused(400, f"the prompt has tokens that are none of the model's 0 to {size - 1}", param=param)
         if len(prompt) >= self.positions:
-            raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions",
-                          param="messages")  # fmt: skip
+            raise Refused(
+                400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions", param=param
+            )
 
     async def _score(self, tokens: list[int], body: SampledBody, *, temperature: float, likeliest: int) -> TokenScores:
-        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         engine, role = self.scheduler.engine, self.models[body.model]
+        call = partial(score, engine, tokens, role=role, temperature=temperature, likeliest=likeliest)
+        try:
+            return await run_in_threadpool(self.scheduler.run, call)
+        except Exception as error:  # noqa: BLE001 the client gets it
+            raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
 
-        def end(result: TokenScores | Exception) -> None:
-            loop.call_soon_threadsafe(lambda: found.cancelled() or found.set_result(result))
-
-        call = Job(lambda: score(engine, tokens, role=role, temperature=temperature, likeliest=likeliest), end)
-        if not self.scheduler.submit([call]):
-            raise Refused(429, "too many requests wait; try again later")
-        if isinstance(result := await found, Exception):
-            raise Refused(500, f"scoring failed: {type(result).__name__}: {result}")
-        return result
-
-    async def _score_likeliest(self, answer: LiveRequest, count: int) -> None:
-        """Score the answers that have ended, where their likeliest tokens were asked for."""
-        for choice in answer.choices:
-            if count and choice.completion is not None and choice.sequence is not None and not choice.likeliest:
-                whole, temperature = [*choice.prompt, *choice.completion.tokens], choice.sequence.params.temperature
-                scored = await self._score(whole, answer.body, temperature=temperature, likeliest=count)
-                choice.likeliest = scored.likeliest[len(choice.prompt) :]
-
-    # ---- /v1/chat/completions ----
-
-    async def _chat(self, request: HttpRequest, episode: AgentEpisode | None) -> Response:
+    async def _chat(self, request: HttpRequest) -> Response:
+        episode = self._authorized(request)
         body = await self._body(request, ChatBody)
         if not self.tokenizer.chat_template:
             raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
         try:
             tools = tools_of(body.tools) if body.tool_choice != "none" else None
-            if tools and self.form is None:
-                self._ignore_tools(episode)
-                tools = None
+            if tools and self.form is None:  # chat pages send some with every message
+                if episode is not None:
+                    raise Refused(400, self._no_form, param="tools")
+                if not self._warned:
+                    print(f"a client sent tools, and the model answers without them: {self._no_form}", flush=True)
+                self._warned, tools = True, None
             variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
             messages = messages_of(body.messages, "messages")
             rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
-        answer = LiveRequest(body, "chat.completion")
-        answer.id = f"chatcmpl-{answer.id}"
+        self._check(rendered.tokens, "messages")
+        likeliest = body.top_logprobs or 0 if body.logprobs else 0
+        answer = LiveRequest(body, Given(messages, variables), likeliest=likeliest)
         self._submit(
             answer,
             [rendered.tokens],
             episode=episode,
-            given=Given(messages, variables),
             limit=body.max_completion_tokens or body.max_tokens,
             opened=rendered.opened,
             marker=self.form.begins if tools and self.form else None,
         )
-        likeliest = body.top_logprobs or 0 if body.logprobs else 0
-        if body.stream:
-            return self._streamed(answer, likeliest)
+        return await self._answered(request, answer)
+
+    async def _complete(self, request: HttpRequest) -> Response:
+        episode = self._authorized(request)
+        body = await self._body(request, TextBody)
+        given, limit = body.prompt, 16 if body.max_tokens is None else body.max_tokens
+        several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given  # pyright: ignore
+        prompts = list[list[int]]()
+        for one in several or [[]]:
+            try:
+                if isinstance(one, str):
+                    one = (await run_in_threadpool(render_prompt, self.tokenizer, one, chat=False)).tokens
+            except ValueError as error:
+                raise Refused(400, str(error), param="prompt") from None
+            self._check(one, "prompt")
+            prompts.append(one)
+        if body.echo and body.stream:
+            raise Refused(400, "echo is not streamed", param="echo")
+        if not limit and not body.echo:
+            raise Refused(400, "max_tokens=0 is for echo=true, which scores the prompt", param="max_tokens")
+        text = Given(text=given if isinstance(given, str) else None)
+        answer = LiveRequest(body, text, likeliest=body.logprobs or 0)
+        if body.echo and body.logprobs is not None:
+            most = max(1, body.logprobs)
+            answer.scored = [await self._score(p, body, temperature=1.0, likeliest=most) for p in prompts]
+        self._submit(answer, prompts, episode=episode, limit=limit)
+        return await self._answered(request, answer)
+
+    # ---- answers ----
+
+    async def _answered(self, request: HttpRequest, answer: LiveRequest) -> Response:
+        if answer.body.stream:
+            return StreamingResponse(self._lines(answer), media_type="text/event-stream")
         async for _ in answer.pieces(request):
             pass
-        await self._score_likeliest(answer, likeliest)
         choices = []
         for choice in answer.choices:
-            message, ended = self._message(choice, body)
-            message = {"role": "assistant", **message}
-            choices.append({"index": choice.index, "message": message, **ended, **_token_ids(choice, body)})
-        return JSONResponse({**answer.payload(choices), "usage": answer.usage})
+            message, ended = await self._end(answer, choice)
+            choices.append(answer.part(choice, {"role": "assistant", **message}, ended, delta=False))
+        return JSONResponse(answer.payload(choices, usage=True))
 
-    def _ignore_tools(self, episode: AgentEpisode | None) -> None:
-        """Tools were sent that the model is not shown, or whose calls cannot be parsed: it answers without calling any,
-        as it may (chat pages send some with every message); an agent is refused.
-        """
-        if episode is not None:
-            raise Refused(400, self._no_form, param="tools")
-        if not self._warned:
-            self._warned = True
-            print(f"a client sent tools, and the model answers without them: {self._no_form}", flush=True)
+    async def _lines(self, answer: LiveRequest) -> AsyncIterator[str]:
+        def line(value: Any) -> str:
+            return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
-    def _message(self, choice: Choice, body: ChatBody) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Content and calls of an answer; why it ended, and log-probabilities. A call that cannot be parsed stays
-        text.
+        def chunk(choice: Choice, content: dict[str, Any], ended: dict[str, Any] | None = None) -> str:
+            return line(answer.payload([answer.part(choice, content, ended)], chunk=True))
+
+        try:
+            for choice in answer.choices if answer.is_chat else []:
+                yield chunk(choice, {"role": "assistant", "content": choice.text})
+                choice.shown = len(choice.text)
+            async for choice, piece in answer.pieces():
+                if piece:
+                    yield chunk(choice, {"content": piece})
+                if choice.completion is not None:
+                    message, ended = await self._end(answer, choice)
+                    if held_back := (message["content"] or "")[choice.shown :]:
+                        yield chunk(choice, {"content": held_back})
+                    if calls := message.get("tool_calls"):
+                        yield chunk(choice, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+                    yield chunk(choice, {}, ended)
+            if (answer.body.stream_options or {}).get("include_usage"):
+                yield line(answer.payload([], chunk=True, usage=True))
+            yield "data: [DONE]\n\n"
+        except Refused as refused:
+            yield line(error_of(refused))
+
+    async def _end(self, answer: LiveRequest, choice: Choice) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Content and calls of an answer that has ended; why it did, its log-probabilities and its tokens. A call that
+        cannot be parsed stays text.
         """
-        assert choice.completion is not None
-        tokens, content, calls = choice.completion.tokens, choice.text, []
-        if choice.marker is not None and self.form is not None:
-            content, calls = self.form.read(choice.text, tokens, before=choice.prompt, tools=body.tools)
+        completion, body, prompt = choice.completion, answer.body, choice.sequence.prompt
+        assert completion is not None
         message: dict[str, Any] = {"content": choice.text}
-        reason = choice.finish_reason
-        if calls and not any(call.problem for call in calls):
-            functions = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
-            made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in functions]
-            message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
-        choice.on_message(message)
-        logprobs = None
-        if body.logprobs:
+        reason = "length" if completion.finish_reason == "length" else "stop"
+        tops = list[list[tuple[int, float]]]([[] for _ in completion.tokens])
+        if answer.likeliest:
+            whole, temperature = [*prompt, *completion.tokens], choice.sequence.params.temperature
+            scored = await self._score(whole, body, temperature=temperature, likeliest=answer.likeliest)
+            tops = scored.likeliest[len(prompt) :]
+        if isinstance(body, TextBody):
+            shown = None if body.logprobs is None else self._text_logprobs(answer, choice, tops)
+            if body.echo:
+                message["content"] = str(self.tokenizer.decode(prompt)) + choice.text
+        else:
+            assert isinstance(body, ChatBody)
+            if choice.marker is not None and self.form is not None:
+                content, calls = self.form.read(choice.text, completion.tokens, before=prompt, tools=body.tools)
+                if calls and not any(call.problem for call in calls):
+                    called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
+                    made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]
+                    message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
+            if choice.conversation is not None:
+                choice.conversation.answer(answer.given, message)
 
             def entry(token: int, logprob: float) -> dict[str, Any]:
                 text = self._spelt(token)
                 return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
-            tops = choice.likeliest or [[] for _ in tokens]
-            each = zip(tokens, choice.completion.logprobs, tops, strict=True)
-            content = [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
-            logprobs = {"content": content, "refusal": None}
-        return message, {"finish_reason": reason, "logprobs": logprobs}
+            each = zip(completion.tokens, completion.logprobs, tops, strict=True) if body.logprobs else ()
+            entries = [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
+            shown = {"content": entries, "refusal": None} if body.logprobs else None
+        ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens} if body.return_token_ids else {}
+        return message, {"finish_reason": reason, "logprobs": shown, **ids}
 
-    def _chat_chunks(self, answer: LiveRequest, choice: Choice, piece: str) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = [{"content": piece}] if piece else []
-        last = []
-        if choice.completion is not None:
-            body = answer.body
-            assert isinstance(body, ChatBody)
-            message, ended = self._message(choice, body)
-            if held_back := (message["content"] or "")[choice.shown :]:
-                deltas.append({"content": held_back})
-            if calls := message.get("tool_calls"):
-                deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
-            last = [{"index": choice.index, "delta": {}, **ended, **_token_ids(choice, body)}]
-        going = {"index": choice.index, "logprobs": None, "finish_reason": None}
-        return [*({**going, "delta": delta} for delta in deltas), *last]
-
-    # ---- /v1/completions ----
-
-    async def _complete(self, request: HttpRequest, episode: AgentEpisode | None) -> Response:
-        body = await self._body(request, TextBody)
-        given = body.prompt
-        several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given  # pyright: ignore
-        prompts = [await run_in_threadpool(self._tokens, prompt) for prompt in several]
-        if not prompts:
-            raise Refused(400, "the prompt is empty", param="prompt")
-        for prompt in prompts:
-            self._check(prompt)
-        limit = 16 if body.max_tokens is None else body.max_tokens
-        answer, scored = LiveRequest(body, "text_completion"), list[TokenScores]()
-        answer.id = f"cmpl-{answer.id}"
-        if body.echo and body.stream:
-            raise Refused(400, "echo is not streamed", param="echo")
-        if body.echo and body.logprobs is not None:
-            most = max(1, body.logprobs)
-            scored = [await self._score(prompt, body, temperature=1.0, likeliest=most) for prompt in prompts]
-        if limit:
-            text = Given(text=given if isinstance(given, str) else None)
-            self._submit(answer, prompts, episode=episode, given=text, limit=limit)
-        elif body.echo:
-            for prompt in prompts:
-                choice = Choice(len(answer.choices), prompt, IncrementalDetokenizer(self.tokenizer))
-                choice.completion = Completion([], [], "length")
-                answer.choices.append(choice)
-        else:
-            raise Refused(400, "max_tokens=0 is for echo=true, which scores the prompt", param="max_tokens")
-        if body.stream:
-            return self._streamed(answer, body.logprobs or 0)
-        async for _ in answer.pieces(request):
-            pass
-        await self._score_likeliest(answer, body.logprobs or 0)
-        choices, each = [], len(answer.choices) // len(prompts)
-        for choice in answer.choices:
-            text = (str(self.tokenizer.decode(choice.prompt)) if body.echo else "") + choice.text
-            ended = self._text_end(choice, body, scored[choice.index // each] if scored else None)
-            choices.append({"index": choice.index, "text": text, **ended})
-        return JSONResponse({**answer.payload(choices), "usage": answer.usage})
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        try:
-            return render_prompt(self.tokenizer, prompt, chat=False).tokens
-        except ValueError as error:
-            raise Refused(400, str(error), param="prompt") from None
-
-    def _text_end(self, choice: Choice, body: TextBody, scored: TokenScores | None = None) -> dict[str, Any]:
-        """Why a completion ended, and its log-probabilities; scored: of its prompt, for echo."""
+    def _text_logprobs(
+        self, answer: LiveRequest, choice: Choice, tops: list[list[tuple[int, float]]]
+    ) -> dict[str, Any]:
+        """Of a completion, behind its prompt where that was scored."""
         assert choice.completion is not None
-        ended = {"finish_reason": choice.finish_reason, "logprobs": None, **_token_ids(choice, body)}
-        if body.logprobs is None:
-            return ended
-        tokens, logprobs = [*choice.completion.tokens], list[float | None](choice.completion.logprobs)
-        tops = choice.likeliest or [[one] for one in zip(tokens, choice.completion.logprobs, strict=True)]
-        if scored is not None:
-            tokens, logprobs = [*choice.prompt, *tokens], [*scored.logprobs, *logprobs]
+        tokens, logprobs = choice.completion.tokens, list[float | None](choice.completion.logprobs)
+        if answer.scored:
+            scored = answer.scored[choice.index * len(answer.scored) // len(answer.choices)]
+            tokens, logprobs = [*choice.sequence.prompt, *tokens], [*scored.logprobs, *logprobs]
             tops = [*scored.likeliest, *tops]
         spelt = [self._spelt(token) for token in tokens]
-        shown: list[dict[str, float | None] | None] = [
-            {self._spelt(one): its for one, its in reversed(top)} if top else None for top in tops
-        ]  # of two tokens with one spelling the likelier stays
-        for place in range(len(tokens) - len(choice.likeliest), len(tokens)):  # with the one that was drawn
-            shown[place] = {spelt[place]: logprobs[place], **(shown[place] or {})}
+        shown = [  # of two tokens with one spelling the likelier stays
+            None if logprob is None else {text: logprob, **{self._spelt(one): its for one, its in reversed(top)}}
+            for text, logprob, top in zip(spelt, logprobs, tops, strict=True)
+        ]
         offsets = [0, *itertools.accumulate(map(len, spelt))][: len(spelt)]
-        said = {"tokens": spelt, "token_logprobs": logprobs, "top_logprobs": shown, "text_offset": offsets}
-        return {**ended, "logprobs": said}
+        return {"tokens": spelt, "token_logprobs": logprobs, "top_logprobs": shown, "text_offset": offsets}
 
     def _spelt(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
-
-    # ---- streams ----
-
-    def _streamed(self, answer: LiveRequest, likeliest: int) -> Response:
-        body, chunk = answer.body, ".chunk" if isinstance(answer.body, ChatBody) else ""
-
-        async def events() -> AsyncIterator[dict[str, Any]]:
-            for choice in answer.choices if isinstance(body, ChatBody) else []:
-                delta = {"role": "assistant", "content": choice.text}
-                going = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield answer.payload([going], chunk=chunk)
-                choice.shown = len(choice.text)
-            async for choice, piece in answer.pieces():
-                await self._score_likeliest(answer, likeliest)
-                if isinstance(body, TextBody):
-                    ended = None if choice.completion is None else self._text_end(choice, body)
-                    going = {"index": choice.index, "text": piece, "logprobs": None, "finish_reason": None}
-                    chunks = [{**going, **(ended or {})}] if piece or ended else []
-                else:
-                    chunks = self._chat_chunks(answer, choice, piece)
-                for one in chunks:
-                    yield answer.payload([one], chunk=chunk)
-            if body.stream_options is not None and body.stream_options.include_usage:
-                yield {**answer.payload([], chunk=chunk), "usage": answer.usage}
-
-        async def lines() -> AsyncIterator[str]:
-            try:
-                async for event in events():
-                    yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
-                yield "data: [DONE]\n\n"
-            except Refused as refused:
-                yield f"data: {json.dumps(error_of(refused), ensure_ascii=False)}\n\n"
-
-        return StreamingResponse(lines(), media_type="text/event-stream")
 
 
 def error_of(refused: Refused) -> dict[str, Any]:
@@ -601,36 +517,14 @@ def error_of(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.status}}
 
 
-def _token_ids(choice: Choice, body: SampledBody) -> dict[str, Any]:
-    if not body.return_token_ids or choice.completion is None:
-        return {}
-    return {"prompt_token_ids": choice.prompt, "token_ids": choice.completion.tokens}
-
-
-class Server(uvicorn.Server):
-    """uvicorn's, for which a signal is an ordinary end: it is not raised once more behind it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
-
-
 class Listening:
     """A thread in which an endpoint listens at `url`, on a free port of this machine, until `stop`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._socket = socket.socket()
+        self.endpoint, self._socket = endpoint, socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        self._server = Server(uvicorn.Config(endpoint.app, log_level="error", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
         self._thread.start()
         while not self._server.started:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from tinyrl.config import sections
 from tinyrl.generation.draws import SamplingParams, advanced, sample_keys
 from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.loading import embedding_rows
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.answers import answer_end
@@ -58,13 +59,11 @@ class Request:
 
     def further(self, sample: int, tokens: list[int], most: int) -> Request:
         """Continue its sample of this number, `tokens` so far, by at most `most` new tokens."""
-        return Request(
-            prompt_tokens=self.prompt_tokens + tokens,
-            prompt_row=self.prompt_row,
-            first_sample=self.first_sample + sample,
-            first_token=self.first_token + len(tokens),
-            max_new_tokens=most,
-        )
+        first_sample, first_token = self.first_sample + sample, self.first_token + len(tokens)
+        return Request(self.prompt_tokens + tokens, self.prompt_row, first_sample, first_token, most)
+
+    def limit(self, settings: SamplingSettings) -> int:
+        return min(settings.max_new_tokens, self.max_new_tokens or settings.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -154,13 +153,18 @@ class Sequence:
             self.logprobs.append(logprob)
             if token in eos:
                 self.finish_reason = "eos"
-            elif self.stop and ends_with_stop(self.tokens, self.stop, tokenizer):
+            elif self.stop and self._ends_with_stop(tokenizer):
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
         if self.on_tokens is not None and not self.cancelled and len(self.tokens) > self.reported:
             new, self.reported = self.tokens[self.reported :], len(self.tokens)
             self.on_tokens(new)
+
+    def _ends_with_stop(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
+        text = str(tokenizer.decode(self.tokens[-max(len(s.encode()) for s in self.stop) - 8 :]))
+        return any(s in text for s in self.stop)
 
     @property
     def completion(self) -> Completion:
@@ -175,14 +179,6 @@ class Sequence:
     def room(self) -> int:
         """The most tokens it may have."""
         return len(self.prompt) + self.limit
-
-
-def ends_with_stop(tokens: list[int], stop: list[str], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the last token completes a stop string."""
-    # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-    window = max(len(s.encode()) for s in stop) + 8
-    text = str(tokenizer.decode(tokens[-window:]))
-    return any(s in text for s in stop)
 
 
 class SamplingEngine(Protocol):
@@ -225,14 +221,13 @@ class LocalEngine(SamplingEngine):
     look_every: tokens between two looks at which rows have ended, since a GPU waits for each look.
     """
 
-    roles: Roles
-    tokenizer: PreTrainedTokenizerBase
-    settings: SamplingSettings
-    eos: set[int]
-    look_every: int
-    max_rows: int | None
     capacity: int | None = None
     on_tokens: Callable[[list[int]], None] | None = None  # called with the tokens of every row as they come
+
+    def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
+        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
+        self.eos, self.max_rows = eos_token_ids(roles, tokenizer), settings.max_rows
+        self.look_every = LOOK_EVERY[roles.device.type]
 
     def scheduler(
         self, role: SampledRole, *, rows: int, width: int, serving: bool = False
@@ -268,7 +263,7 @@ class LocalEngine(SamplingEngine):
         keys = advanced(*row_keys(requests, group, seed=options["seed"], step=options["step"]))
         rows = [request for request in requests for _ in range(group)]
         return [
-            Sequence(r.prompt_tokens, params, key, max_new_tokens(r, s), s.stop, on_tokens=self.on_tokens)
+            Sequence(r.prompt_tokens, params, key, r.limit(s), s.stop, on_tokens=self.on_tokens)
             for r, key in zip(rows, keys, strict=True)
         ]
 
@@ -296,10 +291,6 @@ def grouped(completions: list[Completion], group: int) -> list[list[Completion]]
     return [completions[i : i + group] for i in range(0, len(completions), group)]
 
 
-def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
-    return min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
-
-
 def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """The keys of every sample's random numbers, (R,) with R = requests * group, and the index of its first token."""
     prompts = np.repeat(np.array([r.prompt_row for r in requests]), group)
@@ -309,6 +300,17 @@ def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tu
 
 
 # ---- which tokens end a completion, and what the model's own generation configuration says ----
+
+
+def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that end a completion: the tokenizer's EOS and the generation config's (chat models list several)."""
+    listed, vocabulary = [tokenizer.eos_token_id, *_listed_eos(roles.causal)], embedding_rows(roles.causal)
+    return {i for i in listed if isinstance(i, int) and i < vocabulary}
+
+
+def _listed_eos(model: PreTrainedModel) -> list[int]:
+    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)]
 
 
 def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: sections.TaskConfig) -> None:
@@ -334,24 +336,10 @@ NEUTRAL: dict[str, Any] = {
 
 def unused_defaults(model: PreTrainedModel, generation: sections.GenerationConfig) -> str | None:
     """A line that names what the model's generation_config.json sets and sampling here does not use; None: nothing."""
-    if model.generation_config is None:
-        return None
-    given = model.generation_config.to_diff_dict()
-    used = {name: getattr(generation, name, neutral) for name, neutral in NEUTRAL.items()}
-    unused = {name: given[name] for name, own in used.items() if given.get(name) not in (None, own, NEUTRAL[name])}
+    given = {} if model.generation_config is None else model.generation_config.to_diff_dict()
+    own = {name: (None, neutral, getattr(generation, name, neutral)) for name, neutral in NEUTRAL.items()}
+    unused = [f"{name}={given[name]}" for name, values in own.items() if given.get(name) not in values]
     if not unused:
         return None
-    listed = ", ".join(f"{name}={value}" for name, value in unused.items())
-    return f"generation_config.json sets {shortened(listed)}, which sampling here does not use (section generation)"
-
-
-def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end a completion: the tokenizer's EOS and the generation config's (chat models list several)."""
-    vocabulary = roles.causal.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    return {i for i in [tokenizer.eos_token_id, *_listed_eos(roles.causal)] if isinstance(i, int) and i < vocabulary}
-
-
-def _listed_eos(model: PreTrainedModel) -> list[int]:
-    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = listed if isinstance(listed, list) else [listed]
-    return [i for i in listed if isinstance(i, int)]
+    listed = shortened(", ".join(unused))
+    return f"generation_config.json sets {listed}, which sampling here does not use (section generation)"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
@@ -18,14 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.generation.decoder import Decoder, Held
 from tinyrl.generation.draws import advanced
 from tinyrl.generation.engine import (
-    LOOK_EVERY,
     LocalEngine,
     Request,
     SampledRole,
     SampleOptions,
     SamplingSettings,
     Sequence,
-    eos_token_ids,
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.turns import Episodes
@@ -35,17 +32,6 @@ from tinyrl.runs.signals import check_stop
 
 CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
 WIDTH_BUCKET = 256  # graphs outlive a call whose longest row is a little longer
-
-
-@dataclass
-class Kept:
-    """A scheduler that outlives a call, with the rows that were wanted of it. role: whose weights its decoder still
-    has, for calls of serving.
-    """
-
-    rows: int
-    scheduler: Scheduler
-    role: SampledRole | None
 
 
 class FusedEngine(LocalEngine):
@@ -68,48 +54,40 @@ class FusedEngine(LocalEngine):
         dtype: torch.dtype,
         held: Held,
     ) -> None:
-        self.roles, self.tokenizer, self.settings, self.dtype = roles, tokenizer, settings, dtype
+        super().__init__(roles, tokenizer, settings)
+        self.dtype = dtype
         self.held: Held = held
-        self.max_rows = settings.max_rows
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
-        self.eos = eos_token_ids(roles, tokenizer)
-        self.look_every = LOOK_EVERY[roles.device.type]
         self.by_graphs = roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
         self.overlaps = self.by_graphs
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
-        self._kept: Kept | None = None
+        self._kept: Scheduler | None = None  # outlives a call
+        self._kept_for: tuple[int, SampledRole | None] = (0, None)  # rows wanted of it; a serving call's weights in it
 
     @contextmanager
     def scheduler(self, role: SampledRole, *, rows: int, width: int, serving: bool = False) -> Iterator[Scheduler]:
         kept, width = self._kept, width + self.look_every - 1
-        if serving and kept is not None and kept.role == role and kept.rows >= rows and kept.scheduler.width >= width:
-            yield kept.scheduler
+        fits = kept is not None and self._kept_for[0] >= rows and kept.width >= width
+        if kept is not None and fits and serving and self._kept_for[1] == role:
+            yield kept
             return
         with self.roles.acting(role) as model:
             decoder = self.decoders.get(id(model)) or self.decoder(model)
             self.decoders[id(model)] = decoder
             decoder.sync(self.roles.adapter_of(role))
-            if (
-                kept is None
-                or kept.scheduler.decoder is not decoder
-                or kept.rows < rows
-                or kept.scheduler.width < width
-            ):
+            if kept is None or not fits or kept.decoder is not decoder:
                 kept = self._kept = None  # its memory serves the next
                 width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
-                kept = Kept(rows, self._new_scheduler(decoder, rows, width), None)
-            scheduler = kept.scheduler
-            scheduler.clear()
-            scheduler.admit_below = 1.0 if serving else ADMIT_BELOW
-            self.capacity, kept.role = scheduler.capacity, role if serving else None
+                self.capacity = min(rows, rows_that_fit(decoder, width, free=free_bytes(self.roles.device)))
+                shape = {"capacity": self.capacity, "width": width, "look_every": self.look_every}
+                kept = Scheduler(decoder, self.tokenizer, self.eos, **shape, by_graphs=self.by_graphs)
+                self._kept_for = (rows, None)
+            kept.clear()
+            kept.admit_below = 1.0 if serving else ADMIT_BELOW
+            self.capacity, self._kept_for = kept.capacity, (self._kept_for[0], role if serving else None)
             self._kept = kept if serving or self.by_graphs else None
-            yield scheduler
+            yield kept
         self.keep(decoder)
-
-    def _new_scheduler(self, decoder: Decoder, rows: int, width: int) -> Scheduler:
-        self.capacity = min(rows, rows_that_fit(decoder, width, free=free_bytes(self.roles.device)))
-        shape = {"capacity": self.capacity, "width": width, "look_every": self.look_every}
-        return Scheduler(decoder, self.tokenizer, self.eos, **shape, by_graphs=self.by_graphs)
 
     def decoder(self, model: PreTrainedModel) -> Decoder:
         return Decoder(model, dtype=self.dtype, held=self.held)
@@ -124,10 +102,9 @@ class FusedEngine(LocalEngine):
             decoder.release()
 
     def forget(self) -> None:
-        if self._kept is not None:
-            self._kept.role = None
-            if not self.by_graphs:
-                self.release()
+        self._kept_for = (self._kept_for[0], None)
+        if not self.by_graphs:
+            self.release()
 
     def release(self) -> bool:
         """Free the cache, the graphs and the copies of the weights; the next call makes them again."""
@@ -148,41 +125,32 @@ class FusedEngine(LocalEngine):
 
         def attempt(rows: int) -> None:
             episodes.restart()
-            turns = dict(enumerate(self.sequences(requests, samples_per_request, options)))
-            keys, begins = [s.key for s in turns.values()], [s.prompt for s in turns.values()]
-            width = max(map(len, begins)) + episodes.max_episode_tokens
+            turns = self.sequences(requests, samples_per_request, options)
+            firsts, numbers = [*turns], {turn: sample for sample, turn in enumerate(turns)}
+            width = max(len(first.prompt) for first in firsts) + episodes.max_episode_tokens
             with self.scheduler(options.get("role", "policy"), rows=rows, width=width) as scheduler:
-                for sample, sequence in turns.items():
-                    sequence.after, sequence.limit = "held", episodes.limit(sample)
-                numbers = {sequence: sample for sample, sequence in turns.items()}
-                scheduler.add(list(turns.values()))
+                for sample, turn in enumerate(turns):
+                    turn.after, turn.limit = "held", episodes.limit(sample)
+                scheduler.add(turns)
                 waiting = set[int]()  # for their answers
                 while scheduler.busy or waiting:
                     check_stop()
                     stalled, going = scheduler.stalled, list[Sequence]()
                     for sample, answer in episodes.answers(wait=stalled) if stalled or self.overlaps else []:
                         waiting.discard(sample)
-                        before = turns[sample]
+                        first, before, said = firsts[sample], turns[sample], episodes.responses[sample].tokens
                         if answer is None:
                             scheduler.drop(before)
                             continue
-                        said = episodes.responses[sample].tokens
-                        [key] = advanced(np.array([keys[sample]]), np.array([len(said)]))
-                        turns[sample] = Sequence(
-                            [*begins[sample], *said],
-                            before.params,
-                            key,
-                            episodes.limit(sample),
-                            before.stop,
-                            after="held",
-                            row=before.row,
-                        )
-                        numbers[turns[sample]] = sample
-                        going.append(turns[sample])
+                        [key] = advanced(np.array([first.key]), np.array([len(said)]))
+                        prompt, most = [*first.prompt, *said], episodes.limit(sample)
+                        turn = Sequence(prompt, first.params, key, most, first.stop, "held", row=before.row)
+                        turns[sample], numbers[turn] = turn, sample
+                        going.append(turn)
                     scheduler.add(going)
-                    for sequence in scheduler.step():
-                        sample = numbers.pop(sequence)
-                        episodes.ended(sample, sequence.completion)
+                    for turn in scheduler.step():
+                        sample = numbers.pop(turn)
+                        episodes.ended(sample, turn.completion)
                         waiting.add(sample)
 
         if requests:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.generation.draws import RowParams, draw, truncate, uniforms
-from tinyrl.generation.engine import LOOK_EVERY, LocalEngine, SampledRole, SamplingSettings, Sequence, eos_token_ids
+from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings, Sequence
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import head_of
@@ -36,11 +36,9 @@ class HfEngine(LocalEngine):
     def __init__(
         self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, *, merged: bool = False
     ) -> None:
-        self.roles, self.tokenizer, self.settings, self.merged = roles, tokenizer, settings, merged
-        self.name, self.max_rows = "hf-merged" if merged else "hf", settings.max_rows
+        super().__init__(roles, tokenizer, settings)
+        self.merged, self.name = merged, "hf-merged" if merged else "hf"
         self.exact = roles.causal.dtype == torch.float32
-        self.look_every = LOOK_EVERY[roles.device.type]
-        self.eos = eos_token_ids(roles, tokenizer)
         layers = roles.adapted_layers(POLICY_ADAPTER) if merged else []
         self.copy_bytes = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
 
@@ -91,7 +89,8 @@ class LibraryScheduler:
         for sequence, t, p in zip(self.rows, tokens, logprobs, strict=True):
             sequence.append(t, p, eos=self.engine.eos, tokenizer=self.engine.tokenizer)
         stay = [i for i, s in enumerate(self.rows) if s.finish_reason is None and not s.cancelled]
-        ended = [s for i, s in enumerate(self.rows) if going[i] and i not in set(stay)]
+        gone = {*range(len(self.rows))} - {*stay}
+        ended = [s for i, s in enumerate(self.rows) if going[i] and i in gone]
         if not stay:
             self.rows = []
         elif len(stay) < COMPACT_BELOW * len(self.rows):

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,18 +23,12 @@ from tinyrl.models.loading import embedding_rows
 from tinyrl.models.logprobs import head_of
 
 LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
+MOST_WAITING = 4096
 WIDTHS = 256  # tokens of a row at least
 SCORED = 256  # positions whose logits are there at a time
 LEAST = -9999.0  # in place of minus infinity, which JSON has not
-HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
 
-
-@dataclass(frozen=True)
-class Job:
-    """A function to run between two rounds; on_end gets its result, or what it raised."""
-
-    function: Callable[[], Any]
-    on_end: Callable[[Any], None]
+Result = TypeVar("Result")
 
 
 class LiveScheduler:
@@ -43,40 +37,46 @@ class LiveScheduler:
     on_tokens and on_end of a sequence are called in that thread.
     """
 
-    def __init__(self, engine: LocalEngine, *, max_rows: int, most_waiting: int = 4096) -> None:
-        self.engine, self.max_rows, self.most_waiting = engine, max_rows, most_waiting
+    def __init__(self, engine: LocalEngine, *, max_rows: int) -> None:
+        self.engine, self.max_rows = engine, max_rows
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self.vocabulary = embedding_rows(engine.roles.causal)  # ids that may be read; some have no text
-        self._waiting: deque[Sequence | Job] = deque()
+        self._waiting: deque[Sequence] = deque()
         self._alone: set[Sequence] = set()  # that were in a batch which failed
-        self._changed = threading.Condition()
-        self._closed = self._stale = False
-        self._idle = threading.Lock()  # held while the thread is at work
+        self._changed, self._closed, self._runs = threading.Condition(), False, 0
+        self._idle = threading.Lock()  # held while a round is in hand, or a function runs
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Iterable[Sequence | Job]) -> bool:
+    def submit(self, sequences: Iterable[Sequence]) -> bool:
         """Queue all or nothing; False: too many wait already."""
-        work = list(work)
+        sequences = list(sequences)
         with self._changed:
-            if self._closed or len(self._waiting) + len(work) > self.most_waiting:
+            if self._closed or len(self._waiting) + len(sequences) > MOST_WAITING:
                 return False
-            self._waiting += work
+            self._waiting += sequences
             self._changed.notify()
         return True
 
-    def renew(self) -> None:
-        """Sample from the weights as they are now, from the next round on."""
-        self._stale = True
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Run a function between two rounds; the round in hand takes nobody in meanwhile."""
+        with self._changed:
+            self._runs += 1
+        try:
+            with self._idle:
+                torch.set_num_threads(self._threads)  # a thread has a number of its own
+                return function()
+        finally:
+            with self._changed:
+                self._runs -= 1
+                self._changed.notify()
 
     def release(self) -> None:
-        """Wait for the round in hand, and free the copies of weights, which the next one makes again. Requests that
-        still wait end with an error.
+        """Free the copies of weights; the next round copies them as they then are. Requests that still wait end with an
+        error.
         """
-        with self._idle:
-            self._turn_away(RuntimeError("the episode is over"))
-            self.engine.forget()
+        self.run(lambda: (self._turn_away("the episode is over"), self.engine.forget()))
 
     def close(self) -> None:
         """End the thread; requests that still wait end with an error."""
@@ -84,46 +84,36 @@ class LiveScheduler:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        self._turn_away(RuntimeError("the server is closing"))
+        self._turn_away("the server is closing")
 
-    def _turn_away(self, error: Exception) -> None:
+    def _turn_away(self, why: str) -> None:
         with self._changed:
             waiting, self._waiting = self._waiting, deque()
-        for work in waiting:
-            work.on_end(error)
+        for sequence in waiting:
+            sequence.on_end(RuntimeError(why))
 
     # ---- the thread ----
 
     def _work(self) -> None:
-        torch.set_num_threads(self._threads)  # a thread has a number of its own
+        torch.set_num_threads(self._threads)
         while True:
             with self._changed:
-                while not self._waiting and not self._closed:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or (self._waiting and not self._runs))
                 if self._closed:
                     return
             with self._idle:
                 with self._changed:
                     first = self._waiting.popleft() if self._waiting else None
-                if isinstance(first, Sequence):
-                    if not first.cancelled:
-                        self._round(first)
-                elif first is not None:
-                    try:
-                        result = first.function()
-                    except Exception as error:  # noqa: BLE001 whoever waits gets it
-                        result = error
-                    first.on_end(result)
+                if first is not None and not first.cancelled:
+                    self._round(first)
 
     def _round(self, first: Sequence) -> None:
-        """Decode the first that waits, and those that come until none is left that can join."""
-        going = [first]
-        if self._stale:
-            self.engine.forget()
-            self._stale = False
+        """Decode the first that waits, and those that come until none is left that can join. Where that fails, each of
+        them is run again, alone.
+        """
+        going, beyond = [first], self.engine.look_every - 1  # a row may run past its end until the next look
         with self._changed:
-            alike = [s for s in self._waiting if isinstance(s, Sequence) and s.role == first.role][: self.max_rows]
-        beyond = self.engine.look_every - 1  # a row may run past its end until the next look
+            alike = [s for s in self._waiting if s.role == first.role][: self.max_rows]
         room = max(s.room for s in [first, *alike]) + beyond
         width = max(WIDTHS, 1 << (room - 1).bit_length()) - beyond
         try:
@@ -141,38 +131,32 @@ class LiveScheduler:
                         going.remove(sequence)
                         if sequence.finish_reason is not None:
                             sequence.on_end(sequence.completion)
+            self._alone.discard(first)
         except Exception as error:  # noqa: BLE001 whoever waits gets it, and the next round begins
             self.engine.release()
             if first in self._alone:
                 self._alone.discard(first)
                 first.on_end(error)
                 return
-            self._alone.update(going)  # one of them has failed: each is run again, alone
+            self._alone.update(going)
             for sequence in going:
                 sequence.row, sequence.finish_reason = None, None
                 sequence.tokens, sequence.logprobs = [], []
             with self._changed:
                 self._waiting.extendleft(reversed(going))
-        else:
-            self._alone.discard(first)
 
     def _joining(self, first: Sequence, most: int, width: int) -> list[Sequence]:
         """The first that wait, as long as they can join; those that are cancelled are left out."""
         joining = list[Sequence]()
         with self._changed:
-            while self._waiting and not self._closed and len(joining) < most:
+            while self._waiting and not self._closed and not self._runs and len(joining) < most:
                 s = self._waiting[0]
-                if not isinstance(s, Sequence):
-                    break
                 if not s.cancelled:
                     if self._alone & {s, first} or s.role != first.role or s.room > width:
                         break
                     joining.append(s)
                 self._waiting.popleft()
         return joining
-
-
-# ---- scores of given tokens ----
 
 
 @dataclass(frozen=True)
@@ -193,10 +177,8 @@ def score(engine: Any, tokens: list[int], *, role: SampledRole, temperature: flo
     ids = torch.tensor([tokens], device=roles.device)
     with roles.acting(role) as model, torch.autocast(roles.device.type, dtype=dtype, enabled=dtype in HALVES):
         states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
-        for start in range(0, len(tokens) - 1, SCORED):
-            part = states[start : min(start + SCORED, len(tokens) - 1)]
+        for part, following in zip(states[:-1].split(SCORED), ids[0, 1:].split(SCORED), strict=True):
             log_p = (head_of(model).logits(part).float() / temperature).log_softmax(-1).clamp_min(LEAST)
-            following = ids[0, start + 1 : start + 1 + len(part)]
             logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
             most, which = log_p.topk(min(likeliest, log_p.shape[-1]))
             places += [[*zip(*row, strict=True)] for row in zip(which.tolist(), most.tolist(), strict=True)]
@@ -211,21 +193,17 @@ class IncrementalDetokenizer:
         self._tokens: list[int] = []
         self._before, self._out = 0, 0  # text is decoded from `before`; up to `out` it was handed out
 
-    def add(self, tokens: list[int]) -> str:
+    def add(self, tokens: list[int], *, at_end: bool = False) -> str:
         self._tokens += tokens
-        return self._whole(at_end=False)
-
-    def end(self) -> str:
-        return self._whole(at_end=True)
-
-    def _whole(self, *, at_end: bool) -> str:
         # A tokenizer may join or drop spaces by what stands before, so that is decoded along.
-        known = self._decoded(self._tokens[self._before : self._out])
-        text = self._decoded(self._tokens[self._before :])
-        if len(text) <= len(known) or (text.endswith(HALF) and not at_end):
+        known, text = (
+            str(self._tokenizer.decode(part, skip_special_tokens=True))
+            for part in (self._tokens[self._before : self._out], self._tokens[self._before :])
+        )
+        if len(text) <= len(known) or (text.endswith("\ufffd") and not at_end):  # bytes of half a character
             return ""
         self._before, self._out = self._out, len(self._tokens)
         return text[len(known) :]
 
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def end(self) -> str:
+        return self.add([], at_end=True)

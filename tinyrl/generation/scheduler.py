@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -40,6 +40,7 @@ EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one behind cached rows, where 
 ADMIT_BELOW = 0.75  # share of the rows in use: prompts that are prefilled a few at a time cost more
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # of CUDA graphs
 FURTHER = 256  # between buckets of still more rows
+DRAWN_BY = ("temperature", "top_p", "top_k", "greedy")  # tensors of RowParams
 
 
 class StepGraphs:
@@ -102,6 +103,8 @@ class Scheduler:
     sequences are let in.
     """
 
+    admit_below = ADMIT_BELOW
+
     def __init__(
         self,
         decoder: Decoder,
@@ -112,10 +115,9 @@ class Scheduler:
         width: int,
         look_every: int = 1,
         by_graphs: bool = False,
-        admit_below: float = ADMIT_BELOW,
     ) -> None:
         self.decoder, self.tokenizer, self.eos, self.device = decoder, tokenizer, eos, decoder.device
-        self.capacity, self.width, self.look_every, self.admit_below = capacity, width, look_every, admit_below
+        self.capacity, self.width, self.look_every = capacity, width, look_every
         self.cache, device = decoder.new_cache(capacity, width), self.device
         self.token, self.position = torch.zeros(2, capacity, dtype=torch.long, device=device).unbind()
         # Of the tokens between two looks: their uniforms, the tokens, their log-probabilities; the column to come.
@@ -285,7 +287,9 @@ class Scheduler:
             if self.graphs is None:
                 self._step(live, min(longest + i, self.width), self.params)
             else:
-                self.graphs(min(bucket(live), self.capacity), *self._mode(self.params))
+                rows = next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)
+                given = tuple(name for name in DRAWN_BY if getattr(self.params, name) is not None)
+                self.graphs(min(rows, self.capacity), given, self.params.all_greedy)
         tokens, logprobs = self.drawn[:live].tolist(), self.logprobs[:live].tolist()
         for sequence, t, p in zip(self.live, tokens, logprobs, strict=True):
             sequence.append(t, p, eos=self.eos, tokenizer=self.tokenizer)
@@ -300,29 +304,15 @@ class Scheduler:
         self.keys = np.array([s.key for s in self.live], dtype=np.uint64)
         self.counts = np.array([len(s.tokens) for s in self.live])
         self.params = RowParams.of([s.params for s in self.live], self.device)
-        if self.graphs is not None:
-            for field in fields(RowParams):
-                if isinstance(value := getattr(self.params, field.name), Tensor):
-                    getattr(self.buffers, field.name)[: len(rows)] = value
+        for name in DRAWN_BY if self.graphs is not None else ():
+            if (value := getattr(self.params, name)) is not None:
+                getattr(self.buffers, name)[: len(rows)] = value
         self._changed = False
 
-    @staticmethod
-    def _mode(params: RowParams) -> tuple[bool, bool, bool, bool]:
-        """What a graph depends on beside its rows: whether rows differ in temperature, truncate, or are greedy."""
-        return params.temperature is not None, params.top_p is not None, params.greedy is not None, params.all_greedy
-
-    def _graph_step(self, rows: int, tempered: bool, truncated: bool, mixed: bool, all_greedy: bool) -> None:
-        def used(name: str, on: bool) -> Tensor | None:
-            return getattr(self.buffers, name)[:rows] if on else None
-
-        params = RowParams(
-            used("temperature", tempered),
-            used("top_p", truncated),
-            used("top_k", truncated),
-            used("greedy", mixed),
-            all_greedy,
-        )
-        self._step(rows, self.width, params)
+    def _graph_step(self, rows: int, given: tuple[str, ...], all_greedy: bool) -> None:
+        """A step of a graph, which depends on its rows and on which parameters differ between them."""
+        own = {name: getattr(self.buffers, name)[:rows] if name in given else None for name in DRAWN_BY}
+        self._step(rows, self.width, RowParams(**own, all_greedy=all_greedy))
 
     def _step(self, rows: int, width: int, params: RowParams) -> None:
         """One token in each of the first `rows` rows, attending to `width` columns of the cache. Only tensors: a CUDA
@@ -354,8 +344,8 @@ class Scheduler:
             self.live[gap], self.live[mover] = self.live[mover], self.live[gap]
         for slot, sequence in enumerate(self.live[stay:], stay):
             if sequence.after != "free":  # its last token is not in the cache
-                held = sequence.after == "held"
-                sequence.row = CachedRow(slot, [*sequence.prompt, *sequence.tokens][:-1], held)
+                known = [*sequence.prompt, *sequence.tokens][:-1]
+                sequence.row = CachedRow(slot, known, held=sequence.after == "held")
                 self.cached.append(sequence.row)
         del self.live[stay:]
         self._changed = True
@@ -384,8 +374,3 @@ class Scheduler:
                 to = next(free)
                 self.cache.copy(row.slot, to, len(row.tokens))
                 row.slot = to
-
-
-def bucket(live: int) -> int:
-    """The rows of the graph that decodes so many live ones."""
-    return next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)

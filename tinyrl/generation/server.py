@@ -18,6 +18,7 @@ import secrets
 import shlex
 import shutil
 import tempfile
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,11 +40,11 @@ from tinyrl.generation.engine import (
     SamplingSettings,
     eos_token_ids,
     grouped,
-    max_new_tokens,
     row_keys,
 )
 from tinyrl.generation.server_client import Completions, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.generation.turns import Episodes, play_plainly
+from tinyrl.models.loading import embedding_rows
 from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
 from tinyrl.models.roles import Roles
 
@@ -51,7 +52,6 @@ MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SLEEP, WAKE, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
-DEFAULT_PORT = 8000
 LOST = 404  # an adapter the server does not have: it was started anew
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
 PROBED_PROMPTS, PROBED_TOKENS = 4, 64
@@ -73,7 +73,8 @@ class ServerEngine(SamplingEngine):
     """Samples from the policy's adapter on a server at `generation.url`, which holds the same base.
 
     sleeps: it is awake only while it samples. What it has is loaded and compared anew each time it wakes. served: the
-    name and the weights of each adapter that it has; their folders are under TMPDIR, and deleted in the end.
+    name and the weights of each adapter that it has, and of the base (None) once it was compared; their folders are
+    under TMPDIR, and deleted in the end.
     """
 
     name, exact = "server", False
@@ -92,29 +93,29 @@ class ServerEngine(SamplingEngine):
         self.server, self.longest, self.sleeps = server, longest, sleeps
         self.most = settings.max_rows or AT_A_TIME
         self.eos = sorted(eos_token_ids(roles, tokenizer))
-        self.vocabulary = len(roles.causal.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+        self.vocabulary = embedding_rows(roles.causal)
         assert roles.peft is not None, "the configuration asks for LoRA"
         self.peft, self.rank = roles.peft, int(roles.peft.peft_config[POLICY_ADAPTER].r)  # pyright: ignore
         self.first_gap = 0.0  # under the test adapter, then of the first policy if that is larger
-        self.served: dict[str, tuple[str, dict[str, Tensor]]] = {}
+        self.served: dict[str | None, tuple[str, dict[str, Tensor]]] = {}
         self.loads, self._run = 0, secrets.token_hex(4)  # other runs may use the same server
         self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
         self.folder = Path(self._temporary.name)
         self._base, self._notes = "", list[str]()
-        self._is_awake = self._base_compared = False
+        self._is_awake = False
 
     @property
     def command(self) -> str:
         """vLLM's command that starts a serving engine for this run."""
-        server, rank = self.server, next((allowed for allowed in RANKS if allowed >= self.rank), self.rank)
+        address, rank = urllib.parse.urlsplit(self.server.url), next((r for r in RANKS if r >= self.rank), self.rank)
         several = " --max-loras 2" if self.roles.reference_adapter else ""  # sampled from at a time
-        where = f" --host {server.host}" + (f" --port {server.port}" if server.port != DEFAULT_PORT else "")
         develops = " VLLM_SERVER_DEV_MODE=1" if self.sleeps else ""
         sleeps = f" --enable-sleep-mode --gpu-memory-utilization {SLEEPER_SHARE}" if self.sleeps else ""
         return (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1{develops} vllm serve "
             f"{shlex.quote(str(self.roles.causal.name_or_path))} --enable-lora --max-lora-rank {rank}{several} "
-            f"--logprobs-mode processed_logprobs --max-model-len {self.longest}{sleeps}{where}"
+            f"--logprobs-mode processed_logprobs --max-model-len {self.longest}{sleeps} "
+            f"--host {address.hostname} --port {address.port or 80}"
         )
 
     @contextmanager
@@ -123,9 +124,8 @@ class ServerEngine(SamplingEngine):
         try:
             yield
         except ServerError as error:
-            hint = next((hint for part, hint in HINTS.items() if part in str(error)), "")
-            hint = f": {hint.format(rank=self.rank)}" if hint else ""
-            raise kind(f"{error}{hint}. Start it with\n  {self.command}") from error
+            hint = next((f": {hint}" for part, hint in HINTS.items() if part in str(error)), "")
+            raise kind(f"{error}{hint.format(rank=self.rank)}. Start it with\n  {self.command}") from error
 
     # ---- before the first step ----
 
@@ -136,57 +136,65 @@ class ServerEngine(SamplingEngine):
         """
         if self._base:
             return self._notes
-        prompts, server = prompts[:PROBED_PROMPTS], self.server
+        server = self.server
         with self._failing_as(ValueError):
             listed = read_as(Models, server.get(MODELS), server=server, path=MODELS)
-            base = next((model for model in listed.data if not model.parent), None)
-            if base is None:
-                raise ServerError(f"{server.name} lists no model under {MODELS}")
+            base = next((model for model in listed.data if not model.parent), listed.data[0])
             if base.max_model_len is not None and base.max_model_len < self.longest:
                 raise ValueError(
                     f"{server.name} has room for {base.max_model_len} tokens of prompt and completion, and the run may "
                     f"need {self.longest}: start it with --max-model-len {self.longest}, or lower "
                     "generation.max_prompt_tokens or generation.max_new_tokens"
                 )
-            self._check_sleep()
+            asleep = self._is_asleep()
+            if self.sleeps and asleep is None:
+                raise ServerError(f"{server.name} does not know {IS_SLEEPING}, as generation.server_sleep needs it")
+            if asleep and not self.sleeps:
+                raise ValueError(f"{server.name} is asleep: set generation.server_sleep=true, or POST to {WAKE}")
             with self._awake():
                 check_tokenizer(server, base.id, self.tokenizer)
-                self.first_gap, moved = self._check_numbers(base.root or base.id, prompts)
-                awake = _free_bytes(self.roles.device)
-            freed = _free_bytes(self.roles.device) - awake
+                moved = self._check_numbers(base.root or base.id, prompts[:PROBED_PROMPTS])
         self._base = base.id
         self._notes = [
             f"{server.name} serves {base.id} ({base.root or base.id}); a token's log-probability differs from ours by "
             f"{self.first_gap:.2g} nats on average, under a test adapter that moves it by {moved:.2g}",
             f"each step: the adapter of rank {self.rank} is loaded under a new name from {self.folder} and compared on "
             f"{PROBED_PROMPTS} completions; then the step's completions are sampled, {self.most} at a time",
+            *(["it sleeps between samplings"] if self.sleeps else []),
         ]
-        if self.sleeps:
-            self._notes.append(self._given_back(freed))
         return self._notes
 
-    def _check_numbers(self, root: str, prompts: list[list[int]]) -> tuple[float, float]:
-        """Compare log-probabilities under a test adapter: the gap, and how far the adapter moves our own."""
+    def _check_numbers(self, root: str, prompts: list[list[int]]) -> float:
+        """Compare log-probabilities under a test adapter, whose gap is the first; how far it moves our own.
+
+        Raises ValueError where ours do not explain how the server's vary from token to token, or without the adapter
+        explain them better.
+        """
         with perturbed(self.roles):
-            drawn = self._probe(self._load(POLICY_ADAPTER), prompts)
+            drawn, theirs = self._probe(self._load(POLICY_ADAPTER), prompts)
             ours = self._rescored("policy", prompts, drawn)
             raw = self._rescored("policy", prompts, drawn, temperature=1.0)
-        theirs, without = _logprobs(drawn), self._rescored("policy", prompts, drawn)
-        gap, moved = _gap(theirs, ours), _gap(ours, without)
-        # Ours do not explain how the server's vary from token to token, or as we were without the adapter.
-        another = _unexplained(theirs, ours, otherwise=ours.mean().expand_as(ours)) > UNEXPLAINED
-        fault = ""
+        without = self._rescored("policy", prompts, drawn)
+
+        def unexplained(otherwise: Tensor) -> float:
+            """The share of squares that `ours` leaves: sum (theirs - ours)^2 over sum (ours - otherwise)^2. About 0
+            where the server computes what we do, 1 where it computes `otherwise`.
+            """
+            return float((theirs - ours).square().sum() / (ours - otherwise).square().sum().clamp(min=1e-30))
+
+        gap, gap_without, fault = _gap(theirs, ours), _gap(theirs, without), ""
         if self.settings.temperature != 1 and _gap(theirs, raw) < gap / 2:
             fault = f"gives log-probabilities before the temperature of {self.settings.temperature}"
-        elif another or (_unexplained(theirs, ours, otherwise=without) > UNEXPLAINED and _gap(theirs, without) < gap):
+        elif unexplained(ours.mean()) > UNEXPLAINED or (unexplained(without) > UNEXPLAINED and gap_without < gap):
             fault = (
                 f"has other log-probabilities than ours: a token's is {gap:.2g} nats from ours with a test adapter, on "
-                f"average, and {_gap(theirs, without):.2g} from ours without it. It does not sample with the adapter, "
-                f"or it has another base: it serves {root}, and ours is {self.roles.causal.name_or_path}"
+                f"average, and {gap_without:.2g} from ours without it. It does not sample with the adapter, or it has "
+                f"another base: it serves {root}, and ours is {self.roles.causal.name_or_path}"
             )
         if fault:
             raise ValueError(f"{self.server.name} {fault}. Start it with\n  {self.command}")
-        return gap, moved
+        self.first_gap = gap
+        return _gap(ours, without)
 
     # ---- sampling ----
 
@@ -201,25 +209,21 @@ class ServerEngine(SamplingEngine):
         """
         if not requests:
             return []
-        prompts = [r.prompt_tokens for r in requests]
+        prompts, greedy = [r.prompt_tokens for r in requests], options.get("greedy", False)
         self.start(prompts)
         keys = advanced(*row_keys(requests, samples_per_request, seed=options["seed"], step=options["step"]))
         rows, seeds = [r for r in requests for _ in range(samples_per_request)], keys.view(np.int64).tolist()
-
-        def attempt() -> list[list[Completion]]:
-            name = self._synced(options.get("role", "policy"), prompts[:PROBED_PROMPTS])
-            greedy = options.get("greedy", False)
-            drawn = self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
-            return grouped(drawn, samples_per_request)
-
         with self._failing_as(Interrupted), self._awake():
-            try:
-                return attempt()
-            except ServerError as error:
-                if error.status != LOST:
-                    raise
-                self.served.clear()
-                return attempt()
+            for last in (False, True):
+                try:
+                    name = self._synced(options.get("role", "policy"), prompts[:PROBED_PROMPTS])
+                    bodies = [self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)]
+                    return grouped(self._drawn(bodies), samples_per_request)
+                except ServerError as error:
+                    if last or error.status != LOST:
+                        raise
+                    self.served.clear()
+        raise AssertionError("unreachable")
 
     def play(
         self, requests: list[Request], group_size: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
@@ -238,23 +242,19 @@ class ServerEngine(SamplingEngine):
         """The name of the role's weights on the server. New ones are loaded, and our own forward shows whether it
         samples with them; a bad gap is measured twice.
         """
-        if (adapter := self.roles.adapter_of(role)) is None:
-            if self._base_compared:
-                return self._base
-        elif adapter in self.served:
-            name, weights = self.served[adapter]
-            now = self.roles.adapter_parameters(adapter)
-            # Numbers are compared, since not every optimizer says which tensors it has written to.
-            if all(torch.equal(now[n].detach().cpu(), before) for n, before in weights.items()):
-                return name
+        adapter = self.roles.adapter_of(role)
+        name, weights = self.served.get(adapter, ("", {}))
+        now = {} if adapter is None else self.roles.adapter_parameters(adapter)
+        # Numbers are compared, since not every optimizer says which tensors it has written to.
+        if name and all(torch.equal(now[n].detach().cpu(), before) for n, before in weights.items()):
+            return name
         first, found = self.loads == 1, 0.0  # after that of the test adapter
         for _ in range(2):
-            name = self._base if adapter is None else self._load(adapter)
-            drawn = self._probe(name, prompts)
-            found = _gap(_logprobs(drawn), self._rescored(role, prompts, drawn))
+            name = self._load(adapter)
+            drawn, theirs = self._probe(name, prompts)
+            found = _gap(theirs, self._rescored(role, prompts, drawn))
             if found <= max(SMALLEST_GAP, TIMES * self.first_gap):
                 self.first_gap = max(self.first_gap, found) if first else self.first_gap
-                self._base_compared = self._base_compared or adapter is None
                 return name
         raise GuardStop(
             f"the server samples from another policy: after the last sync the log-probabilities of {self.server.name} "
@@ -262,8 +262,11 @@ class ServerEngine(SamplingEngine):
             f"on from the last checkpoint:\n  {self.command}"
         )
 
-    def _load(self, adapter: str) -> str:
+    def _load(self, adapter: str | None) -> str:
         """Give the server an adapter's weights as they are now, and take the version before from it; the new name."""
+        if adapter is None:
+            self.served[None] = (self._base, {})
+            return self._base
         self.loads += 1
         name = f"tinyrl-{self._run}-{self.loads}"
         save_adapter(self.peft, adapter, self.folder / name)
@@ -273,18 +276,21 @@ class ServerEngine(SamplingEngine):
         self.served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
         return name
 
-    def _unload(self, adapter: str) -> None:
-        name, _ = self.served.pop(adapter, (None, {}))
-        if name is not None:
+    def _unload(self, adapter: str | None) -> None:
+        name, _ = self.served.pop(adapter, ("", {}))
+        if name and adapter is not None:
             self.server.notify(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _probe(self, name: str, prompts: list[list[int]]) -> list[Completion]:
-        """A completion of each prompt by a served model, of so many tokens whatever they are, from all tokens."""
+    def _probe(self, name: str, prompts: list[list[int]]) -> tuple[list[Completion], Tensor]:
+        """A completion of each prompt by a served model, of so many tokens whatever they are, from all tokens; and the
+        log-probabilities of all their tokens.
+        """
         new = min(PROBED_TOKENS, self.settings.max_new_tokens)
         own = {"max_tokens": new, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
         requests = [Request(prompt, prompt_row=row) for row, prompt in enumerate(prompts)]
-        return self._drawn([self._body(name, r, seed, greedy=False) | own for seed, r in enumerate(requests)])
+        drawn = self._drawn([self._body(name, r, seed, greedy=False) | own for seed, r in enumerate(requests)])
+        return drawn, torch.tensor([logprob for c in drawn for logprob in c.logprobs])
 
     def _rescored(
         self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion], *, temperature: float | None = None
@@ -302,7 +308,7 @@ class ServerEngine(SamplingEngine):
         """
         s = self.settings
         return {
-            "model": name, "prompt": request.prompt_tokens, "max_tokens": max_new_tokens(request, s), "seed": seed,
+            "model": name, "prompt": request.prompt_tokens, "max_tokens": request.limit(s), "seed": seed,
             "temperature": 0.0 if greedy else s.temperature, "top_p": s.top_p, "top_k": s.top_k, "min_p": 0.0,
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "stop": s.stop, "include_stop_str_in_output": True, "skip_special_tokens": False,
@@ -310,27 +316,29 @@ class ServerEngine(SamplingEngine):
         }  # fmt: skip
 
     def _drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
-        answers = self.server.ask("POST", COMPLETIONS, bodies, most=self.most)
-        return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
-
-    def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
-        [choice] = read_as(Completions, answer, server=self.server, path=COMPLETIONS).choices
-        tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
-        ends = asked["stop_token_ids"]
-        ended, stopped = tokens[-1] in ends, choice.finish_reason == "stop"
-        faults = {
-            f"{len(tokens)} tokens where {most} were asked for": len(tokens) > most,
-            f"{len(logprobs)} log-probabilities of {len(tokens)} tokens": len(logprobs) != len(tokens),
-            f"token {max(tokens)}, and the vocabulary has {self.vocabulary:,}": max(tokens) >= self.vocabulary,
-            "tokens that go on after one that ends a completion": any(token in ends for token in tokens[:-1]),
-            "a completion that ends by itself, which was not asked for": stopped and not ended and not asked["stop"],
-            f"{len(tokens)} tokens cut off for their length, where there was room for {most}": (
-                not stopped and not ended and len(tokens) < most
-            ),
-        }
-        if fault := next((fault for fault, found in faults.items() if found), None):
-            raise ServerError(f"{self.server.name} answered {COMPLETIONS} with {fault}")
-        return Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason)
+        """The completions that the server answers with. Raises ServerError where one cannot be what was asked for."""
+        drawn = []
+        for answer, asked in zip(self.server.ask("POST", COMPLETIONS, bodies, most=self.most), bodies, strict=True):
+            [choice] = read_as(Completions, answer, server=self.server, path=COMPLETIONS).choices
+            tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
+            ends, stopped = asked["stop_token_ids"], choice.finish_reason == "stop"
+            by_itself, fault = tokens[-1] in ends, None
+            if len(tokens) > most:
+                fault = f"{len(tokens)} tokens where {most} were asked for"
+            elif len(logprobs) != len(tokens):
+                fault = f"{len(logprobs)} log-probabilities of {len(tokens)} tokens"
+            elif max(tokens) >= self.vocabulary:
+                fault = f"token {max(tokens)}, and the vocabulary has {self.vocabulary:,}"
+            elif any(token in ends for token in tokens[:-1]):
+                fault = "tokens that go on after one that ends a completion"
+            elif stopped and not by_itself and not asked["stop"]:
+                fault = "a completion that ends by itself, which was not asked for"
+            elif not stopped and not by_itself and len(tokens) < most:
+                fault = f"{len(tokens)} tokens cut off for their length, where there was room for {most}"
+            if fault is not None:
+                raise ServerError(f"{self.server.name} answered {COMPLETIONS} with {fault}")
+            drawn.append(Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason))
+        return drawn
 
     # ---- a server that sleeps ----
 
@@ -345,20 +353,19 @@ class ServerEngine(SamplingEngine):
         if self.roles.device.type == "cuda":
             torch.cuda.empty_cache()
         self._turn(WAKE)
-        self._is_awake, self._base_compared, went_well = True, False, False
+        self._is_awake = True
         try:
             yield
             for adapter in list(self.served):
                 self._unload(adapter)
-            went_well = True
+            self._turn(SLEEP)
+        except BaseException:  # what happened is what is raised
+            self.served.clear()
+            with contextlib.suppress(Interrupted):
+                self.server.notify(SLEEP, {})
+            raise
         finally:
             self._is_awake = False
-            if went_well:
-                self._turn(SLEEP)
-            else:  # what happened is what is raised
-                with contextlib.suppress(Interrupted):
-                    self.server.notify(SLEEP, {})
-                self.served.clear()
 
     def _turn(self, path: str) -> None:
         """SLEEP: its weights go to the memory of the CPU, its cache is given up; WAKE: both are on the GPU again."""
@@ -374,53 +381,12 @@ class ServerEngine(SamplingEngine):
             if error.status is None:
                 raise
             return None
-        asleep = answer.get("is_sleeping") if isinstance(answer, dict) else None
-        return asleep if isinstance(asleep, bool) else None
-
-    def _check_sleep(self) -> None:
-        asleep = self._is_asleep()
-        if self.sleeps and asleep is None:
-            raise ValueError(
-                f"generation.server_sleep: {self.server.name} does not know {IS_SLEEPING}, which "
-                f"VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode allow. Start it with\n  {self.command}"
-            )
-        if asleep and not self.sleeps:
-            raise ValueError(
-                f"{self.server.name} is asleep: generation.server_sleep=true wakes it for each sampling, and "
-                f"a POST to {WAKE} for good"
-            )
-
-    def _given_back(self, freed: int) -> str:
-        """A line about the memory of this GPU that a sleeping server leaves to the run."""
-        if self.roles.device.type != "cuda":
-            return "it sleeps between samplings"
-        weights = sum(p.numel() * p.element_size() for p in self.roles.causal.parameters())
-        if freed < weights / 2:
-            raise ValueError(
-                f"generation.server_sleep: {self.server.name} says that it sleeps, and this GPU has only "
-                f"{max(0, freed) / 1e9:.1f} GB more than before: start it on the same GPU, with\n  {self.command}"
-            )
-        return f"it sleeps between samplings, which leaves {freed / 1e9:.1f} GB more of this GPU to the run"
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
-def _logprobs(drawn: list[Completion]) -> Tensor:
-    return torch.tensor([logprob for c in drawn for logprob in c.logprobs])
+        return answer.get("is_sleeping") if isinstance(answer, dict) else None
 
 
 def _gap(theirs: Tensor, ours: Tensor) -> float:
     """Mean |difference| over the N tokens, in nats per token."""
     return float((theirs - ours).abs().mean())
-
-
-def _unexplained(theirs: Tensor, ours: Tensor, *, otherwise: Tensor) -> float:
-    """The share of squares that `ours` leaves of the server's numbers: sum (theirs - ours)^2 over
-    sum (ours - otherwise)^2. About 0 where the server computes what we do, 1 where it computes `otherwise`.
-    """
-    return float((theirs - ours).square().sum() / (ours - otherwise).square().sum().clamp(min=1e-30))
 
 
 @contextmanager

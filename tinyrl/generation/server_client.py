@@ -16,7 +16,6 @@ from tinyrl.text import masked, shortened, whole_address
 
 DETOKENIZE = "/detokenize"
 TOKENS_AT_ONCE = 4096  # whose text is compared in one request
-PORTS = {"http": 80, "https": 443}
 API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
 TIMEOUT_S = 600.0  # for one request, however often it is tried
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
@@ -43,15 +42,9 @@ class ServerClient:
 
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(whole_address(url, setting="generation.url"))
-        assert parts.hostname
-        self.host, self.port = parts.hostname, parts.port or PORTS[parts.scheme]
         self.url = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), fragment="").geturl()
+        self.name = f"the server at {shortened(masked(self.url))}"  # without a password that the address may hold
         self.http = HttpClient(self.url, timeout_s=TIMEOUT_S, waits_s=WAITS_S, try_again=TRY_AGAIN, proxies=False)
-
-    @property
-    def name(self) -> str:
-        """For messages, without a password that the address may hold."""
-        return f"the server at {shortened(masked(self.url))}"
 
     def get(self, path: str) -> Any:
         return self.ask("GET", path, [None])[0]
@@ -59,9 +52,11 @@ class ServerClient:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return self.ask("POST", path, [body])[0]
 
-    def ask(self, method: str, path: str, bodies: list[Any], *, most: int = 1) -> list[Any]:
+    def ask(
+        self, method: str, path: str, bodies: list[Any], *, most: int = 1, once_s: float | None = None
+    ) -> list[Any]:
         """The JSON of the answers to some requests, in their order, `most` of them under way at a time; text where it
-        is none, such as after a load.
+        is none, such as after a load. once_s: seconds of a single try.
 
         Raises ServerError with the first that fails or is refused, and Interrupted once a stop was asked for; the
         others are given up.
@@ -78,20 +73,17 @@ class ServerClient:
                 raise ServerError(f"{self.name} answered {path} with {answer.status}: {said}", status=answer.status)
             return value
 
+        key = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            return self.http.ask(method, path, bodies, read=read, most=most, headers=_key())
+            return self.http.ask(method, path, bodies, read=read, most=most, headers=headers, once_s=once_s)
         except NoAnswer as error:
             raise ServerError(f"{self.name} {error}") from None
 
     def notify(self, path: str, body: dict[str, Any]) -> None:
         """Send a request on which nothing depends: one try, whatever comes of it."""
-        with contextlib.suppress(NoAnswer):
-            self.http.ask("POST", path, [body], read=lambda answer: None, headers=_key(), once_s=NOTIFY_S)
-
-
-def _key() -> dict[str, str]:
-    key = os.environ.get(API_KEY)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+        with contextlib.suppress(ServerError):
+            self.ask("POST", path, [body], once_s=NOTIFY_S)
 
 
 class AnswerPart(BaseModel):
@@ -110,7 +102,7 @@ class ServedModel(AnswerPart):
 
 
 class Models(AnswerPart):
-    data: list[ServedModel]
+    data: Annotated[list[ServedModel], Field(min_length=1)]
 
 
 class Logprobs(AnswerPart):
@@ -154,19 +146,18 @@ def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokeni
     Raises ServerError where it does not answer.
     """
 
-    def differ(tokens: range) -> bool:
+    def texts(tokens: range) -> tuple[str, str]:
         there = server.post(DETOKENIZE, {"model": base, "tokens": [*tokens]})
-        texts[:] = str(tokenizer.decode([*tokens])), read_as(Detokenized, there, server=server, path=DETOKENIZE).prompt
-        return texts[0] != texts[1]
+        return str(tokenizer.decode([*tokens])), read_as(Detokenized, there, server=server, path=DETOKENIZE).prompt
 
-    texts = ["", ""]
     for start in range(0, len(tokenizer), TOKENS_AT_ONCE):
         tokens = range(start, min(start + TOKENS_AT_ONCE, len(tokenizer)))
-        if not differ(tokens):
+        here, there = texts(tokens)
+        if here == there:
             continue
         while len(tokens) > 1:
             first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
-            tokens = first if differ(first) else second
-        differ(tokens)
-        here, there = (shortened(repr(text)) for text in texts)
+            here, there = texts(first)
+            tokens = second if here == there else first
+        here, there = (shortened(repr(text)) for text in texts(tokens))
         raise ValueError(f"{server.name} has another tokenizer: token {tokens[0]} is {here} here and {there} there")

@@ -11,7 +11,6 @@ turn. An engine with a `play` of its own holds the rows that wait, and prefills 
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.observations import ObservationTokens
-from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat
+from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, row_columns
 from tinyrl.text import visible
 
 POLL_S = 0.1
@@ -70,9 +69,7 @@ class EpisodeRunner:
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
         """What the environment says at the end of each row's prompt."""
-        names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        return self.environment.openings([task.prompt(row) for row in rows], columns)
+        return self.environment.openings([task.prompt(row) for row in rows], row_columns(rows))
 
 
 def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, roles: Roles) -> EpisodeRunner | None:
@@ -83,7 +80,7 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, r
     if section.agent is not None or not (section.use or section.tools or task.respond or task.environment):
         return None
     environment = Environment(
-        config.environment,
+        section,
         task=task.name,
         respond=task.respond,
         use=task.environment,
@@ -176,9 +173,8 @@ class Episodes:
         rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
-        self._call: Future[tuple[list[int], list[Reply | None]]] | None = (
-            None  # the samples that were asked about, and the replies
-        )
+        # The samples that were asked about, and the replies.
+        self._call: Future[tuple[list[int], list[Reply | None]]] | None = None
         self.restart()
 
     def __enter__(self) -> Episodes:
@@ -194,8 +190,7 @@ class Episodes:
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
         self.responses = [Response() for _ in self.prompts]
-        self._waiting: list[int] = []
-        self._ready: list[tuple[int, list[int] | None]] = []
+        self._waiting, self._ready = list[int](), list[tuple[int, list[int] | None]]()
 
     def limit(self, sample: int) -> int:
         """How many tokens the next turn of an episode may have, at least one."""
@@ -313,7 +308,7 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
     if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
         asks = task.asking_turn(prompt.row)
     turns, ends = [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE], sorted(observations.eos)
-    request, begun = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index), time.perf_counter()
+    request = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index)
     with Episodes([prompt], [request], 1, runner=runner, seed=0, step=0) as episodes:
         for text in chain(turns, repeat(turns[-1])):  # each as sampling would have ended it
             tokens, reason, most = tokens_behind(tokenizer, prompt.text, text), "stop", episodes.limit(0)
@@ -325,25 +320,19 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
             if added is None:
                 break
         [completion], [episode] = episodes.finalized(), episodes.episodes
-    asked = len(episode.turn_ends) - (completion.finish_reason == "length")
-    each = f", {(time.perf_counter() - begun) * 1e3 / asked:.1f} ms a call" if asked else ""
-    lines, at, mask = (
+    lines, mask = (
         ["episode of scripted turns (what the policy only reads is in brackets):"],
-        0,
-        completion.action_mask,
+        completion.action_mask or [],
     )
-    assert mask is not None
-    for chosen, run in groupby(mask):
-        tokens = completion.tokens[at : (at := at + len(list(run)))]
+    for chosen, run in groupby(zip(mask, completion.tokens, strict=True), key=lambda pair: pair[0]):
+        tokens = [token for _, token in run]
         shown = " ".join(f"{visible(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
         shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
         lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
     lines.append(
-        f"  {sum(mask)} of {len(mask)} tokens count; the environment was asked {asked} time{'s' * (asked != 1)}{each}; "
-        f"the episode ended: {completion.finish_reason}"
+        f"  {sum(mask)} of {len(mask)} tokens count, in {len(episode.turn_ends)} turns; the episode ended: "
+        f"{completion.finish_reason}, with a reward of {episode.reward:.4g} from the environment"
     )
-    if episode.reward:
-        lines.append(f"  the environment gave a reward of {episode.reward:.4g}")
     if episode.failure is not None:
         lines.append(f"warning: the environment gave no answer: {visible(episode.failure)}")
     elif episode.invalid:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.draws import SamplingParams
-from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
+from tinyrl.generation.endpoint import LOCAL, Endpoint
 from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.select import select_engine
@@ -23,40 +23,21 @@ BASE = "base"  # the name of the model without its adapter
 GRACE_S = 5  # for answers under way when a signal comes
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where to listen; key: what clients bring (None: nothing, which is for this machine alone)."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    key: str | None = None
-
-    @property
-    def is_local(self) -> bool:
-        return self.host in LOCAL or self.host == "::1"
-
-
-def check_address(address: Address) -> None:
-    """ValueError where others could reach it without a key, or where nothing can listen there."""
-    if not address.is_local and not address.key:
+def listen(host: str, port: int, *, key: str | None) -> socket.socket:
+    """Bind an address. Raises ValueError where it cannot be had, or others could reach it without a key."""
+    if host not in (*LOCAL, "::1") and not key:
         raise ValueError(
-            f"--host {address.host} can be reached from other machines, so it needs a key: TINYRL_KEY in the "
+            f"--host {host} can be reached from other machines, so it needs a key: TINYRL_KEY in the "
             "environment, which clients bring as their API key"
         )
-    with listening(address):
-        pass
-
-
-@contextlib.contextmanager
-def listening(address: Address) -> Iterator[socket.socket]:
-    """A bound socket. Raises ValueError where the address cannot be had."""
-    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((address.host.strip("[]"), address.port))
-        except OSError as error:
-            raise ValueError(f"{address.host}:{address.port} cannot be listened on: {error.strerror}") from None
-        yield bound
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host.strip("[]"), port))
+    except OSError as error:
+        bound.close()
+        raise ValueError(f"{host}:{port} cannot be listened on: {error.strerror}") from None
+    return bound
 
 
 @contextlib.contextmanager
@@ -100,12 +81,18 @@ def served(
         scheduler.close()
 
 
-def serve(target: Target, address: Address, *, options: Options, max_rows: int) -> None:
-    """Answer until a signal comes; answers under way then have a few seconds."""
-    hosts = LOCAL if address.is_local else None
-    loaded = served(target, options=options, max_rows=max_rows, key=address.key, hosts=hosts)
-    with loaded as endpoint, listening(address) as bound:
-        host, port = bound.getsockname()[:2]
+def serve(target: Target, bound: socket.socket, *, key: str | None, options: Options, max_rows: int) -> None:
+    """Answer at a bound address until a signal comes; answers under way then have a few seconds."""
+    host, port = bound.getsockname()[:2]
+    hosts = LOCAL if host in (*LOCAL, "::1") else None
+    with bound, served(target, options=options, max_rows=max_rows, key=key, hosts=hosts) as endpoint:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{', '.join(endpoint.models)} at {url}", flush=True)
-        Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S)).run([bound])
+        server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
+        # uvicorn raises the signal that ended it once more; that is an ordinary end here.
+        before = {one: signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            server.run([bound])
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
