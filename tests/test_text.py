@@ -14,7 +14,7 @@ from tinyrl.text import (
     redact,
     whole_address,
 )
-from tinyrl.tools.report.page import text_html
+from tinyrl.tools.report import text_html
 
 
 def test_excerpt_keeps_both_ends() -> None:

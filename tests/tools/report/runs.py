@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tinyrl.runs.records import read_run
-from tinyrl.tools.report.page import page_html
+from tinyrl.tools.report import page_html
 
 GRPO_PROMPTS = ["sort: qwhzkalmbc =", "sort: ttexoprael =", "sort: zyxwvutsrq =", "sort: banquethiy ="]
 
@@ -191,4 +191,4 @@ class PageReader(HTMLParser):
 
 def page(run_dir: Path) -> str:
     """The page without its charts: fast."""
-    return page_html(read_run(run_dir), [], [])
+    return page_html(read_run(run_dir), [])

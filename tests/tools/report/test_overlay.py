@@ -8,22 +8,22 @@ import pytest
 
 from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.records import read_run
-from tinyrl.tools.report import write_overlay
-from tinyrl.tools.report.page import differing, overlay_html
-from tinyrl.tools.report.panels import Named, named, overlaid
+from tinyrl.tools.report import differing, overlay_html, write_overlay
+from tinyrl.tools.report.outcome import outcome
+from tinyrl.tools.report.panels import RunGroup, group_runs, overlaid
 
 
-def runs_of(folder: Path, *metrics: list[dict[str, Any]], samples: Any = None) -> list[Named]:
+def runs_of(folder: Path, *metrics: list[dict[str, Any]], samples: Any = None) -> list[RunGroup]:
     configs = [{"method": "grpo", "optim": {"learning_rate": 10.0**-i}} for i in range(1, len(metrics) + 1)]
     folders = [
         write_run(folder / f"run-{i}", lines, config=config, samples=samples[i] if samples else None)
         for i, (lines, config) in enumerate(zip(metrics, configs, strict=True))
     ]
-    return named([read_run(one) for one in folders])
+    return group_runs([read_run(one) for one in folders])
 
 
-def page(runs: list[Named]) -> str:
-    return overlay_html(runs, [], [])
+def page(runs: list[RunGroup]) -> str:
+    return overlay_html(runs, [])
 
 
 def test_every_run_is_a_line_of_its_colour(tmp_path: Path) -> None:
@@ -31,7 +31,8 @@ def test_every_run_is_a_line_of_its_colour(tmp_path: Path) -> None:
     b = [{"step": 5, "reward/mean": 0.75, "value/loss": 3.0, "eval/reward/x": 1.0, "eval/reward/y": 0.5}]
     panels = overlaid(runs_of(tmp_path, a, b))
     lines = {
-        (panel.title, panel.unit): [(line.label, line.role, line.points) for line in panel.lines] for panel in panels
+        (panel.metric.title, panel.metric.unit): [(line.label, line.role, line.points) for line in panel.lines]
+        for panel in panels
     }
     assert lines == {
         ("Reward", "held-out, higher is better"): [("A", "1", [(0, 0.2)])],
@@ -40,10 +41,8 @@ def test_every_run_is_a_line_of_its_colour(tmp_path: Path) -> None:
         ("x", "held-out reward"): [("B", "2", [(5, 1.0)])],
         ("y", "held-out reward"): [("B", "2", [(5, 0.5)])],
     }
-    assert {panel.span for panel in panels} == {(0, 5)}
     assert panels[0].lines[0].intervals == {0: (0.1, 0.3)}
-    assert panels[0].lines[0].marked
-    assert panels[0].meaning == panels[1].meaning != ""
+    assert panels[0].lines[0].measured
 
 
 def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     assert "<td>method</td>" not in html
     assert "that only some runs have" not in html
     other = write_run(tmp_path / "other", [{"step": 1, "reward/mean": 0.5}], config={"method": "grpo", "a": 1, "b": 2})
-    folded = page([runs[0], Named("B", "2", (read_run(other),))]).partition("<details>")[2]
+    folded = page([runs[0], RunGroup("B", "2", "other", read_run(other), [read_run(other)])]).partition("<details>")[2]
     assert "3 settings that only some runs have" in folded
     assert "<tr><td>b</td><td>–</td><td>2</td></tr>" in folded
     assert "the runs have the same config.yaml" in page([runs[0], runs[0]])
@@ -70,8 +69,6 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
 def test_both_files_are_written_and_load_nothing(tmp_path: Path) -> None:
     hostile = "<script>alert(1)</script>"
     one, two = grpo_run(tmp_path / "a" / hostile.replace("/", ""), steps=20), grpo_run(tmp_path / "b" / "two", steps=30)
-    for name in (".report.html.1.tmp",):
-        (tmp_path / name).touch()
     html, picture = write_overlay([one, two], tmp_path)
     assert (html, picture) == (tmp_path / "report.html", tmp_path / "report.png")
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -123,18 +120,16 @@ def seeds_of(folder: Path, rate: float, *rewards: float) -> list[Path]:
 
 def test_seeds_of_a_setting_are_one_line_with_their_mean_and_range(tmp_path: Path) -> None:
     paths = [*seeds_of(tmp_path, 0.1, 0.1, 0.2, 0.3), *seeds_of(tmp_path, 0.2, 0.4)]
-    runs = named([read_run(path) for path in paths])
+    runs = group_runs([read_run(path) for path in paths])
     assert [(one.letter, len(one.seeds)) for one in runs] == [("A", 3), ("B", 1)]
     assert runs[0].name == "rate0.1-seed0 and 2 more seeds"
-    [held, training] = [panel for panel in overlaid(runs) if panel.title == "Reward"]
+    [held, training] = [panel for panel in overlaid(runs) if panel.metric.title == "Reward"]
     for panel in (held, training):
         assert panel.lines[0].points == [(0, 0.0), (1, pytest.approx(0.2)), (2, pytest.approx(0.4))]
         assert panel.lines[0].intervals[2] == pytest.approx((0.2, 0.6))
-        assert panel.lines[0].band[1] == pytest.approx([0.0, 0.3, 0.6])
     assert held.lines[1].intervals[2] == (0.0, 1.0)  # of one run the interval of its own prompts
     assert training.lines[1].intervals == {}
-    assert "Mean of 3 seeds" in runs[0].outcome
-    assert "from 0.200 to 0.600" in runs[0].outcome
+    assert "seeds from 0.200 to 0.600" in outcome(runs[0].run)
     html, picture = write_overlay(paths, tmp_path)
     assert "4 runs" in html.read_text("utf-8")
     assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.tools.report.runs import PageReader, page, sample, write_run
 from tinyrl.runs.records import HeldOut, read_held_out, read_run
-from tinyrl.tools.report.completions import extremes
+from tinyrl.tools.report import completions
 
 
 def held_out(folder: Path, samples: list[dict[str, Any]]) -> HeldOut:
@@ -46,18 +46,17 @@ def test_rows_out_of_order_and_damaged_lines_are_survived(tmp_path: Path) -> Non
 def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
     samples = [sample(0, i, f"p{i}", f"before-{i}", 0.5) for i in range(5)]
     samples += [
-        sample(9, 0, "p0", "x" * 5, 0.5),  # changed, its reward is not
+        sample(9, 0, "p0", "x" * 5, 0.5),
         sample(9, 1, "p1", "x" * 40, 1.0),
         sample(9, 1, "p1", "x" * 3, -2.0, sample=1),  # worst, but not the prompt's first
         sample(9, 2, "p2", "x" * 30, 0.0),
         sample(9, 3, "p3", "before-3", 0.75),
         sample(9, 4, "p4", "x" * 20, None),
     ]
-    found = extremes(held_out(tmp_path / "run", samples))
+    found = completions(held_out(tmp_path / "run", samples))["extremes"]
     picked = {name: [(one.prompt_index, one.sample) for _, one in some] for name, some in found.items()}
     assert picked == {
         "Worst": [(1, 1), (2, 0), (0, 0)],
         "Best": [(1, 0), (3, 0), (0, 0)],
         "Longest": [(1, 0), (2, 0), (4, 0)],
-        "Most changed": [(1, 0), (2, 0)],  # by 0.5 both; prompt 3 wrote the same, prompt 4 has no reward
     }

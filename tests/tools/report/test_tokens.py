@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.tools.report.runs import PageReader, page, write_run
 from tinyrl.runs.records import MOST_TOKENS, read_last_tokens
-from tinyrl.tools.report.completions import level_of, scale_of
+from tinyrl.tools.report import level_of, scale_of
 
 
 def token(piece: str, **numbers: Any) -> dict[str, Any]:

@@ -42,17 +42,6 @@ def test_a_failed_write_leaves_the_old_report(grpo: tuple[Path, str], monkeypatc
     assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
 
 
-def test_what_a_killed_report_left_is_deleted_by_the_next(tmp_path: Path) -> None:
-    """Not what another one is writing now."""
-    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for name in (f".report.html.{ended.pid}.tmp", f".report.png.{ended.pid}.tmp", ".report.html.1.tmp"):
-        (run / name).touch()
-    write_report(run)
-    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == [".report.html.1.tmp"]
-
-
 def test_a_run_of_many_steps_makes_a_small_page(tmp_path: Path) -> None:
     """Held-out points are left out evenly, in charts and table; the first and the last stay, with their values."""
     metrics = [{"step": step, "eval/reward_mean": step / 3000, "eval/reward_ci": [0, 1]} for step in range(3000)]

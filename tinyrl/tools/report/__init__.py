@@ -1,39 +1,54 @@
-"""The report of a run: report.html (one page, no JavaScript, nothing loaded from elsewhere) and report.png.
+"""The report of a run or of several: report.html (no JavaScript, nothing loaded from elsewhere) and report.png.
 
-It reads a run directory and nothing else, so it works on a run in progress, on one from another machine and on one that
-stopped half-way. torch is never imported; matplotlib is, inside the functions that draw.
+It reads run directories and nothing else, so it works on a run in progress, on one from another machine and on one that
+stopped half-way. torch is never imported; matplotlib is, when charts are drawn. The template escapes every value. The
+content security policy is a second defence: under it a browser runs no script and loads no address.
 
-    outcome.py       the one sentence and the key numbers
-    panels.py        which charts there are, as plain data, and what each means; overlay.py: those of several runs
-    charts.py        drawing them with matplotlib: inline SVG for the page, one PNG
-    completions.py   held-out samples, extremes, and completions token by token
-    page.py          the page, of one run or of several: page.html (jinja2) with page.css
+    outcome.py               the one sentence and the key figures
+    panels.py                which charts there are, as plain data
+    charts.py                drawing them with matplotlib: inline SVG for the page, one PNG
+    page.html and page.css   the page (jinja2)
 """
 
+import html
+import json
+import math
 import os
-from collections.abc import Callable
-from functools import partial
+import shlex
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from tinyrl.runs.records import read_run
-from tinyrl.text import one_line
-from tinyrl.tools.report.outcome import outcome, subtitle
-from tinyrl.tools.report.page import overlay_html, page_html
-from tinyrl.tools.report.panels import Panel, named, overlaid, panels_of
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 
-__all__ = ["write_overlay", "write_report"]
+from tinyrl import __version__
+from tinyrl.runs import records
+from tinyrl.runs.metrics import meaning_of
+from tinyrl.runs.records import HeldOut, RunRecords, evenly, number
+from tinyrl.runs.tracking import flat
+from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
+from tinyrl.tools.report import outcome as figures
+from tinyrl.tools.report.panels import MOST_MARKS, RunGroup, cells, group_runs, overlaid, panels_of
+
+MOST_PROMPTS = 8
+MOST_STEPS = 16  # that can be chosen
+MOST_PICKED = 3
+PIECE_CHARACTERS = 200
+LEVELS = 5  # of a token's colour, to either side of 0
 
 
 def write_report(run_dir: Path) -> list[Path]:
-    """Write report.html and report.png into `run_dir` and return their paths.
-
-    The same run gives the same bytes. Each file is replaced in one step, so a reader never sees half of one.
+    """Write report.html and report.png into `run_dir` and return their paths. The same run gives the same bytes.
 
     Raises ValueError when `run_dir` is not a run or has no metrics yet, and OSError when it cannot be written to.
     """
-    run = read_run(Path(run_dir))
-    drawn = partial(page_html, run)
-    return _write(Path(run_dir), panels_of(run), drawn, title=run.name, about=subtitle(run), outcome=outcome(run))
+    from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
+
+    run = records.read_run(Path(run_dir))
+    panels, about = panels_of(run), {"about": figures.subtitle(run), "outcome": figures.outcome(run)}
+    charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
+    return _write(Path(run_dir), page_html(run, charts), picture_png(panels, title=run.name, **about))
 
 
 def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
@@ -41,37 +56,182 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
     Raises as write_report does, for each run; and ValueError for too many runs, or one twice.
     """
+    from tinyrl.tools.report.charts import panel_svgs, picture_png
+
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a report of several runs is written into one that exists.")
     if (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} is a run's folder, whose own report would be lost; name another with --output.")
-    runs = named([read_run(Path(run_dir)) for run_dir in run_dirs])
-    said = "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {one.outcome}" for one in runs)
-    drawn = partial(overlay_html, runs)
-    return _write(folder, overlaid(runs), drawn, title=f"{len(run_dirs)} runs", about="", outcome=said)
+    groups = group_runs([records.read_run(Path(run_dir)) for run_dir in run_dirs])
+    panels, title = overlaid(groups), f"{len(run_dirs)} runs"
+    text = "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {figures.outcome(one.run)}" for one in groups)
+    charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
+    return _write(folder, overlay_html(groups, charts), picture_png(panels, title=title, about="", outcome=text))
 
 
-def _write(
-    folder: Path, panels: list[Panel], page: Callable[[list[Panel], list[str]], str], **about: str
-) -> list[Path]:
-    import psutil
-
-    from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
-
-    html, picture = page(panels, panel_svgs(panels)), picture_png(panels, **about)
+def _write(folder: Path, page: str, picture: bytes) -> list[Path]:
+    """Write both files, each whole or not at all."""
     targets = [folder / "report.html", folder / "report.png"]
-    for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
-        for path in folder.glob(f".{target.name}.*.tmp"):  # of a report that was killed while it wrote
-            number = path.name.split(".")[-2]
-            if number.isdigit() and not psutil.pid_exists(int(number)):
-                path.unlink(missing_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    for target, content in zip(targets, (page.encode("utf-8"), picture), strict=True):
+        writing = target.with_name(f".{target.name}.writing")
         try:
-            with temporary.open("wb") as file:
+            with writing.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(target)
+            writing.replace(target)
         finally:
-            temporary.unlink(missing_ok=True)
+            writing.unlink(missing_ok=True)
     return targets
+
+
+# ---- the page ----
+
+
+def text_html(text: str | Excerpt) -> Markup:
+    """Return HTML of a text that a model or a data set wrote: escaped, invisible characters written as U+XXXX."""
+    if isinstance(text, Excerpt):
+        if not text.omitted:
+            return text_html(text.head)
+        note = Markup('<span class="cut">… {:,} characters left out …</span>').format(text.omitted)
+        return Markup("\n").join((text_html(text.head), note, text_html(text.tail)))
+    parts = []
+    for name, run in groupby(text.replace("\r\n", "\n"), name_unseen):
+        characters = list(run)
+        times = f"×{len(characters)}" if len(characters) > 1 else ""
+        parts.append(f'<span class="unseen">{name}{times}</span>' if name else html.escape("".join(characters)))
+    return Markup("".join(parts))  # noqa: S704 - escaped above
+
+
+def _page(**values: Any) -> str:
+    environment = Environment(loader=PackageLoader("tinyrl.tools.report", "."), autoescape=True, trim_blocks=True)
+    environment.filters |= {"text": text_html, "line": one_line, "excerpt": excerpt, "quote": shlex.quote}
+    environment.filters |= {"show": figures.show, "seconds": figures.show_seconds, "count": "{:,}".format}
+    environment.filters |= {"subtitle": figures.subtitle, "outcome": figures.outcome, "meaning": meaning_of}
+    environment.filters |= {"number": number, "first_to_last": figures.first_to_last}
+    return environment.get_template("page.html").render(version=__version__, **values)
+
+
+def page_html(run: RunRecords, charts: list[Any]) -> str:
+    """Return the page of one run. charts: of each panel itself, its inline SVG and its cell."""
+    notes = list(run.notes)
+    tokens = records.read_last_tokens(run.path / "tokens.jsonl", notes)
+    measured = {key: label for key, (label, _) in figures.key_figures([run]).items() if key.startswith("eval/")}
+    functions = [key for key in run.metric_names() if key.startswith("eval/reward/")]
+    measured |= {key: one_line(key.removeprefix("eval/reward/"), 24) for key in functions if len(functions) > 1}
+    return _page(
+        title=run.name,
+        run=run,
+        notes=notes,
+        charts=charts,
+        roles={line.role for panel, *_ in charts for line in panel.lines},
+        tiles=figures.tiles(run),
+        measured=measured,
+        measured_steps=(steps := sorted({step for key in measured for step, _ in run.finite(key)})),
+        shown_steps=evenly(steps, MOST_MARKS),
+        phases={name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()},
+        config=_flat(run.config),
+        env=_flat(run.env),
+        **completions(run.held_out),
+        **token_view(tokens),
+    )
+
+
+def overlay_html(groups: list[RunGroup], charts: list[Any]) -> str:
+    """Return the page of several runs."""
+    differences = differing([group.run.config for group in groups])
+    held = [group.run.held_out.by_step for group in groups]
+    last = [by_step[max(by_step)] if by_step else {} for by_step in held]
+    # The same prompts are those with the same place and text: runs on other data have others at the same place.
+    each = [{(i, one.prompt): one for i, one in sorted(samples.items())} for samples in last]
+    shared = [prompt for prompt in each[0] if all(prompt in known for known in each)]
+    return _page(
+        title=f"{sum(len(group.seeds) for group in groups)} runs",
+        runs=groups,
+        notes=[f"{group.letter}: {note}" for group in groups for run in group.seeds for note in run.notes],
+        charts=charts,
+        columns=figures.key_figures([group.run for group in groups]),
+        common={key: values for key, values in differences.items() if None not in values},
+        others={key: values for key, values in differences.items() if None in values},
+        prompts=[[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]],
+        comparable=len({str(group.run.setting("task.name")) for group in groups}) == 1 < len(groups)
+        and all(group.run.setting("method") in ("grpo", "ppo") and group.run.checkpoints for group in groups),
+    )
+
+
+def _flat(values: dict[str, Any]) -> dict[str, str]:
+    """Return nested settings by section.key, as they are shown."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
+
+
+def differing(configs: list[dict[str, Any]]) -> dict[str, list[str | None]]:
+    """Return the settings that are not the same in all, with the value in each; None where one has no such setting."""
+    each = [_flat(config) for config in configs]
+    found = {key: [known.get(key) for known in each] for known in each for key in known}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+# ---- completions ----
+
+
+def completions(held_out: HeldOut) -> dict[str, Any]:
+    """Return the first prompts of both the first and the last step, with what was written before and at each step to
+    choose; and the extremes of the last step, each with what was written before.
+    """
+    if not held_out.by_step:
+        return {}
+    first, last = held_out.first_step, held_out.last_step
+    before, after = held_out.by_step[first], held_out.by_step[last]
+    steps = evenly([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
+    indices = sorted(before.keys() & after.keys())[:MOST_PROMPTS]
+    same = [(before[index], [held_out.by_step[step].get(index) for step in steps]) for index in indices]
+    scored = [sample for sample in held_out.last if math.isfinite(sample.reward)]
+    extremes = {
+        "Worst": sorted(scored, key=lambda sample: sample.reward),
+        "Best": sorted(scored, key=lambda sample: -sample.reward),
+        "Longest": sorted(held_out.last, key=lambda sample: -sample.length),
+    }
+    extremes = {name: [(before.get(one.prompt_index), one) for one in samples[:MOST_PICKED]]
+                for name, samples in extremes.items() if samples}  # fmt: skip
+    return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same, "extremes": extremes}
+
+
+def quantities(token: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers by which a token can be coloured, by the letters that page.html explains; none for one that
+    the policy only read.
+    """
+    n = {name: number(token.get(name)) for name in records.NUMBERS}
+    found = {"a": n["advantage"], "d": n["new"] - n["old"], "k": n["old"] - n["ref"], "s": n["old"], "t": n["teacher"]}
+    return {} if token.get("chosen") is False else {**found, "v": n["value"], "w": n["reward"]}
+
+
+def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the completions with a class for the colour of each token, and the scale of each quantity: the 95th
+    percentile of its sizes has the strongest colour. Nothing where no token was recorded.
+    """
+    each = [found for one in samples for token in one["tokens"] if (found := quantities(token))]
+    scales = {key: scale for key in (each[0] if each else ()) if (scale := scale_of([one[key] for one in each]))}
+    shown = []
+    for sample in samples:
+        pieces = []
+        for token in sample["tokens"]:
+            known = {name: value for name in records.NUMBERS if math.isfinite(value := number(token.get(name)))}
+            levels = {key: level_of(value, scales.get(key, 0.0)) for key, value in quantities(token).items()}
+            classes = [f"{key}{'m' * (level < 0)}{abs(level)}" for key, level in levels.items() if level]
+            about = " · ".join(f"{name} {figures.show(value)}" for name, value in known.items())
+            piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
+            pieces.append((piece, " ".join(classes if levels else ["unchosen"]), about, known.get("reward")))
+        prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)
+        shown.append({**sample, "prompt": prompt, "reward": number(sample.get("reward")), "tokens": pieces})
+    return {"tokens": shown, "scales": scales, "levels": LEVELS} if each else {}
+
+
+def scale_of(values: list[float]) -> float:
+    """Return the 95th percentile of the sizes of the finite ones that are not 0; 0 where there are none."""
+    sizes = sorted(abs(value) for value in values if math.isfinite(value) and value != 0)
+    return sizes[math.ceil(0.95 * len(sizes)) - 1] if sizes else 0.0
+
+
+def level_of(value: float, scale: float) -> int:
+    """Return a step of the colour scale, LEVELS to either side of 0."""
+    return round(max(-1.0, min(1.0, value / scale)) * LEVELS) if math.isfinite(value) and scale else 0

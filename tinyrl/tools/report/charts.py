@@ -3,33 +3,39 @@
 Lines have labels at their ends instead of a legend. The same three colours mean the same three things in every panel,
 and people with the common colour blindnesses can tell them apart (Okabe and Ito's set, a little darker). In SVG,
 colours become CSS variables and text takes the page's font, so the page decides on light or dark. Nothing depends on
-the clock or on the user's matplotlibrc: the same run gives the same bytes.
+the clock or on the user's matplotlibrc: the same run gives the same bytes. All sizes are pixels of the page, 72 an
+inch; the PNG is the same drawing, enlarged.
 """
 
 import io
 import math
 import os
 import re
-import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
 from tinyrl.runs.records import evenly
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import short_power, show
-from tinyrl.tools.report.panels import COLUMNS, Panel, cells
+from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, smoothed
 
-if TYPE_CHECKING:
+with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}):  # the user's may name what is not here
+    import matplotlib
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
-COLUMN, GUTTER, HEIGHT = 344, 24, 196  # pixels of a panel on the page
+COLUMN, GUTTER, HEIGHT = 344, 24, 196  # of a panel on the page
 HEADLINE, HEADLINE_PHONE = (712, 470), (344, 270)
-PIXELS, DPI = 1200, 140
+ZOOM, WIDTH, MARGIN, PICTURE_COLUMN, ROW = 1.28, 937.5, 22, 302, 205  # of the PNG, which is 1,200 pixels wide
+LEFT, TOP, BOTTOM = 40, 10, 26  # around the plotting area
+LETTER = 6.6  # a letter's mean width
 # Every colour stands for one thing only: in SVG its text is replaced by a CSS variable of that name.
 COLOURS = {
     "ink": "#1c2733", "muted": "#5d6976", "grid": "#e4e8ec", "paper": "#ffffff",
@@ -37,127 +43,170 @@ COLOURS = {
     "1": "#5aa9dd", "2": "#b5679b", "3": "#d9a514", "4": "#4d8f5c", "5": "#8a6fc0",
     "6": "#c4524e", "7": "#2f7f93", "8": "#7d6b52", "other": "#a9b2bb",
 }  # fmt: skip
-TEXT_COLOURS = ("train", "held", "greedy")
-LETTER = 6.6  # pixels, a letter's mean width at 11 pixels
-MOST_BARS = 80  # of a stack; areas after that
+TEXT_COLOURS = {"train", "held", "greedy"}
 MOST_HOVERED = 60  # steps with values on hovering; narrower bars cannot be pointed at
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 11, "text.parse_math": False,
+    "svg.fonttype": "none", "svg.hashsalt": "tinyrl", "text.color": COLOURS["ink"], "axes.facecolor": "none",
+    "figure.facecolor": COLOURS["paper"], "axes.edgecolor": COLOURS["grid"], "axes.labelcolor": COLOURS["muted"],
+    "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": COLOURS["grid"],
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.linewidth": 1.2,
+    "xtick.color": COLOURS["muted"], "ytick.color": COLOURS["muted"], "xtick.major.size": 0, "ytick.major.size": 0,
+    "xtick.major.pad": 5, "ytick.major.pad": 5, "ytick.minor.size": 0,
+}  # fmt: skip
 
 
-# ---- one panel on matplotlib axes ----
+@contextmanager
+def _new_figure(width: float, height: float) -> Iterator[Figure]:
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # the font may lack the script of a run's name
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        yield Figure(figsize=(width / 72, height / 72))
 
 
-def draw(axes: "Axes", panel: Panel, *, scale: float, named: bool) -> None:
-    """Draw a panel. `scale` is the size of a stroke in points; `named` labels lines by name, not only by last value."""
-    ends = _draw_stack(axes, panel) if panel.stacked else _draw_lines(axes, panel, scale)
-    axes.spines[["top", "left", "right"]].set_visible(False)
-    axes.spines["bottom"].set_linewidth(1.2 * scale)
-    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.8 * scale)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, pad=5 * scale)
-    _ticks(axes, panel)
-    offset: dict[str, Any] = {"textcoords": "offset points", "va": "center", "xycoords": "axes fraction"}
-    if named or panel.stacked:
-        axes.annotate("step", (1, 0), xytext=(18 * scale, -11 * scale), color=COLOURS["muted"], **offset)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    gap = 14 * scale / (axes.get_position().height * figure.get_size_inches()[1] * 72)
-    to_axes = axes.transData + axes.transAxes.inverted()
-    heights = spread([float(to_axes.transform((1, end))[1]) for end in ends], gap=gap)
-    for line, label, height in zip(panel.lines, _labels(panel, named=named), heights, strict=True):
-        if line.role in TEXT_COLOURS:
-            axes.annotate(label, (1, height), xytext=(9 * scale, 0), color=COLOURS[line.role], **offset)
-        else:
-            axes.annotate("■", (1, height), xytext=(8 * scale, 0.5 * scale), color=COLOURS[line.role], **offset)
-            axes.annotate(label, (1, height), xytext=(20 * scale, 0), color=COLOURS["ink"], **offset)
+def panel_svgs(panels: list[Panel]) -> list[str]:
+    """Return the inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
+    svgs, span = [], _span(panels)
+    for i, (panel, (*_, columns)) in enumerate(zip(panels, cells(len(panels)), strict=True)):
+        sizes = {"wide": (COLUMN * columns + GUTTER * (columns - 1), HEIGHT), "narrow": (COLUMN, HEIGHT)}
+        sizes = (
+            {"wide": HEADLINE, "narrow": HEADLINE_PHONE} if i == 0 else sizes if columns > 1 else {"": (COLUMN, HEIGHT)}
+        )
+        svg = ""
+        for name, size in sizes.items():
+            with _new_figure(*size) as figure, io.StringIO() as buffer:
+                hover = draw(figure, panel, (0, 0, *size), span, named=i == 0)
+                figure.savefig(buffer, format="svg", transparent=True)
+                body = buffer.getvalue().partition("<svg")[2].partition(">")[2]
+            # matplotlib's prologue is left out, ids are unique, colours and font the page's
+            body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.S)
+            body = re.sub(r'\bid="|href="#|url\(#', rf"\g<0>c{i}{name}", body.replace("xlink:href", "href"))
+            body = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", body)
+            body = re.sub(r"font-family: [^;\"]*", "font-style: normal", body)
+            for role, colour in COLOURS.items():
+                body = body.replace(colour, f"var(--{'p' + role if role.isdigit() else role})")
+            body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
+            svg += f'<svg class="{name}" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-labelledby="c{i}{name}t">'
+            svg += f'<title id="c{i}{name}t">{escape(panel.alt())}</title>{body}'
+        svgs.append(svg)
+    return svgs
 
 
-def label_width(panel: Panel, *, named: bool) -> float:
-    """Return the pixels that the labels right of a panel need where a letter is 11 pixels high."""
-    marked = any(line.role not in TEXT_COLOURS for line in panel.lines)
-    return 14 + 10 * marked + LETTER * max(map(len, _labels(panel, named=named)))
+def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:
+    """Draw all panels in one picture with a title, a subtitle and the outcome above them."""
+    lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
+    top, grid, name, span = 51 + 17 * len(lines), cells(len(panels)), one_line(title, 48), _span(panels)
+    whole = top + max((row + rows for row, _, rows, _ in grid), default=0) * ROW - 11
+    with _new_figure(WIDTH, whole) as figure, io.BytesIO() as buffer:
+        about = one_line(about, int((WIDTH - 2 * MARGIN - 31 - 10.5 * len(name)) / 6.25))
+        figure.text(MARGIN / WIDTH, 1 - 22 / whole, name, size=17, weight="bold", va="center")
+        figure.text(1 - MARGIN / WIDTH, 1 - 22 / whole, about, va="center", ha="right", color=COLOURS["muted"])
+        for i, line in enumerate(lines):
+            figure.text(MARGIN / WIDTH, 1 - (45 + 17 * i) / whole, line, size=12.8, va="center")
+        for i, (panel, (row, column, rows, columns)) in enumerate(zip(panels, grid, strict=True)):
+            x, y = MARGIN + column * PICTURE_COLUMN, top + row * ROW + 9
+            head = figure.text(x / WIDTH, 1 - y / whole, panel.metric.title, size=12.2, weight="bold", va="center")
+            draw(figure, panel, (x, y + 7, columns * PICTURE_COLUMN - 10, rows * ROW - 20), span, named=i == 0)
+            unit, place = f"  {panel.metric.unit}", (1, 0.5)
+            figure.axes[-1].annotate(unit, place, xycoords=head, va="center", color=COLOURS["muted"])
+        figure.savefig(buffer, format="png", dpi=72 * ZOOM, metadata={"Software": None})
+        return buffer.getvalue()
 
 
-def _labels(panel: Panel, *, named: bool) -> list[str]:
-    named = named or any(line.role not in TEXT_COLOURS for line in panel.lines)
-    return [f"{line.label} " * named + show(line.curve.end, share=panel.share) for line in panel.lines]
-
-
-def _draw_lines(axes: "Axes", panel: Panel, scale: float) -> list[float]:
-    """Draw curves and measured points and set the limits; return where each line ends."""
-    for line in panel.lines:
-        colour, drawn = COLOURS[line.role], line.curve
-        if line.marked:
-            steps, values = zip(*[point for point in line.points if math.isfinite(point[1])], strict=True)
-            bar: dict[str, Any] = {"linewidth": 1.4 * scale, "alpha": 0.65, "solid_capstyle": "butt"}
-            for step, ends in line.intervals.items():
-                axes.plot([step, step], ends, color=colour, **bar)
-            marker, size = ("D", 4.3) if line.role == "greedy" else ("o", 5.5)
-            axes.plot(steps, values, color=colour, linewidth=1.4 * scale, marker=marker, markersize=size * scale,
-                      markeredgecolor=COLOURS["paper"], markeredgewidth=0.9 * scale, zorder=4)  # fmt: skip
-            continue
-        if line.intervals:
-            low_edge, high_edge = line.band
-            axes.fill_between(drawn.steps, low_edge, high_edge, color=colour, alpha=0.18, linewidth=0)
-        elif drawn.bold is not drawn.raw:
-            axes.plot(drawn.steps, drawn.raw, color=colour, linewidth=0.9 * scale, alpha=0.4)
-        few: dict[str, Any] = {"marker": "o", "markersize": 4.5 * scale} if len(drawn.steps) <= 3 else {}
-        axes.plot(drawn.steps, drawn.bold, color=colour, linewidth=2.0 * scale, solid_joinstyle="round", **few)
-    _limit_steps(axes, panel)
-    ends = [value for line in panel.lines for pair in line.intervals.values() for value in pair]
-    finite = [value for line in panel.lines for value in line.curve.raw if math.isfinite(value)]
-    values = [max(value, panel.floor) for value in finite] + ends
-    low, high = min(values), max(values)
-    if panel.any_scale and low > 0 and high > 100 * low:
-        axes.set_yscale("log")
-    else:
-        zero = panel.from_zero and low >= 0
-        low = 0.0 if zero else low
-        pad = (high - low) * 0.08 or abs(high) * 0.1 or (0.01 if panel.share else 1.0)
-        axes.set_ylim(low if zero else low - pad, high + pad)
-    return [line.curve.end for line in panel.lines]
-
-
-def _draw_stack(axes: "Axes", panel: Panel) -> list[float]:
-    """Draw bars while they can be told apart, areas after that; return the middle of each layer at the last step."""
-    steps = panel.lines[0].curve.steps
-    below, middles, width = [0.0] * len(steps), [], min(0.82, 0.2 * len(steps))
-    for line in panel.lines:
-        heights, colour = line.curve.raw, COLOURS[line.role]
-        above = [low + height for low, height in zip(below, heights, strict=True)]
-        if len(steps) <= MOST_BARS:
-            axes.bar(steps, heights, bottom=below, width=width, color=colour, linewidth=0)
-        else:
-            axes.fill_between(steps, below, above, color=colour, linewidth=0)
-        middles.append((below[-1] + above[-1]) / 2)
-        below = above
-    _limit_steps(axes, panel)
-    return middles
-
-
-def _limit_steps(axes: "Axes", panel: Panel) -> None:
-    first, last = panel.span
+def _span(panels: list[Panel]) -> tuple[float, float]:
+    """Return where the axis of steps begins and ends, the same in every panel."""
+    steps = [0, 1, *(step for panel in panels for line in panel.lines for step, _ in line.points)]
+    first, last = min(steps), max(steps)
     margin = max(0.5, (last - first) * 0.02)
-    axes.set_xlim(first - margin, last + margin)
+    return first - margin, last + margin
 
 
-def _ticks(axes: "Axes", panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+Box = tuple[float, float, float, float]  # x, y from the top, width, height
 
-    first, last = panel.span
-    if last - first <= 1:
-        axes.set_xticks(list(range(first, last + 1)))
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+
+def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, named: bool) -> str:
+    """Draw a panel into a box and return the SVG of its values on hovering. `named` labels lines by name, not only by
+    last value.
+    """
+    share, roles = panel.metric.share, [line.role for line in panel.lines]
+    labels = [f"{line.label} " * (named or line.role not in TEXT_COLOURS) + show(line.end, share=share)
+              for line in panel.lines]  # fmt: skip
+    right = 14 + 10 * (not {*roles} <= TEXT_COLOURS) + LETTER * max(map(len, labels))
+    x, y, width, height = box[0] + LEFT, box[1] + TOP, box[2] - LEFT - right, box[3] - TOP - BOTTOM
+    w, h = (72 * inches for inches in figure.get_size_inches())
+    axes = figure.add_axes((x / w, 1 - (y + height) / h, width / w, height / h))
+    ends = _draw_stack(axes, panel, width / (span[1] - span[0])) if panel.stacked else _draw_lines(axes, panel)
+    axes.set_xlim(*span)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     if axes.get_yscale() == "log":
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        return
-    axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
-    if panel.share:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g} %"))
-    elif max(map(abs, axes.get_ylim())) < 0.01:  # not a factor of 1e-5 over the axis
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(f"{value:.3g}")))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"{value * 100:g} %" if share else short_power(f"{value:g}").replace("-", "\u2212")
+    )
+    offset: dict[str, Any] = {"textcoords": "offset points", "va": "center", "xycoords": "axes fraction"}
+    if named or panel.stacked:
+        axes.annotate("step", (1, 0), xytext=(18, -11), color=COLOURS["muted"], **offset)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = spread([float(to_axes.transform((1, end))[1]) for end in ends], gap=14 / height)
+    for role, label, at in zip(roles, labels, heights, strict=True):
+        if role in TEXT_COLOURS:
+            axes.annotate(label, (1, at), xytext=(9, 0), color=COLOURS[role], **offset)
+        else:
+            axes.annotate("■", (1, at), xytext=(8, 0.5), color=COLOURS[role], **offset)
+            axes.annotate(label, (1, at), xytext=(20, 0), color=COLOURS["ink"], **offset)
+    return hover_svg(panel, (x, y, width, height), span)
+
+
+def _draw_lines(axes: Axes, panel: Panel) -> list[float]:
+    """Draw curves and measured points and set the limits; return where each line ends."""
+    metric, seen = panel.metric, list[float]()
+    for line in panel.lines:
+        finite = [(step, value) for step, value in line.points if math.isfinite(value)]
+        seen += [max(value, metric.floor) for _, value in finite]
+        seen += [edge for pair in line.intervals.values() for edge in pair]
+        (steps, values), look = zip(*line.points, strict=True), dict[str, Any](color=COLOURS[line.role])
+        if line.measured:
+            for step, pair in line.intervals.items():
+                axes.plot([step, step], pair, linewidth=1.4, alpha=0.65, solid_capstyle="butt", **look)
+            marker, size = ("D", 4.3) if line.role == "greedy" else ("o", 5.5)
+            axes.plot(*zip(*finite, strict=True), marker=marker, markersize=size, linewidth=1.4, zorder=4,
+                      markeredgecolor=COLOURS["paper"], markeredgewidth=0.9, **look)  # fmt: skip
+            continue
+        if line.intervals:
+            edges = zip(*(line.intervals.get(step, (math.nan, math.nan)) for step in steps), strict=True)
+            low, high = (smoothed(list(edge)) for edge in edges)
+            axes.fill_between(steps, low, high, alpha=0.18, linewidth=0, **look)
+        elif len(steps) >= FEWEST_TO_SMOOTH:
+            axes.plot(steps, values, linewidth=0.9, alpha=0.4, **look)
+        marker = "o" if len(steps) <= 3 else None
+        axes.plot(steps, line.curve, linewidth=2, marker=marker, markersize=4.5, solid_joinstyle="round", **look)
+    low, high = min(seen), max(seen)
+    if metric.any_scale and low > 0 and high > 100 * low:
+        axes.set_yscale("log")
+    else:
+        zero = metric.from_zero and low >= 0
+        low = 0.0 if zero else low
+        pad = (high - low) * 0.08 or abs(high) * 0.1 or (0.01 if metric.share else 1.0)
+        axes.set_ylim(low if zero else low - pad, high + pad)
+    return [line.end for line in panel.lines]
+
+
+def _draw_stack(axes: Axes, panel: Panel, pixels_a_step: float) -> list[float]:
+    """Draw a bar for each step; return the middle of each layer at the last one."""
+    steps, middles = [step for step, _ in panel.lines[0].points], list[float]()
+    below, spacing = [0.0] * len(steps), max(1.0, (steps[-1] - steps[0]) / len(steps))
+    width = min(0.82, 0.2 * len(steps)) * spacing * pixels_a_step
+    for line in panel.lines:
+        above = [low + value for low, (_, value) in zip(below, line.points, strict=True)]
+        axes.vlines(steps, below, above, color=COLOURS[line.role], linewidth=width)
+        middles.append((below[-1] + above[-1]) / 2)
+        below = above
+    axes.set_ylim(0, max(below) * 1.05 or 1.0)
+    return middles
 
 
 def spread(wanted: list[float], *, gap: float) -> list[float]:
@@ -171,135 +220,23 @@ def spread(wanted: list[float], *, gap: float) -> list[float]:
     return [heights[order.index(i)] for i in range(len(wanted))]
 
 
-# ---- values on hovering ----
-
-
-def hover_svg(panel: Panel, *, x: float, y: float, width: float, height: float, span: tuple[float, float]) -> str:
-    """Return an invisible bar for each step whose <title> has the values: no JavaScript. x, y, width, height: the
-    plotting area in the chart's units, y from the top; span: the steps at its left and right edge.
+def hover_svg(panel: Panel, area: Box, span: tuple[float, float]) -> str:
+    """Return an invisible bar for each step whose <title> has the values: no JavaScript. span: the steps at the left
+    and the right edge of the area.
     """
-    values = values_by_step(panel)
-    if not values:
-        return ""
-    places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in values]
-    edges = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width]
-    bars = [
-        f'<rect x="{left:.1f}" y="{y:.0f}" width="{right - left:.1f}" height="{height:.0f}">'
-        f"<title>{escape(text)}</title></rect>\n"
-        for text, (left, right) in zip(values.values(), pairwise(edges), strict=True)
-    ]
-    return f'<g class="hover">\n{"".join(bars)}</g>\n'
-
-
-def values_by_step(panel: Panel) -> dict[int, str]:
-    """Return every line of the panel at some steps, in words: held-out measurements first, then evenly."""
+    x, y, width, height = area
     values = [{step: value for step, value in line.points if math.isfinite(value)} for line in panel.lines]
-    marked = {step for line, known in zip(panel.lines, values, strict=True) if line.marked for step in known}
-    others = {step for known in values for step in known} - marked
-    steps = evenly(sorted(marked), MOST_HOVERED)
-    found = {step: f"step {step:,}" for step in sorted([*steps, *evenly(sorted(others), MOST_HOVERED - len(steps))])}
-    for line, known in zip(panel.lines, values, strict=True):
-        for step in found.keys() & known.keys():
-            pair = line.intervals.get(step)
-            around = f" ({show(pair[0])} to {show(pair[1])})" if pair else ""
-            found[step] += f"\n{one_line(line.label, 40)} {show(known[step], share=panel.share)}{around}"
-    return found
-
-
-# ---- SVG and PNG ----
-
-
-@contextmanager
-def _figures(size: float) -> Iterator[Any]:
-    """Yield matplotlib's Figure under our settings, imported without the user's MPLBACKEND and matplotlibrc, which may
-    name what is not here.
-    """
-    if "matplotlib" not in sys.modules:
-        ours = {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}
-        before = {name: os.environ.get(name) for name in ours}
-        os.environ.update(ours)
-        try:
-            import matplotlib
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings: dict[Any, Any] = {
-        "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": size, "text.parse_math": False,
-        "svg.fonttype": "none", "svg.hashsalt": "tinyrl", "text.color": COLOURS["ink"],
-        "axes.edgecolor": COLOURS["grid"], "axes.labelcolor": COLOURS["muted"], "xtick.color": COLOURS["muted"],
-        "ytick.color": COLOURS["muted"], "figure.facecolor": COLOURS["paper"], "axes.facecolor": "none",
-    }  # fmt: skip
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the font may lack the script of a run's name
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(settings)
-        yield Figure
-
-
-def panel_svgs(panels: list[Panel]) -> list[str]:
-    """Return the inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
-    drawn = []
-    for i, (panel, cell) in enumerate(zip(panels, cells(len(panels)), strict=True)):
-        wide = (COLUMN * cell.width + GUTTER * (cell.width - 1), HEIGHT)
-        a, b = (HEADLINE, HEADLINE_PHONE) if i == 0 else (wide, (COLUMN, HEIGHT))
-        svg = _svg(panel, f"c{i}a", a, ' class="wide"' if a != b else "", named=i == 0)
-        drawn.append(svg + (_svg(panel, f"c{i}b", b, ' class="narrow"', named=i == 0) if a != b else ""))
-    return drawn
-
-
-def _svg(panel: Panel, prefix: str, size: tuple[int, int], classed: str, *, named: bool) -> str:
-    """Draw one panel; matplotlib's prologue is left out, ids are unique, colours and font the page's."""
-    (width, height), buffer = size, io.StringIO()
-    with _figures(11) as Figure:
-        figure = Figure(figsize=(width / 72, height / 72))
-        right = label_width(panel, named=named)
-        axes = figure.add_axes((40 / width, 26 / height, 1 - (40 + right) / width, 1 - 36 / height))
-        draw(axes, panel, scale=1.0, named=named)
-        figure.savefig(buffer, format="svg", transparent=True)
-        hover = hover_svg(panel, x=40, y=10, width=width - 40 - right, height=height - 36, span=axes.get_xlim())
-    svg = buffer.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.S)
-    view_box = re.search(r'viewBox="([\d. ]+)"', svg)
-    assert view_box is not None
-    body = svg[svg.index(">") + 1 :].replace("xlink:href", "href")
-    body = re.sub(r'\bid="|href="#|url\(#', lambda match: match[0] + prefix, body)
-    body = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", body)
-    body = re.sub(r"font-family: [^;\"]*", "font-style: normal", body)
-    for name, colour in COLOURS.items():
-        body = body.replace(colour, f"var(--{'p' + name if name.isdigit() else name})")
-    body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
-    title = f'<title id="{prefix}t">{escape(panel.alt())}</title>'
-    return f'<svg{classed} viewBox="{view_box[1]}" role="img" aria-labelledby="{prefix}t">{title}{body}'
-
-
-def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:
-    """Draw all panels in one picture, 1,200 pixels wide, with a title, a subtitle and the outcome above them."""
-    lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
-    margin, row_height, gap = 28, 200, 62
-    column = (PIXELS - margin - 12) / COLUMNS
-    top, grid = 66 + 22 * len(lines), cells(len(panels))
-    pixels = top + max((cell.row + cell.height for cell in grid), default=0) * (row_height + gap) - 14
-    buffer = io.BytesIO()
-    with _figures(7.4) as Figure:
-        figure = Figure(figsize=(PIXELS / DPI, pixels / DPI), dpi=DPI)
-        name = one_line(title, 48)
-        figure.text(margin / PIXELS, 1 - 28 / pixels, name, size=11, weight="bold", va="center")
-        about = one_line(about, int((PIXELS - 2 * margin - 40 - 13.5 * len(name)) / 8))
-        figure.text(1 - margin / PIXELS, 1 - 28 / pixels, about, va="center", ha="right", color=COLOURS["muted"])
-        for i, line in enumerate(lines):
-            figure.text(margin / PIXELS, 1 - (58 + 22 * i) / pixels, line, size=8.4, va="center")
-        for i, (panel, cell) in enumerate(zip(panels, grid, strict=True)):
-            right = label_width(panel, named=i == 0) * 1.28 + 14
-            x, y = margin + cell.column * column + 40, top + cell.row * (row_height + gap) + 34
-            width, height = cell.width * column - 40 - right, cell.height * row_height + (cell.height - 1) * gap - 10
-            axes = figure.add_axes((x / PIXELS, 1 - (y + height) / pixels, width / PIXELS, height / pixels))
-            above = {"xytext": (-40 * 72 / DPI, 0), "textcoords": "offset points", "weight": "bold", "size": 8}
-            place = {"xycoords": "axes fraction", "va": "center"}
-            title_text = axes.annotate(panel.title, (0, 1 + 22 / height), **place, **above)
-            axes.annotate(f"  {panel.unit}", (1, 0.5), xycoords=title_text, va="center", color=COLOURS["muted"])
-            draw(axes, panel, scale=0.68, named=i == 0)
-        figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    measured = {step for line, known in zip(panel.lines, values, strict=True) if line.measured for step in known}
+    steps = evenly(sorted(measured), MOST_HOVERED)
+    steps = sorted([*steps, *evenly(sorted(set[int]().union(*values) - measured), MOST_HOVERED - len(steps))])
+    places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in steps]
+    edges, bars = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width], ""
+    for step, (left, right) in zip(steps, pairwise(edges), strict=True):
+        text = f"step {step:,}"
+        for line, known in zip(panel.lines, values, strict=True):
+            if step in known:
+                text += f"\n{one_line(line.label, 40)} {show(known[step], share=panel.metric.share)}"
+                text += " ({} to {})".format(*map(show, line.intervals[step])) if step in line.intervals else ""
+        bars += f'<rect x="{left:.1f}" y="{y:.0f}" width="{right - left:.1f}" height="{height:.0f}">'
+        bars += f"<title>{escape(text)}</title></rect>\n"
+    return f'<g class="hover">\n{bars}</g>\n'
