@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
 from tinyrl.data.rows import row_key
-from tinyrl.runs.samples import hard_keys, read_prompt_stats, render_prompt_stats
+from tinyrl.runs.show import read_prompt_stats, render_prompt_stats
 from tinyrl.tasks import load_rows, load_task
 
 #                 index, key, tried, solved
@@ -43,7 +43,6 @@ def test_a_prompt_stands_by_all_its_tries_and_the_last(tmp_path: Path) -> None:
     }
     assert [record.tried for record in prompt_stats] == [7, 8, 10, 8, 4]
     assert prompt_stats[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
-    assert hard_keys(prompt_stats) == {"a", "c", "e"}
 
 
 def test_the_page_has_the_counts_and_the_hard_ones_tried_most(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.runs.samples import render, select_samples
+from tinyrl.runs.show import render_samples, select_samples
 
 EPISODE = [
     {"role": "assistant", "content": "search Ada ;"},
@@ -46,7 +46,7 @@ def test_the_last_step_is_shown_unless_one_is_named(tmp_path: Path) -> None:
 def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
     line = sample(5, 12, "city of Ada ?", "not shown", 0.25, episode=EPISODE, advantage=-0.5, finish_reason="turns")
     line["rewards"] = {"exact": 0.0, "short": 0.5}
-    assert render([line, sample(5, 0, "P", "", None)], grey=lambda text: f"<{text}>").split("\n") == [
+    assert render_samples([line, sample(5, 0, "P", "", None)], grey=lambda text: f"<{text}>").split("\n") == [
         "step 5 | eval | prompt 12, sample 0 | reward 0.25 (exact 0, short 0.5) | advantage -0.5 | ended: turns",
         "prompt",
         "  city of Ada ?",

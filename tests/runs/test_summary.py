@@ -9,7 +9,7 @@ import pytest
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.table import render
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.summary import next_command, summary
+from tinyrl.runs.show import next_command, summary
 
 PAIRS = {"method": "reward", "task": {"data": "/data/pairs.jsonl"}, "model": {"path": "/models/base"}}
 
