@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.runs.diagnosis import MOST_LINES, Watch
-from tinyrl.runs.findings import TABLE, find
+from tinyrl.runs.findings import MOST_LINES, TABLE, Watch, find
 from tinyrl.runs.records import RunRecords, read_run, read_steps
 
 HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
