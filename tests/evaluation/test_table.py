@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from tinyrl.evaluation.table import render
+from tinyrl.cli.evaluate import render
 
 NUMBERS: dict[str, Any] = {
     "reward_mean": 0.5,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tinyrl.cli.evaluate import render
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.table import render
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import next_command, summary
 
