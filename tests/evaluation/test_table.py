@@ -44,6 +44,15 @@ def test_a_missing_number_is_never_nan() -> None:
     assert json.loads(render(one, as_json=True))["reward_ci"] == [None, None]
 
 
+def test_small_scores_keep_their_digits() -> None:
+    side = result(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
+    difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False, "left_out": 0}
+    text = render({**side, "other": side, "difference": difference, "win_rate": {}}, as_json=False)
+    assert "0.000321 (0.04)" in text
+    assert "-0.0001 to 0.0007" in text
+    assert "difference -0.00012 (95 % interval -0.500 to +0.00034" in text
+
+
 def test_what_a_trainer_measures_is_shown_beside_the_other_side() -> None:
     numbers = {"accuracy": 0.75, "num_pairs": 40}
     other = {"target": "b/step-000004", "held_out": {"accuracy": 0.5, "num_pairs": 40}, "trained_on": 7}
