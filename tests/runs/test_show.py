@@ -23,7 +23,7 @@ from tinyrl.runs.show import (
     show_checkpoints,
     summary,
 )
-from tinyrl.tasks import load_rows, load_task
+from tinyrl.tasks import load_split
 
 
 def shown(*arguments: str) -> Result:
@@ -296,7 +296,7 @@ def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path:
     data, hard = tmp_path / "rows.jsonl", tmp_path / "hard.jsonl"
     data.write_text("".join(json.dumps({"q": f"say {c}", "answer": c}) + "\n" for c in "abcdefgh"))
     config = {"method": "grpo", "task": {"name": "rows", "data": str(data), "columns": {"prompt": "q"}}}
-    rows = load_rows(load_task("rows"), "train", data=str(data), columns={"prompt": "q"})
+    rows = load_split(Config.model_validate(config), "train")
     entries = [[0, row_key(rows[0]), 4, 0], [1, row_key(rows[1]), 4, 1], [5, "of a row that is gone", 4, 0]]
     made = str(with_prompts(tmp_path, {1: entries}, config=config))
     done = shown(made, "--export-hard", str(hard))
@@ -304,7 +304,8 @@ def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path:
     assert f"prompt 0      0/4  {rows[0]['prompt']}" in done.stdout
     assert f"1 rows in {hard}" in done.stdout
     assert "1 are not in the training rows any more" in done.stdout
-    assert load_rows(load_task("rows"), "train", data=str(hard), eval_data=str(hard)) == rows[:1]
+    task = {"name": "rows", "data": str(hard), "eval_data": str(hard)}
+    assert load_split(Config.model_validate({"method": "grpo", "task": task}), "train") == rows[:1]
     again = shown(made, "--export-hard", str(hard))
     assert again.exit_code == 2
     assert "hard.jsonl exists; give another name" in again.stderr

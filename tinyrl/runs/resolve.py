@@ -29,8 +29,7 @@ def resolve(config: Config) -> Config:
     values = config.model_dump()
     for section, name in MODEL_FIELDS:
         path = values[section][name]
-        found = _run_at(path)
-        if found is not None:
+        if (found := _run_at(path)) is not None:
             if problem := _unfit(f"{section}.{name}", path, found):
                 raise ValueError(f"{section}.{name}={path} {problem}")
             values[section][name] = str(checkpoint_of(Path(os.path.expanduser(path))))
@@ -38,14 +37,12 @@ def resolve(config: Config) -> Config:
     if config.model.adapter is not None:
         values["lora"] |= adapter_settings(Path(values["model"]["adapter"]))
     values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
-    positions = _positions(values["model"]["path"]) if config.samples else None
-    if positions is not None:
-        generation, environment = config.generation, config.environment
-        if "max_new_tokens" not in generation.model_fields_set:
-            values["generation"]["max_new_tokens"] = min(generation.max_new_tokens, positions // 2)
-        if "max_observation_tokens" not in environment.model_fields_set:
-            most = max(1, positions // 4 // max(1, environment.max_turns - 1))
-            values["environment"]["max_observation_tokens"] = min(environment.max_observation_tokens, most)
+    if config.samples and (positions := _positions(values["model"]["path"])) is not None:
+        read = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
+        lengths = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", read))
+        for section, name, most in lengths:
+            if name not in getattr(config, section).model_fields_set:
+                values[section][name] = min(values[section][name], most)
     return build_config(values)
 
 
@@ -76,11 +73,9 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
             if isinstance(function, dict) and isinstance(function.get(name), str):
                 function[name] = change(os.path.expanduser(function[name]))
     environment = values.get("environment", {})
-    for name in ("use", "agent"):
-        if environment.get(name):
-            environment[name] = _absolute_use(environment[name])
-    if environment.get("tools"):
-        environment["tools"] = [_absolute_use(use) for use in environment["tools"]]
+    for name in {"use", "agent", "tools"} & environment.keys():
+        given = environment[name]
+        environment[name] = [*map(_absolute_use, given)] if isinstance(given, list) else _absolute_use(given)
     return values
 
 
