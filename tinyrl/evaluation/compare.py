@@ -157,25 +157,20 @@ def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> S
     parts = SamplingParts(target.config, options=options, judge=judge)
     for line in parts.template_warnings() if parts.world.is_main else ():
         print(f"{target.name}: {line}", file=sys.stderr)
-    if target.checkpoint is None:
-        return Side(parts, "base", target.name)
-    load_policy(parts.roles, target.checkpoint)
-    return Side(parts, "policy", target.name)
+    if target.checkpoint is not None:
+        load_policy(parts.roles, target.checkpoint)
+    return Side(parts, "base" if target.checkpoint is None else "policy", target.name)
 
 
 def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     """Load another side: base, start or teacher of ours, or a target. Raises ValueError where ours has none such."""
     roles, config, judge = ours.parts.roles, ours.parts.config, ours.parts.scorer
-    if path == "base":
-        if roles.peft is None and roles.reference_model is None:
-            raise ValueError(
-                "--vs base: the model was fully fine-tuned without a reference, so its base is not at hand"
-            )
-        return Side(ours.parts, "reference" if roles.peft is None else "base", "base")
-    if path == "start":
+    if path == "base" and roles.peft is not None:
+        return Side(ours.parts, "base", path)
+    if path in ("base", "start"):
         if not roles.has_reference:
-            raise ValueError("--vs start: this run has no reference (reference.kind=none)")
-        return Side(ours.parts, "reference", "start")
+            raise ValueError(f"--vs {path}: not at hand, since this run has no reference (reference.kind=none)")
+        return Side(ours.parts, "reference", path)
     if path == "teacher":
         kind, teacher = config.teacher.kind, config.teacher.path
         if not config.uses("teacher") or teacher is None or kind not in ("adapter", "model"):
@@ -186,12 +181,11 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         return Side(SamplingParts(sampled, options=options, judge=judge), "policy", "teacher")
     target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
     side = _load(replace(target, sampled=judged_by(config, target.config)), options=options, judge=judge)
-    side.parts.config = _with_run(side.parts.config, seed=config.run.seed)  # the first one's uniforms, its own weights
+    own = side.parts.config.run.model_copy(
+        update={"seed": config.run.seed}
+    )  # the first one's uniforms, its own weights
+    side.parts.config = side.parts.config.model_copy(update={"run": own})
     return side
-
-
-def _with_run(config: Config, **fields: int) -> Config:
-    return config.model_copy(update={"run": config.run.model_copy(update=fields)})
 
 
 # ---- measured by a trainer ----
@@ -199,7 +193,8 @@ def _with_run(config: Config, **fields: int) -> Config:
 
 def _measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
     """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
-    trainer = trainer_of(config.method)(_with_run(config, eval_prompts=asked.num_prompts), options=options)
+    run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
+    trainer = trainer_of(config.method)(config.model_copy(update={"run": run}), options=options)
     try:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             load_policy(trainer.roles, checkpoint)

@@ -65,8 +65,9 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """
     values = copy.deepcopy(values)
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
-        if name in values.get(section, {}):
-            values[section][name] = _absolute(values[section][name])
+        path = values.get(section, {}).get(name)
+        if isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
+            values[section][name] = os.path.abspath(os.path.expanduser(path))
     functions = values.get("reward", {}).get("functions")
     for function in functions if isinstance(functions, list) else ():
         for name, change in (("use", _absolute_use), ("rubric", os.path.abspath), ("cache", os.path.abspath)):
@@ -85,7 +86,7 @@ def critic_run(config: Config) -> Config | None:
     """
     found = _run_at(config.critic.path)
     if found is None or found.uses("critic"):
-        return found if found and _trunk_of(found.critic.kind) == _trunk_of(config.critic.kind) else None
+        return found if found and _trunk(found.critic.kind) == _trunk(config.critic.kind) else None
     return found if found.lora.enabled else None
 
 
@@ -100,7 +101,7 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
         raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
     theirs = found.critic.kind if found.method == "ppo" else "adapter" if found.lora.enabled else "separate"
     kind = kind if "kind" in config.critic.model_fields_set else theirs
-    if _trunk_of(kind) != _trunk_of(theirs) and (found.lora.enabled or kind != "separate"):
+    if _trunk(kind) != _trunk(theirs) and (found.lora.enabled or kind != "separate"):
         raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
     if kind == "separate" and found.lora.enabled and not config.lora.enabled:
         raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
@@ -120,9 +121,8 @@ def _run_at(path: str | None) -> Config | None:
     return open_run(run).read_config() if run else None
 
 
-def _trunk_of(kind: str | None) -> str | None:
-    """Kinds whose heads are on the same states are the same here."""
-    return "shared" if kind == "shared-detached" else kind
+def _trunk(kind: str | None) -> str:
+    return str(kind).removesuffix("-detached")  # its head is on the same states
 
 
 def _unfit(key: str, path: str, config: Config) -> str | None:
@@ -141,12 +141,6 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
     critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"
     return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
-
-
-def _absolute(path: Any) -> Any:
-    """Return the absolute path of what is there; the name of an embedded model, or of what is on the hub, as it is."""
-    there = isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path))
-    return os.path.abspath(os.path.expanduser(path)) if there else path
 
 
 def _absolute_use(use: Any) -> Any:
