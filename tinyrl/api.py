@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-import math
 import os
 import signal
 import threading
@@ -72,7 +71,7 @@ def train(
     where it is defined. The same arguments give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    method, folder = _text("method", method), _text("output_dir", output_dir)
+    method, folder, device = _text("method", method), _text("output_dir", output_dir), _text("device", device)
     recipe = None if recipe is None else _text("recipe", recipe)
     name = None if name is None else _text("name", name)
     with alone():
@@ -80,14 +79,12 @@ def train(
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
-        options = _options(device, trust_remote_code)
         from tinyrl.training.launch import start
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
         more = {"output_dir": folder, "name": name, "overwrite": overwrite, "command": command}
-        with interruptible():
-            launch = start(config, options=options, **more)
-            return Run(launch.run, exit_code=launch.go(report=write_report))
+        launch = start(config, options=Options(device, trust_remote_code), **more)
+        return Run(launch.run, exit_code=launch.go(report=write_report))
 
 
 def evaluate(
@@ -110,13 +107,12 @@ def evaluate(
             raise ValueError(f"{name}={shortened(repr(count))}: it must be a whole number of at least 1")
     asked = Asked(task, data, tuple(overrides_from(settings)), split, int(num_prompts), int(samples), save_samples)
     path, other = _text("a run or a model", target), None if vs is None else _text("vs", vs)
+    options = Options(_text("device", device), trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
-        options = _options(device, trust_remote_code)
         from tinyrl.evaluation.compare import evaluate_target
 
-        with interruptible():
-            return finite(evaluate_target(path, asked, vs=other, options=options))
+        return finite(evaluate_target(path, asked, vs=other, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -161,23 +157,23 @@ class Run:
         trust_remote_code: bool = False,
     ) -> Run:
         """`tinyrl train --resume RUN`: go on from the newest checkpoint that verifies. A finished run is returned."""
+        options = Options(_text("device", device), trust_remote_code)
         with alone():
             config = self._folder.read_config(overrides_from(settings))
             check_before_loading(config)
-            options = _options(device, trust_remote_code)
             from tinyrl.training.resume import resume
 
-            with interruptible():
-                launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
-                self.exit_code = 0 if launch is None else launch.go(report=write_report)
-            return self
+            launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
+            self.exit_code = 0 if launch is None else launch.go(report=write_report)
+        return self
 
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
         """Load the policy of the newest checkpoint: `policy("a prompt")` is its answer. Close it, or use `with`."""
-        target, options = policy_at(str(self.path), []), _options(device, trust_remote_code)
+        target = policy_at(str(self.path), [])
+        configure_libraries()
         from tinyrl.tools.chat.speaker import load_speaker
 
-        return load_speaker(target, options=options)
+        return load_speaker(target, options=Options(_text("device", device), trust_remote_code))
 
     def __repr__(self) -> str:
         lines = self.metrics
@@ -220,30 +216,26 @@ class Report:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Allow one run at a time: the device, torch's random numbers and thread count are the process's."""
+    """Allow one run at a time: device, random numbers and thread count are the process's, and restored afterwards.
+
+    Ctrl-C asks for a checkpoint; a second one, or one before a run has begun, is a KeyboardInterrupt.
+    """
     if not _running.acquire(blocking=False):
         raise ValueError("a run is going on in this process already; wait for its end, or interrupt it first")
     try:
-        yield
+        configure_libraries()
+        import torch
+
+        threads, on_main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+        try:
+            with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
+                yield
+        except Interrupted:
+            raise KeyboardInterrupt from None
+        finally:
+            torch.set_num_threads(threads)
     finally:
         _running.release()
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let Ctrl-C ask for a checkpoint; a second one, or one before a run has begun, is a KeyboardInterrupt. Restore
-    threads and random numbers of the process afterwards.
-    """
-    import torch
-
-    threads, on_main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
-    try:
-        with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
-            yield
-    except Interrupted:
-        raise KeyboardInterrupt from None  # while it was loading: there is no run yet
-    finally:
-        torch.set_num_threads(threads)
 
 
 # ---- arguments as the command line has them ----
@@ -264,10 +256,16 @@ def overrides_from(
         else:
             flat[key] = value
     if reward is not None:
-        several = reward if isinstance(reward, list | tuple) else [reward]
-        weights = reward if isinstance(reward, Mapping) else None
-        pairs = weights.items() if weights is not None else [(each, 1.0) for each in several]
-        flat["reward.functions"] = [_function(each, weight) for each, weight in pairs]
+        several = reward if isinstance(reward, list | tuple | Mapping) else [reward]
+        pairs = several.items() if isinstance(several, Mapping) else [(each, 1.0) for each in several]
+        flat["reward.functions"] = functions = []
+        for each, weight in pairs:
+            plain = _plain(weight)
+            if not isinstance(each, str) and not callable(each):
+                raise ValueError(f"reward={shortened(repr(each))}: it is a function, or 'file.py:function'")
+            if isinstance(plain, bool) or not isinstance(plain, int | float):
+                raise ValueError(f"reward: the weight of {shortened(repr(each))} is {shortened(repr(weight))}")
+            functions.append({"use": each if isinstance(each, str) else use_of(each), "weight": float(plain)})
     if rows is not None:  # in place of a recipe's rows and of its task
         flat.setdefault("task.name", "rows")
         if eval_rows is None:
@@ -282,22 +280,12 @@ def overrides_from(
         raise ValueError(message) from None
 
 
-def _function(reward: Any, weight: Any) -> dict[str, Any]:
-    if not isinstance(reward, str) and not callable(reward):
-        raise ValueError(f"reward={shortened(repr(reward))}: it is a function, or 'file.py:function'")
-    plain = _plain(weight)
-    if isinstance(plain, bool) or not isinstance(plain, int | float):
-        raise ValueError(f"reward: the weight of {shortened(repr(reward))} is {shortened(repr(weight))}, not a number")
-    return {"use": reward if isinstance(reward, str) else use_of(reward), "weight": float(plain)}
-
-
 def _write_rows(rows: Any, inputs: Path) -> Path:
     """Write rows as a .jsonl file named by its content."""
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
-        rows = rows.to_dict("records")  # a data frame
+    rows = rows.to_dict("records") if hasattr(rows, "to_dict") and hasattr(rows, "columns") else rows  # a data frame
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
         raise ValueError(f"rows={shortened(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
-    lines = []
+    text = ""
     for at, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
@@ -307,8 +295,7 @@ def _write_rows(rows: Any, inputs: Path) -> Path:
                 cells.append(f"{json.dumps(str(name))}: {json.dumps(_plain(value), allow_nan=False)}")
             except (TypeError, ValueError) as error:
                 raise ValueError(f"row {at}, column {name!r}: cannot be written as JSON: {error}") from None
-        lines.append(f"{{{', '.join(cells)}}}\n")
-    text = "".join(lines)
+        text += f"{{{', '.join(cells)}}}\n"
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,10 +306,10 @@ def _write_rows(rows: Any, inputs: Path) -> Path:
 def _plain(value: Any) -> Any:
     """Convert to what JSON has: paths and dates to text, NaN and pandas' NA to null, numpy and torch to Python's."""
     if getattr(getattr(value, "dtype", None), "kind", "") == "M":  # dates of numpy
-        value = value.astype("datetime64[us]").tolist()
-    elif callable(tolist := getattr(value, "tolist", None)) and not isinstance(value, type):
-        value = tolist()
-    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
+        value = value.astype("datetime64[us]")
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        value = value.tolist()
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value):
         return None
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -339,8 +326,3 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
         return path
     raise ValueError(f"{name}={shortened(repr(value))}: it must be text or a path")
-
-
-def _options(device: str, trust_remote_code: bool) -> Options:
-    configure_libraries()
-    return Options(_text("device", device), trust_remote_code)

@@ -19,7 +19,7 @@ import tinyrl
 from tests import running
 from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
-from tinyrl.api import Run, alone, interruptible, overrides_from
+from tinyrl.api import Run, alone, overrides_from
 from tinyrl.runs.run_dir import open_run
 from tinyrl.runs.signals import check_stop
 
@@ -117,7 +117,7 @@ def test_an_interrupt_saves_returns_the_run_and_it_goes_on_bit_for_bit(
 
 
 def test_a_second_interrupt_is_a_keyboard_interrupt_and_not_the_end_of_the_process():
-    with interruptible():
+    with alone():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -9,21 +9,16 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.evaluate import evaluate
-from tinyrl.evaluation.statistics import majority_passes, pass_at_k
+from tinyrl.evaluation.statistics import majority_passes, verdict_metrics
 from tinyrl.rollout.components import Options, SamplingParts
 
 
-@pytest.mark.parametrize(
-    ("n", "correct", "k", "expected"),
-    [(1, 1, 1, 1.0), (4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (4, 0, 4, 0.0), (4, 1, 4, 1.0), (5, 2, 3, 1 - 1 / 10)],
-)
-def test_pass_at_k_is_unbiased(n: int, correct: int, k: int, expected: float) -> None:
-    assert pass_at_k(n, correct, k) == pytest.approx(expected)
-
-
-def test_pass_at_more_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@5 needs at least 5"):
-        pass_at_k(4, 1, 5)
+def test_pass_at_k_is_over_the_prompts_with_a_verdict() -> None:
+    """Of four samples 1, 2 and 0 are right; of the last prompt nothing is known."""
+    verdicts = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, *[math.nan] * 4]
+    found = verdict_metrics(verdicts, None, 4, is_pass=lambda verdict: verdict == 1.0)
+    assert found == {"pass@1": pytest.approx(3 / 12), "verifier_mean": pytest.approx(3 / 12), "pass@4": 2 / 3}
+    assert verdict_metrics([math.nan], None, 1, is_pass=bool) == {}
 
 
 def test_the_most_frequent_answer_decides_and_ties_share() -> None:

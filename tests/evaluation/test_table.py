@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from tinyrl.evaluation.table import render
+from tinyrl.cli.evaluate import render
 
 NUMBERS: dict[str, Any] = {
     "reward_mean": 0.5,
@@ -42,6 +42,15 @@ def test_a_missing_number_is_never_nan() -> None:
     for line in ("difference unknown", "left out: 9", "win rate by reward unknown", "trained on 3", "fewer than 30"):
         assert line in text
     assert json.loads(render(one, as_json=True))["reward_ci"] == [None, None]
+
+
+def test_small_scores_keep_their_digits() -> None:
+    side = result(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
+    difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False, "left_out": 0}
+    text = render({**side, "other": side, "difference": difference, "win_rate": {}}, as_json=False)
+    assert "0.000321 (0.04)" in text
+    assert "-0.0001 to 0.0007" in text
+    assert "difference -0.00012 (95 % interval -0.500 to +0.00034" in text
 
 
 def test_what_a_trainer_measures_is_shown_beside_the_other_side() -> None:

@@ -184,14 +184,6 @@ def test_a_file_larger_than_the_disk_allows_is_an_oserror(tmp_path: Path):
     assert done.stdout.strip() == "OSError step-000001 ['step-000001']", done.stderr
 
 
-def test_replacing_the_checkpoint_of_a_step(root: Path):
-    (root / ".writing-step-000010").mkdir()  # of a writer that was killed
-    assert write_checkpoint(root, 10, write=lambda folder: fill(folder, b"new")) == root / "step-000010"
-    assert problem_with(root / "step-000010") is None
-    assert (root / "step-000010" / "state.json").read_bytes() == b'{"step": 7}new'
-    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
-
-
 def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)

@@ -150,21 +150,6 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     assert run.metrics.read_bytes() == b""
 
 
-def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
-    """It was left by a power cut."""
-    run = RunDir(tmp_path)
-    run.append_metrics(1, {})
-    whole = run.lengths()["metrics.jsonl"]
-    run.append_metrics(2, {"loss": 0.5})
-    run.append_samples([{"completion": "x" * 200_000}])
-    os.truncate(run.metrics, whole + 5)
-    os.truncate(run.samples, 150_000)
-    run.cut({"metrics.jsonl": whole, "samples.jsonl": 0})
-    run.append_metrics(2, {"loss": 0.25})
-    assert read(run.metrics) == [{"step": 1}, {"step": 2, "loss": 0.25}]
-    assert run.samples.read_bytes() == b""
-
-
 @pytest.mark.parametrize("size", [1, 600, 3_000_000])
 @pytest.mark.parametrize("left", ["nothing", "no file", "half", "half a line"])
 def test_what_a_checkpoint_counts_and_is_lost_is_said_and_marked(tmp_path: Path, left: str, size: int):
@@ -237,25 +222,6 @@ def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, mon
     assert read(run.samples) == [{"a": 1}, {"a": 2}]
     [warning] = said
     assert f"{run.metrics}: No space left on device" in warning
-
-
-HEX = "0123456789abcdef0123456789abcdef01234567"
-
-
-def test_values_of_environment_variables_stay_in_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whatever the variables are called: paths, commits and texts are what they were."""
-    monkeypatch.setenv("MONKEY_HOME", "/home/me/p")
-    model = {"path": "owner/name", "revision": HEX}
-    config = Config.model_validate({"method": "grpo", "model": model, "task": {"data": "/home/me/p/rows.jsonl"}})
-    run = create_run(str(tmp_path), name="a", config=config, overwrite=False)
-    run.write_config(config)
-    run.write_environment(environment(["tinyrl", "train", f"model.revision={HEX}", "task.data=/home/me/p/r.jsonl"]))
-    run.append_failed_rewards([{"reason": f"no {HEX} in /home/me/p", "prompt": "x"}])
-    assert run.read_config() == config
-    assert "data: /home/me/p/rows.jsonl" in (run.path / "config.yaml").read_text()
-    command = json.loads((run.path / "env.json").read_text())["command"]
-    assert command == f"tinyrl train model.revision={HEX} task.data=/home/me/p/r.jsonl"
-    assert json.loads(run.failed_rewards.read_text())["reason"] == f"no {HEX} in /home/me/p"
 
 
 def test_environment_repeats_the_command_without_logins_and_queries(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.running import config, go_on, lasting, train
 from tests.tiny_models import TinyModels
-from tinyrl.runs.diagnosis import Watch
+from tinyrl.runs.findings import Watch
 
 SECTIONS = {"run": {"num_steps": 40, "eval_every": 0, "save_every": 16}, "optim": {"learning_rate": 1e-6}}
 

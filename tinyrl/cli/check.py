@@ -40,7 +40,7 @@ def check(
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
     from tinyrl.config.recipe import method_of
-    from tinyrl.runs.diagnosis import as_json, counted, in_words
+    from tinyrl.runs.findings import as_json, counted, in_words
     from tinyrl.runs.run_dir import finite
 
     if memory is not None and not offline:
@@ -89,8 +89,7 @@ def doctor(
     json_output: Json = False,
 ) -> None:
     """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
-    from tinyrl.runs.diagnosis import as_json, examples_in, render
-    from tinyrl.runs.findings import find
+    from tinyrl.runs.findings import as_json, examples_in, find, render
     from tinyrl.runs.records import read_run
     from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
 

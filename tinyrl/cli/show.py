@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -71,21 +70,20 @@ def show(
         raise ValueError("samples, --prompts and --json (of checkpoints): one of them at a time")
     opened, notes = open_run(run), list[str]()
     if samples:
-        from tinyrl.runs.samples import render, select_samples
+        from tinyrl.runs.show import render_samples, select_samples
 
         limit = opened.read_config().task.solved_reward if unsolved else None
         which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}
         rows = select_samples(opened.samples, notes, **which, worst=worst, unsolved=limit)
         in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        text = render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
+        text = render_samples(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
         text = text or "every prompt of that step has a sample that is right"
     elif prompts:
         text = _prompts(opened, notes, num=num or 10, export_hard=export_hard)
     else:
-        from tinyrl.runs.summary import list_verified, render
+        from tinyrl.runs.show import show_checkpoints
 
-        listed = list_verified(opened)
-        text = json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed)
+        text = show_checkpoints(opened, as_json=json_output)
     size = shutil.get_terminal_size()
     height = sum(1 + len(line) // max(1, size.columns) for line in text.split("\n"))
     if sys.stdout.isatty() and height >= size.lines:
@@ -97,7 +95,7 @@ def show(
 
 
 def _prompts(run: RunDir, notes: list[str], *, num: int, export_hard: str | None) -> str:
-    from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
+    from tinyrl.runs.show import HARD, prompt_texts, read_prompt_stats, render_prompt_stats
     from tinyrl.tasks import export_rows, row_texts
 
     prompt_stats = read_prompt_stats(run.prompts, notes)
@@ -107,7 +105,8 @@ def _prompts(run: RunDir, notes: list[str], *, num: int, export_hard: str | None
         texts = row_texts(run, hard, notes) | texts
     text = render_prompt_stats(prompt_stats, texts, num=num)
     if export_hard is not None:
-        text += f"\n\n{export_rows(run.read_config(), hard_keys(prompt_stats), Path(export_hard))}"
+        keys = {record.key for record in prompt_stats if record.outcome in HARD}
+        text += f"\n\n{export_rows(run.read_config(), keys, Path(export_hard))}"
     return text
 
 

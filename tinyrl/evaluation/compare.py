@@ -69,12 +69,10 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
     result: dict[str, Any] = {"target": first.name}
     if first.sampled is not None:
         others = [] if vs is None else [vs]
-        left_out, prompts, ((_, mine), *theirs) = _sampled(first, others, asked, new_to=others, options=options)
-        result |= mine.metrics
-        for name, other in theirs:
-            difference = {**paired_difference(mine.by_prompt, other.by_prompt), "left_out": left_out}
-            result |= {"other": {"target": name, **other.metrics}, "difference": difference}
-            result["win_rate"] = win_rates(mine.values, other.values)
+        results, prompts = _compare(first, others, asked, new_to=others, sign=1, options=options)
+        result = results[0]
+        if vs is not None:
+            result |= {name: results[1].pop(name) for name in ("difference", "win_rate")} | {"other": results[1]}
         if asked.data is not None:  # the run's own split would have held them out
             seen = trained_on(first.path)
             result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
@@ -92,23 +90,17 @@ def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[
     first = locate(find(targets[0], asked))
     if first.sampled is None:
         raise ValueError(f"{targets[0]}: nothing says what samples are judged by; name {A_JUDGE}")
-    left_out, _, ((name, baseline), *others) = _sampled(first, targets[1:], asked, new_to=targets, options=options)
-    results = [{"target": name, **baseline.metrics}]
-    for name, side in others:
-        difference = {**paired_difference(side.by_prompt, baseline.by_prompt), "left_out": left_out}
-        wins = win_rates(side.values, baseline.values)
-        results.append({"target": name, **side.metrics, "difference": difference, "win_rate": wins})
-    return results
+    return _compare(first, targets[1:], asked, new_to=targets, sign=-1, options=options)[0]
 
 
 # ---- sampled and judged ----
 
 
-def _sampled(
-    first: Target, others: list[str], asked: Asked, *, new_to: list[str], options: Options
-) -> tuple[int, list[PreparedPrompt], list[tuple[str, Evaluation]]]:
-    """Evaluate the first target, then the others one after another, on its prompts that no run in `new_to` was trained
-    on; return how many were left out, the prompts, each side's name and evaluation. ValueError where too few remain.
+def _compare(
+    first: Target, others: list[str], asked: Asked, *, new_to: list[str], sign: int, options: Options
+) -> tuple[list[dict[str, Any]], list[PreparedPrompt]]:
+    """Sample the first target, then the others one after another, on its prompts that no run in `new_to` was trained
+    on; return their results and the prompts. sign: 1 for the first less the other, -1 for the other less the first.
     """
     ours = _load(first, options=options)
     try:
@@ -137,7 +129,12 @@ def _sampled(
         lines = [{"target": name, **line} for name, evaluation in sides for line in evaluation.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in finite(lines))
-    return left_out, prompts, sides
+    results = [{"target": name, **side.metrics} for name, side in sides]
+    for result, (_, side) in zip(results[1:], sides[1:], strict=True):
+        a, b = (sides[0][1], side)[::sign]
+        result["difference"] = {**paired_difference(a.by_prompt, b.by_prompt), "left_out": left_out}
+        result["win_rate"] = win_rates(a.values, b.values)
+    return results, prompts
 
 
 def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
@@ -148,8 +145,6 @@ def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evalu
     if not own:
         raise ValueError(f"{side.name} has no room for any of the prompts: all are too long for it")
     found = evaluate(side.parts, role=side.role, prompts=own, num_prompts=len(own), samples=asked.samples)
-    if len(own) == len(prompts):
-        return found
     place = {p.index: i for i, p in enumerate(own)}
     at = [place.get(p.index) for p in prompts]
     by_prompt = [math.nan if i is None else found.by_prompt[i] for i in at]
@@ -162,25 +157,20 @@ def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> S
     parts = SamplingParts(target.config, options=options, judge=judge)
     for line in parts.template_warnings() if parts.world.is_main else ():
         print(f"{target.name}: {line}", file=sys.stderr)
-    if target.checkpoint is None:
-        return Side(parts, "base", target.name)
-    load_policy(parts.roles, target.checkpoint)
-    return Side(parts, "policy", target.name)
+    if target.checkpoint is not None:
+        load_policy(parts.roles, target.checkpoint)
+    return Side(parts, "base" if target.checkpoint is None else "policy", target.name)
 
 
 def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     """Load another side: base, start or teacher of ours, or a target. Raises ValueError where ours has none such."""
     roles, config, judge = ours.parts.roles, ours.parts.config, ours.parts.scorer
-    if path == "base":
-        if roles.peft is None and roles.reference_model is None:
-            raise ValueError(
-                "--vs base: the model was fully fine-tuned without a reference, so its base is not at hand"
-            )
-        return Side(ours.parts, "reference" if roles.peft is None else "base", "base")
-    if path == "start":
+    if path == "base" and roles.peft is not None:
+        return Side(ours.parts, "base", path)
+    if path in ("base", "start"):
         if not roles.has_reference:
-            raise ValueError("--vs start: this run has no reference (reference.kind=none)")
-        return Side(ours.parts, "reference", "start")
+            raise ValueError(f"--vs {path}: not at hand, since this run has no reference (reference.kind=none)")
+        return Side(ours.parts, "reference", path)
     if path == "teacher":
         kind, teacher = config.teacher.kind, config.teacher.path
         if not config.uses("teacher") or teacher is None or kind not in ("adapter", "model"):
@@ -191,12 +181,11 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         return Side(SamplingParts(sampled, options=options, judge=judge), "policy", "teacher")
     target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
     side = _load(replace(target, sampled=judged_by(config, target.config)), options=options, judge=judge)
-    side.parts.config = _with_run(side.parts.config, seed=config.run.seed)  # the first one's uniforms, its own weights
+    own = side.parts.config.run.model_copy(
+        update={"seed": config.run.seed}
+    )  # the first one's uniforms, its own weights
+    side.parts.config = side.parts.config.model_copy(update={"run": own})
     return side
-
-
-def _with_run(config: Config, **fields: int) -> Config:
-    return config.model_copy(update={"run": config.run.model_copy(update=fields)})
 
 
 # ---- measured by a trainer ----
@@ -204,7 +193,8 @@ def _with_run(config: Config, **fields: int) -> Config:
 
 def _measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
     """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
-    trainer = trainer_of(config.method)(_with_run(config, eval_prompts=asked.num_prompts), options=options)
+    run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
+    trainer = trainer_of(config.method)(config.model_copy(update={"run": run}), options=options)
     try:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             load_policy(trainer.roles, checkpoint)

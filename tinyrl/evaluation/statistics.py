@@ -1,8 +1,5 @@
 """Statistics of an evaluation: means with 95 % intervals, pass@k and majority@k, two policies paired by prompt, and
-the accuracy of reward models.
-
-Intervals are score intervals (Wilson's) for values from 0 to 1, Student's t for few others, else the bootstrap. A value
-that is NaN does not apply, and is left out.
+the accuracy of reward models. A value that is NaN does not apply, and is left out.
 """
 
 from __future__ import annotations
@@ -10,17 +7,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 from torch import Tensor
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 
-INTERVAL = 0.95
-TAIL = (1 - INTERVAL) / 2
+TAIL = 0.025  # beyond either end of a 95 % interval
 MANY = 50  # values from which on the percentile bootstrap covers as much as it says; of 3 it covers 74 %, of 8 89 %
 FEWEST = 6  # differing prompts that can show a difference: all go one way by chance in 2 / 2^6 = 3 % of cases
 EQUAL = 1e-9  # relative difference up to which values are equal but for rounding
@@ -40,28 +36,35 @@ def grouped(values: list[Any], size: int) -> list[list[Any]]:
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
+def all_equal(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= EQUAL * max(abs(value) for value in values)
+
+
 def mean_interval(values: Sequence[float]) -> list[float]:
     """[low, high] of the mean reward over prompts, one value a prompt: samples of one prompt are not independent.
 
-    Values from 0 to 1 with mean p and variance s^2 have the score interval of n p (1 - p) / s^2 samples of 0 or 1 (n
-    where all are equal): of 0 and 1 it is Wilson's, of others with Student's t in place of z. Resampling 64 prompts of
-    which 61 are right covers the truth in 83 % of cases, and would call all right certain. With fewer than two values
-    both ends are NaN.
+    Values from 0 to 1 have Wilson's score interval (JASA 22, 1927, p. 209) of a share p of n:
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). For values other than 0 and 1 with variance s^2, n is
+    n p (1 - p) / s^2 (Korn and Graubard, Survey Methodology 24, 1998; n where all are equal) and z Student's t.
+    Resampling 64 prompts of which 61 are right covers the truth in 83 % of cases, and would call all right certain.
     """
     valid = numbers(values)
     if len(valid) < 2 or min(valid) < 0.0 or max(valid) > 1.0:
         return interval(valid)
-    share, count, variance = mean(valid), len(valid), float(np.var(valid))
-    if all(v in (0.0, 1.0) for v in valid):
-        return score_interval(share, count, NormalDist().inv_cdf(1 - TAIL))
-    effective = count if all_equal(valid) else count * share * (1 - share) / variance
-    return score_interval(share, effective, t_quantile(count - 1))
+    share, trials, z = mean(valid), float(len(valid)), NormalDist().inv_cdf(1 - TAIL)
+    if not {*valid} <= {0.0, 1.0}:
+        z = float(stdtrit(len(valid) - 1, 1 - TAIL))
+        if not all_equal(valid):
+            trials = len(valid) * share * (1 - share) / float(np.var(valid))
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return [max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """[low, high] of the mean of any values, paired differences too: of few mean -+ t s / sqrt(n), with Student's t of
-    n - 1 degrees of freedom and the deviation s (unbiased); of many the percentiles of 2,000 bootstrapped means. NaN
-    for fewer than two values, and where all are equal: there is no deviation to go by.
+    """[low, high] of the mean of any values: of few mean -+ t s / sqrt(n) (Student's t, n - 1 degrees of freedom), of
+    MANY the percentiles of 2,000 bootstrapped means. NaN for fewer than two values, and where all are equal.
     """
     valid = numbers(values)
     if len(valid) < 2 or all_equal(valid):
@@ -69,36 +72,8 @@ def interval(values: Sequence[float]) -> list[float]:
     if len(valid) >= MANY:
         means = np.random.default_rng(0).choice(np.array(valid), (2000, len(valid))).mean(1)
         return [float(q) for q in np.quantile(means, [TAIL, 1 - TAIL])]
-    middle, spread = mean(valid), float(np.std(valid, ddof=1))
-    half = t_quantile(len(valid) - 1) * spread / math.sqrt(len(valid))
-    return [middle - half, middle + half]
-
-
-def all_equal(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= EQUAL * max(abs(value) for value in values)
-
-
-def score_interval(share: float, trials: float, z: float) -> list[float]:
-    """Wilson's score interval of a share p of n: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
-
-    Wilson, JASA 22 (1927), p. 209; with the effective n of values that are not 0 or 1: Korn and Graubard, Survey
-    Methodology 24 (1998).
-    """
-    middle = share + z * z / (2 * trials)
-    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    return [max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]
-
-
-@lru_cache
-def t_quantile(freedom: int) -> float:
-    """The t between whose two signs INTERVAL of Student's distribution lies: with t = sqrt(freedom) tan(angle) its
-    density is that of the angle, cos(angle)^(freedom - 1), which is summed here.
-    """
-    angles = np.linspace(0.0, math.pi / 2, 100_001)
-    density = np.cos(angles) ** (freedom - 1)
-    below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(freedom) * math.tan(float(np.interp(INTERVAL * below[-1], below, angles)))
+    half = float(stdtrit(len(valid) - 1, 1 - TAIL) * np.std(valid, ddof=1)) / math.sqrt(len(valid))
+    return [mean(valid) - half, mean(valid) + half]
 
 
 # ---- verdicts on the samples of each prompt ----
@@ -110,16 +85,17 @@ def verdict_metrics(
     """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
 
     Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
+    Unbiased pass@k of n samples, c of them right, is 1 - C(n - c, k) / C(n, k) (2107.03374, Eq. 1), here for k = 1, n.
     """
     groups = grouped(verdicts, samples)
     judged = [i for i, group in enumerate(groups) if numbers(group)]
     if not judged:
         return {}
     passed = [[is_pass(verdict) for verdict in groups[i]] for i in judged]
-    out: dict[str, Any] = {"pass@1": mean([pass_at_k(len(g), sum(g), 1) for g in passed])}
+    out: dict[str, Any] = {"pass@1": mean([1.0 - group.count(False) / len(group) for group in passed])}
     out["verifier_mean"] = mean(verdicts)
     if samples > 1:
-        out[f"pass@{samples}"] = mean([pass_at_k(len(g), sum(g), samples) for g in passed])
+        out[f"pass@{samples}"] = mean([float(any(group)) for group in passed])
     if answers is not None:
         given = [grouped(answers, samples)[i] for i in judged]
         out["distinct_answers"] = len({answer for group in given for answer in group} - {None})
@@ -128,15 +104,8 @@ def verdict_metrics(
     return out
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased pass@k from n samples of which c passed: 1 - C(n - c, k) / C(n, k). Chen et al. (2107.03374) Eq. 1."""
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs at least {k} samples, there are {n}")
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
 def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right (ties share the verdict). Completions without an answer do not vote."""
+    """Return whether the most frequent answer is right (ties share the verdict). None does not vote."""
     votes = Counter(a for a in answers if a is not None)
     winners = [a for a, n in votes.items() if n == max(votes.values())]
     right = [max(ok for a, ok in zip(answers, passed, strict=True) if a == winner) for winner in winners]
@@ -158,7 +127,7 @@ def paired_difference(ours: list[float], other: list[float]) -> dict[str, Any]:
 
 
 def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
-    """Of each judge that both sides have: how often ours is preferred, with an interval over prompts, and the ties.
+    """For each judge that both sides have: how often ours is preferred, with an interval over prompts, and the ties.
 
     ours, other: for each prompt what a judge gives each sample. Within a prompt every sample of ours meets every sample
     of the other side; a tie counts half. NaN values meet nobody, and a prompt without a meeting is left out.
@@ -179,20 +148,15 @@ def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[flo
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str, Any]:
-    """Accuracy (a tie counts half), mean margin and loss of held-out pairs.
-
-    chosen, rejected, margins (those asked for): (n,), n at least 1.
-    """
+    """Accuracy (a tie counts half), mean margin and loss of held-out pairs: scores and wanted margins (n,), n >= 1."""
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
     accuracy, margin = float(metrics["rewards/accuracy"]), float(metrics["rewards/margin"])
     return {"accuracy": accuracy, "margin": margin, "loss": float(loss), "num_pairs": len(chosen)}
 
 
 def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Accuracy at score 0 (exactly 0 counts half), mean score of the good label minus that of the other, area under
-    the ROC curve and loss of held-out rows.
-
-    scores, labels (0 or 1): (n,), n at least 1. Without both labels there is neither margin nor area.
+    """Accuracy at score 0 (exactly 0 counts half), mean score of label 1 minus that of label 0, area under the ROC
+    curve and loss of held-out rows (n,), n >= 1. Without both labels there is neither margin nor area.
     """
     loss, metrics = label_loss(scores, labels)
     good, bad = scores.double()[labels == 1].tolist(), scores.double()[labels == 0].tolist()
@@ -201,7 +165,7 @@ def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
 
 
 def roc_auc(good: Sequence[float], bad: Sequence[float]) -> float:
-    """The share of pairs of a good and a bad row in which the good one scores higher, a tie counting half."""
+    """Return the share of pairs of a good and a bad row in which the good one scores higher, a tie counting half."""
     ordered = np.sort(np.asarray(bad, dtype=np.float64))
     below = np.searchsorted(ordered, good, "left") + np.searchsorted(ordered, good, "right")
     return float(below.sum() / (2 * len(good) * len(bad)))

@@ -1,10 +1,8 @@
 """Resolve a TARGET (run, checkpoint or model) to the configurations it is loaded with.
 
-`policy_at` is for chat and serve, `find` for evaluation.
-
-A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo is measured by its
-trainer on its held-out rows, and sampled too where a task or a reward is named. A reward model is only measured. A
-task, rows and settings of the command line take the place of the run's own. Nothing here imports torch.
+`policy_at` is for chat and serve, `find` for evaluation: a run of grpo or ppo is sampled on its held-out prompts and
+judged by its reward. A run of sft or dpo is measured by its trainer on its held-out rows, and sampled too where a task
+or a reward is named. A reward model is only measured. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is 
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of an evaluation."""
+    """The options of an evaluation; task, data (rows) and settings take the place of the run's own."""
 
-    task: str | None = None  # another one than the run's
-    data: str | None = None  # rows in place of the held-out ones
-    settings: tuple[str, ...] = ()  # of reward, generation and task, in place of the run's
+    task: str | None = None
+    data: str | None = None
+    settings: tuple[str, ...] = ()
     split: str = "eval"
     num_prompts: int = 512
     samples: int = 1
@@ -75,6 +73,10 @@ class Target:
         """Return the configuration it is sampled with (a target that is only measured has none)."""
         assert self.sampled is not None
         return self.sampled
+
+    @property
+    def is_policy(self) -> bool:
+        return self.measured is None or self.measured.trains.policy
 
 
 def find(path: str, asked: Asked) -> Target:
@@ -137,14 +139,10 @@ def check_asked(first: Target, asked: Asked) -> None:
     if asked.save_samples is None:
         return
     if first.sampled is None:
-        why = f"name {A_JUDGE}" if is_policy(first) else "a reward model writes nothing"
+        why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
         raise ValueError(f"--save-samples: nothing is sampled from {first.path}; {why}")
     if not Path(asked.save_samples).absolute().parent.is_dir():
         raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {Path(asked.save_samples).parent}")
-
-
-def is_policy(target: Target) -> bool:
-    return target.measured is None or target.measured.trains.policy
 
 
 def locate(target: Target) -> Target:
@@ -181,11 +179,11 @@ def measured_by(first: Config, other: Target) -> Config:
     A reward model reads prompts as it has learnt to. Raises ValueError where one side is a reward model alone.
     """
     theirs = other.measured or other.config
-    if first.trains.policy is not is_policy(other):
-        kinds = ("a policy", "a reward model") if is_policy(other) else ("a reward model", "a policy")
+    if first.trains.policy is not other.is_policy:
+        kinds = ("a policy", "a reward model") if other.is_policy else ("a reward model", "a policy")
         raise ValueError(f"{other.path} is {kinds[0]} and the first one is {kinds[1]}: they have no number in common")
     values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
-    if not is_policy(other):
+    if not other.is_policy:
         values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
     return build_config(values)
 

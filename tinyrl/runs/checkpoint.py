@@ -43,8 +43,7 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
     """
     from safetensors import SafetensorError  # only writing needs it, and `tinyrl eval` reads before anything heavy
 
-    name = checkpoint_name(step)
-    final, aside, temporary = root / name, root / f"{_ASIDE}{name}", root / f"{_WRITING}{name}"
+    final, aside, temporary = (root / f"{prefix}{checkpoint_name(step)}" for prefix in ("", _ASIDE, _WRITING))
     if not root.is_dir():
         root.mkdir(parents=True)
         _flush(root.parent)
@@ -62,7 +61,7 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
         number = re.search(r"os error (\d+)", str(error))
         if isinstance(error, OSError) or not (number or isinstance(error, SafetensorError)):
             raise
-        raise OSError(int(number[1]) if number else errno.EIO, f"cannot write {name}: {error}") from error
+        raise OSError(int(number[1]) if number else errno.EIO, f"cannot write {final.name}: {error}") from error
     finally:
         if not final.exists() and aside.exists():
             os.rename(aside, final)
@@ -73,14 +72,13 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
 
 def seal(folder: Path, step: int) -> None:
     """Write MANIFEST.json of the files in `folder`, everything flushed to disk."""
-    there = sorted(p for p in folder.rglob("*") if p != folder / MANIFEST)
-    files = {p.relative_to(folder).as_posix(): p for p in there if p.is_file()}
-    entries = {name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for name, p in files.items()}
-    for path in files.values():
+    there, entries = sorted(p for p in folder.rglob("*") if p != folder / MANIFEST), {}
+    for path in filter(Path.is_file, there):
+        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
         _flush(path)
     manifest = {"schema": SCHEMA, "step": step, "files": entries}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in (folder / MANIFEST, *(p for p in there if p.is_dir()), folder):
+    for path in (folder / MANIFEST, *filter(Path.is_dir, there), folder):
         _flush(path)
 
 
@@ -122,8 +120,7 @@ def newest_sound(root: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint that verifies, and a sentence for each newer one that does not."""
     warnings = []
     for folder in reversed(list_checkpoints(root)):
-        problem = problem_with(folder)
-        if problem is None:
+        if (problem := problem_with(folder)) is None:
             return folder, warnings
         warnings.append(f"{folder.name}: {problem}")
     return None, warnings
@@ -152,7 +149,7 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
     safe = {p.resolve() for p in (*there[-keep:], *protected)}
     superfluous = [folder for folder in there if folder.resolve() not in safe]
     for folder in superfluous:
-        os.rename(folder, root / f"{_DELETING}{folder.name}")
+        folder.rename(root / f"{_DELETING}{folder.name}")
     for left in root.iterdir():
         if left.name.startswith((_ASIDE, _WRITING, _DELETING)) and left not in there:
             shutil.rmtree(left, ignore_errors=True)

@@ -1,26 +1,32 @@
 """Findings of a run: what is wrong with it, with figures, completions that show it, and one setting to change.
 
 TABLE has a line for each: name, condition, sentence, change. `find` evaluates it on figures of metrics.jsonl, for
-`tinyrl doctor RUN` and for the warnings of a run that is training. Windows: the first tenth of the steps (5 to 25)
-against the last quarter (10 to 50). Thresholds are where runs that go well never are, by some margin.
+`tinyrl doctor RUN` and for the warnings of a run that is training (Watch). Windows: the first tenth of the steps (5 to
+25) against the last quarter (10 to 50). Thresholds are where runs that go well never are, by some margin.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from string import Formatter
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from tinyrl.runs.records import Points, RunRecords, known, number
-from tinyrl.text import one_line
+from tinyrl.runs.records import Points, RunRecords, known, messages_of, number, samples_of
+from tinyrl.text import number as shown
+from tinyrl.text import one_line, visible
 
 FEWEST_STEPS = 12  # of training, before windows are compared
+NUM_SHOWN, SHOWN_CHARACTERS = 3, 200  # completions of each finding
+MOST_LINES = 2000  # without an evaluation, that a run keeps in memory
 NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept"}
 Row = dict[str, Any]
 Figures = SimpleNamespace
@@ -65,13 +71,6 @@ def last_quarter(points: Points) -> Points:
 
 def recent(points: Points) -> float:
     return mean(last_quarter(points))
-
-
-def standard_error(points: Points) -> float:
-    """Return the standard error of `recent`, from how far neighbouring points differ."""
-    last = last_quarter(points)
-    squares = [(b - a) ** 2 for (_, a), (_, b) in pairwise(last)]
-    return math.sqrt(fmean(squares) / 2 / len(last)) if squares else math.inf
 
 
 def figures(run: RunRecords) -> Figures:
@@ -167,9 +166,11 @@ def compare_functions(run: RunRecords, f: Figures) -> None:
     keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
     for key in sorted(keys - NOT_FUNCTIONS):
         points, name = run.finite(key), key.removeprefix("reward/")
-        change = recent(points) - early(points)
-        enough = max(0.1 * max((abs(value) for _, value in points), default=0.0), 4 * standard_error(points))
-        if len(points) >= FEWEST_STEPS and abs(change) > enough:
+        if len(points) < FEWEST_STEPS:
+            continue
+        last, change = last_quarter(points), recent(points) - early(points)
+        noise = math.sqrt(fmean((b - a) ** 2 for (_, a), (_, b) in pairwise(last)) / 2 / len(last))  # standard error
+        if abs(change) > max(0.1 * max(abs(value) for _, value in points), 4 * noise):
             moves[name] = -change if name in punished else change
     f.up = f.down = ""
     if moves and min(moves.values()) < 0 < max(moves.values()):
@@ -208,6 +209,12 @@ class Rule(NamedTuple):
     shows: Callable[[Figures, Row], float] = lambda f, row: 0.0
     kind: Literal["train", "eval"] | None = "train"
     at_once: bool = False  # compares no windows of the reward, so that it holds after any step
+
+    def finding(self, f: Figures) -> Finding:
+        named = [name for _, name, _, _ in Formatter().parse(self.what) if name]
+        numbers = {name: float(value) for name in named if isinstance(value := getattr(f, name), int | float)}
+        what, change = self.what.format_map(vars(f)), self.change.format_map(vars(f))
+        return Finding(self.name, what, change, numbers, self.kind, partial(self.shows, f))
 
 
 def _at_ceiling(f: Figures) -> bool:
@@ -292,12 +299,99 @@ TABLE = (  # most telling first
 
 def find(run: RunRecords) -> list[Finding]:
     """Return what is wrong with a run, as far as its metrics show; [] for one that goes well, or is too short."""
-    f, found = figures(run), list[Finding]()
-    for rule in TABLE:
-        if not (rule.at_once or f.steps >= FEWEST_STEPS) or not rule.when(f):
-            continue
-        named = [name for _, name, _, _ in Formatter().parse(rule.what) if name]
-        numbers = {name: float(value) for name in named if isinstance(value := getattr(f, name), int | float)}
-        what, change = rule.what.format_map(vars(f)), rule.change.format_map(vars(f))
-        found.append(Finding(rule.name, what, change, numbers, rule.kind, partial(rule.shows, f)))
-    return found
+    f = figures(run)
+    return [rule.finding(f) for rule in TABLE if (rule.at_once or f.steps >= FEWEST_STEPS) and rule.when(f)]
+
+
+# ---- as text and JSON ----
+
+
+def examples_in(run: RunRecords) -> Callable[[Finding], list[Row]]:
+    """Return a function that gives up to three completions that show a finding, of the last step that has any."""
+
+    def examples(finding: Finding) -> list[Row]:
+        step, best = -1, list[Row]()
+        for row in samples_of(run.path / "samples.jsonl", [], kind=finding.kind):
+            if row["step"] > step:
+                step, best = row["step"], []
+            if row["step"] == step:  # the sort is stable: the first of equals stay
+                best = sorted([*best, row], key=finding.rank, reverse=True)[:NUM_SHOWN]
+        return best
+
+    return examples
+
+
+def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "finding": one.name,
+            "what": one.what,
+            "figures": {name: value if math.isfinite(value) else None for name, value in one.figures.items()},
+            "change": one.change,
+            "completions": rows_of(one),
+        }
+        for one in found
+    ]
+
+
+def render(run: RunRecords, found: list[Finding]) -> str:
+    last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
+    if found:
+        return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, examples_in(run))])
+    short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
+    return f"{last}, nothing found{'; it is too short for most that could be' * short}."
+
+
+def counted(found: list[Finding]) -> str:
+    return f"{len(found)} finding{'s' * (len(found) != 1)}"
+
+
+def columns() -> int:
+    """Return the columns of the terminal, 60 to 110."""
+    return max(60, min(shutil.get_terminal_size().columns, 110))
+
+
+def in_words(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> Iterator[str]:
+    """Yield a paragraph for each finding, with completions that show it, a line each."""
+    width = columns()
+    wrap = partial(textwrap.wrap, width=width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    for one in found:
+        lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
+        for row in rows_of(one):
+            reward, index = number(row.get("reward")), row.get("prompt_index")
+            value = "-" if math.isnan(reward) else shown(reward)
+            about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, reward {value}: "
+            _, text = (messages_of(row) or [("", "")])[-1]
+            lines.append(about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about)))))
+        yield "\n".join(map(visible, lines))
+
+
+class Watch:
+    """The findings of a run while it trains, each reported once. Looks are farther apart the longer the run is, and
+    lines between the first 25 and the last 50 are thinned out, so that neither time nor memory grows with it.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config, self._steps = config, dict[int, dict[str, Any]]()
+        self._next, self._warned = 0, set[str]()
+
+    def know(self, steps: dict[int, dict[str, Any]]) -> None:
+        """Take over the metrics of a run that is resumed; their findings have been reported."""
+        self._steps |= steps
+        self._new()
+
+    def look(self, step: int, line: dict[str, Any]) -> list[str]:
+        """Return warnings that the metrics of this step, with those before, are the first to give."""
+        self._steps[step] = {"step": step, **line}
+        if step < self._next:
+            return []
+        self._next = step + max(5, step // 20)
+        return [f"{one.name}: {one.what} {one.change}" for one in self._new()]
+
+    def _new(self) -> list[Finding]:
+        plain = [step for step, line in self._steps.items() if not any(key.startswith("eval/") for key in line)]
+        for step in plain[25:-50:2] if len(plain) > MOST_LINES else ():
+            del self._steps[step]
+        new = [one for one in find(RunRecords(Path(), self._steps, self._config)) if one.name not in self._warned]
+        self._warned |= {one.name for one in new}
+        return new

@@ -1,4 +1,4 @@
-"""How a command was launched: its options, and the processes of `accelerate launch` or torchrun; this one is which."""
+"""Options of a command, and the processes of `accelerate launch` or torchrun: which one this is, which one prints."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ def launched() -> Launched:
     """Return the processes of this launch; one where nothing launched several. Raises ValueError for half of the
     variables, and where the launcher would shard the model.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    numbers = {name: int(text) for name in names if (text := os.environ.get(name, "")).isdigit()}
+    numbers = {name: int(text) for name in VARIABLES[:4] if (text := os.environ.get(name, "")).isdigit()}
     count = numbers.get("WORLD_SIZE", 1)
     if count <= 1:
         return Launched()
     command = f"--num_processes {count} -m tinyrl ...`"
-    if "RANK" not in numbers or "LOCAL_RANK" not in numbers:
+    if not {"RANK", "LOCAL_RANK"} <= numbers.keys():
         raise ValueError(
             f"WORLD_SIZE={count} is set, but not RANK and LOCAL_RANK: start the processes with `accelerate launch "
             f"{command}, or unset WORLD_SIZE for a single one"
         )
-    for name, variable in (("FSDP", "FSDP"), ("DeepSpeed", "DEEPSPEED"), ("Megatron", "MEGATRON_LM")):
-        if os.environ.get(f"ACCELERATE_USE_{variable}", "false").lower() in ("true", "1"):
+    for name in ("FSDP", "DeepSpeed", "Megatron_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() in ("true", "1"):
             raise ValueError(
                 f"accelerate's configuration asks for {name}, and every process here holds the model: `accelerate "
                 f"launch --multi_gpu {command}"
@@ -59,8 +58,7 @@ def launched_rank() -> int:
 class Voice:
     """Print what every process would print on one only. Before they are connected: on local rank 0 of each machine."""
 
-    def __init__(self) -> None:
-        self.connected: Callable[[str], bool] | None = None  # is given the sentence
+    connected: Callable[[str], bool] | None = None  # is given the sentence
 
     def speaks(self, sentence: str) -> bool:
         if self.connected is not None:

@@ -99,8 +99,8 @@ class Display:
             return
         turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
         turns[-1] = (f"{turns[-1][0]} (reward {_short(number(shown.get('reward')))})", turns[-1][1])
-        width = self.console.width
-        self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
+        texts = (f"  {who}: {one_line(text, max(20, self.console.width - len(who) - 4))}" for who, text in turns)
+        self.note("\n".join(texts))
 
     def phase(self, name: str) -> None:
         """Name the current part of a long step (only where there is a bar to show it on)."""

@@ -103,8 +103,7 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the turns after the prompt in a line of samples.jsonl: "policy" or "environment", and the text. Without an
     environment that is the completion.
     """
-    episode = row.get("episode")
-    if not isinstance(episode, list):
+    if not isinstance(episode := row.get("episode"), list):
         return [("policy", str(row.get("completion", "")))]
     found = [message for message in episode if isinstance(message, dict)]
     return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
@@ -128,8 +127,8 @@ def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, its texts cut to what the page shows. messages: as `messages_of` has them, `omitted` of
-    them left out in the middle; length: characters that the policy wrote.
+    """A held-out completion, cut to what the page shows; `omitted` messages are left out in the middle. length:
+    characters that the policy wrote.
     """
 
     prompt_index: int
@@ -209,9 +208,7 @@ def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run folder as data. steps: step to metrics; nonfinite: for each batch that was kept because it gave numbers
-    that are not finite, how many steps were done.
-    """
+    """A run folder as data. steps: step to metrics; nonfinite: the step of each batch that was not finite."""
 
     path: Path
     steps: dict[int, dict[str, Any]]

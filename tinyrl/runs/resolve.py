@@ -29,8 +29,7 @@ def resolve(config: Config) -> Config:
     values = config.model_dump()
     for section, name in MODEL_FIELDS:
         path = values[section][name]
-        found = _run_at(path)
-        if found is not None:
+        if (found := _run_at(path)) is not None:
             if problem := _unfit(f"{section}.{name}", path, found):
                 raise ValueError(f"{section}.{name}={path} {problem}")
             values[section][name] = str(checkpoint_of(Path(os.path.expanduser(path))))
@@ -38,14 +37,12 @@ def resolve(config: Config) -> Config:
     if config.model.adapter is not None:
         values["lora"] |= adapter_settings(Path(values["model"]["adapter"]))
     values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
-    positions = _positions(values["model"]["path"]) if config.samples else None
-    if positions is not None:
-        generation, environment = config.generation, config.environment
-        if "max_new_tokens" not in generation.model_fields_set:
-            values["generation"]["max_new_tokens"] = min(generation.max_new_tokens, positions // 2)
-        if "max_observation_tokens" not in environment.model_fields_set:
-            most = max(1, positions // 4 // max(1, environment.max_turns - 1))
-            values["environment"]["max_observation_tokens"] = min(environment.max_observation_tokens, most)
+    if config.samples and (positions := _positions(values["model"]["path"])) is not None:
+        read = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
+        lengths = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", read))
+        for section, name, most in lengths:
+            if name not in getattr(config, section).model_fields_set:
+                values[section][name] = min(values[section][name], most)
     return build_config(values)
 
 
@@ -68,19 +65,18 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """
     values = copy.deepcopy(values)
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
-        if name in values.get(section, {}):
-            values[section][name] = _absolute(values[section][name])
+        path = values.get(section, {}).get(name)
+        if isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
+            values[section][name] = os.path.abspath(os.path.expanduser(path))
     functions = values.get("reward", {}).get("functions")
     for function in functions if isinstance(functions, list) else ():
         for name, change in (("use", _absolute_use), ("rubric", os.path.abspath), ("cache", os.path.abspath)):
             if isinstance(function, dict) and isinstance(function.get(name), str):
                 function[name] = change(os.path.expanduser(function[name]))
     environment = values.get("environment", {})
-    for name in ("use", "agent"):
-        if environment.get(name):
-            environment[name] = _absolute_use(environment[name])
-    if environment.get("tools"):
-        environment["tools"] = [_absolute_use(use) for use in environment["tools"]]
+    for name in {"use", "agent", "tools"} & environment.keys():
+        given = environment[name]
+        environment[name] = [*map(_absolute_use, given)] if isinstance(given, list) else _absolute_use(given)
     return values
 
 
@@ -90,7 +86,7 @@ def critic_run(config: Config) -> Config | None:
     """
     found = _run_at(config.critic.path)
     if found is None or found.uses("critic"):
-        return found if found and _trunk_of(found.critic.kind) == _trunk_of(config.critic.kind) else None
+        return found if found and _trunk(found.critic.kind) == _trunk(config.critic.kind) else None
     return found if found.lora.enabled else None
 
 
@@ -105,7 +101,7 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
         raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
     theirs = found.critic.kind if found.method == "ppo" else "adapter" if found.lora.enabled else "separate"
     kind = kind if "kind" in config.critic.model_fields_set else theirs
-    if _trunk_of(kind) != _trunk_of(theirs) and (found.lora.enabled or kind != "separate"):
+    if _trunk(kind) != _trunk(theirs) and (found.lora.enabled or kind != "separate"):
         raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
     if kind == "separate" and found.lora.enabled and not config.lora.enabled:
         raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
@@ -125,9 +121,8 @@ def _run_at(path: str | None) -> Config | None:
     return open_run(run).read_config() if run else None
 
 
-def _trunk_of(kind: str | None) -> str | None:
-    """Kinds whose heads are on the same states are the same here."""
-    return "shared" if kind == "shared-detached" else kind
+def _trunk(kind: str | None) -> str:
+    return str(kind).removesuffix("-detached")  # its head is on the same states
 
 
 def _unfit(key: str, path: str, config: Config) -> str | None:
@@ -146,12 +141,6 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
     critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"
     return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
-
-
-def _absolute(path: Any) -> Any:
-    """Return the absolute path of what is there; the name of an embedded model, or of what is on the hub, as it is."""
-    there = isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path))
-    return os.path.abspath(os.path.expanduser(path)) if there else path
 
 
 def _absolute_use(use: Any) -> Any:

@@ -1,6 +1,5 @@
-"""Random generator states of Python, NumPy and torch, as JSON and tensors.
-
-Sampling, minibatches and prompts are keyed and need none of this; dropout and users' code do.
+"""Random generator states of Python, NumPy and torch, as JSON and tensors: for dropout and users' code, since sampling,
+minibatches and prompts are keyed.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ def python_rng() -> list[Any]:
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """Return the states of NumPy's and torch's generators. MT19937's is 624 words, a position and a cached Gaussian."""
+    """Return the states of torch's and NumPy's generators. MT19937's is 624 words, a position and a cached Gaussian."""
     _, words, *rest = np.random.get_state()
-    return torch_rng() | {
-        "numpy_words": torch.from_numpy(np.asarray(words).astype(np.int64)),
-        "numpy_rest": torch.tensor([float(number) for number in rest], dtype=torch.float64),
-    }
+    numpy_words = torch.from_numpy(np.asarray(words).astype(np.int64))
+    return torch_rng() | {"numpy_words": numpy_words, "numpy_rest": torch.tensor(rest, dtype=torch.float64)}
 
 
 def restore_rng(tensors: dict[str, Tensor], python_state: list[Any]) -> None:

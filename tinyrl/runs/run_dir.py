@@ -36,8 +36,6 @@ LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log, of which the later half is kept when there is more
-RESUMED = b"--- resumed ---\n"
-CUT = b"--- the beginning was left out ---\n"
 
 
 class RunLock:
@@ -47,30 +45,29 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, *, wanted: bool = True) -> None:
-        self.folder, self.wanted = folder, wanted
-        self._lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+        self.file, self.wanted = folder / LOCK, wanted
+        self._lock = FileLock(self.file, timeout=0, thread_local=False)
 
     def take(self) -> RunLock:
         """Raise ValueError, with the process that holds it, when another does; OSError where no file can be made."""
-        if self.wanted and not self._lock.is_locked:
-            file = self.folder / LOCK
-            try:
-                self._lock.acquire()
-            except Timeout:
-                holder = one_line(file.read_text("utf-8", "replace"), 200) or "another process"
-                raise ValueError(
-                    f"run {self.folder} is in use: {holder} trains in it. Stop it first, or wait for its end"
-                ) from None
-            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-                file.write_text(
-                    f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-                )
+        if not self.wanted or self._lock.is_locked:
+            return self
+        try:
+            self._lock.acquire()
+        except Timeout:
+            holder = one_line(self.file.read_text("utf-8", "replace"), 200) or "another process"
+            message = f"run {self.file.parent} is in use: {holder} trains in it. Stop it first, or wait for its end"
+            raise ValueError(message) from None
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            self.file.write_text(
+                f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            )
         return self
 
     def release(self, *_: object) -> None:
         if self._lock.is_locked:
             with contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
-                os.truncate(self.folder / LOCK, 0)
+                os.truncate(self.file, 0)
             self._lock.release(force=True)
 
     __enter__, __exit__ = take, release
@@ -145,14 +142,14 @@ class RunDir:
         try:
             with (self.path / "reward_output.log").open("ab+") as out:
                 if out.tell() and not self._resumed:
-                    out.write(RESUMED)
+                    out.write(b"--- resumed ---\n")
                 self._resumed = True
                 out.write(text.encode("utf-8", errors="replace"))
                 if out.tell() > MOST_OUTPUT:
                     out.seek(-MOST_OUTPUT // 2, os.SEEK_END)
                     end = out.read().partition(b"\n")[2]
                     out.truncate(0)
-                    out.write(CUT + end)
+                    out.write(b"--- the beginning was left out ---\n" + end)
         except OSError as error:
             if not self._refused:
                 self.warn(f"warning: output of the reward cannot be written to reward_output.log: {error.strerror}")
@@ -160,10 +157,9 @@ class RunDir:
 
     def lengths(self) -> dict[str, int]:
         """Bytes of the records for a checkpoint, flushed first: a power cut takes what is not on the disk itself."""
-        for file in self._records:
-            if file.exists():
-                with file.open("rb") as record:
-                    os.fsync(record.fileno())
+        for file in filter(Path.exists, self._records):
+            with file.open("rb") as record:
+                os.fsync(record.fileno())
         return {file.name: _length(file) for file in self._records}
 
     def cut(self, lengths: dict[str, int], *, step: int = 0) -> list[str]:
@@ -243,9 +239,8 @@ def environment(command: list[str], **facts: Any) -> dict[str, Any]:
         revision = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         revision = None
-    command_line = shlex.join(map(redact, command))
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
-    return {"versions": versions(), **machine, "git": revision, "command": command_line, **facts}
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "git": revision}
+    return {"versions": versions(), **machine, "command": shlex.join(map(redact, command)), **facts}
 
 
 def versions() -> dict[str, str]:
@@ -276,16 +271,15 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
         raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")
     if name is None or not os.path.lexists(path := root / name):
         return
-    is_folder = path.is_dir() and not path.is_symlink()
-    config, first_lines = path / "config.yaml", tuple(f"method: {method}\n".encode() for method in METHODS)
+    is_folder, config = path.is_dir() and not path.is_symlink(), path / "config.yaml"
+    first_lines = tuple(f"method: {method}\n".encode() for method in METHODS)
     is_run = is_folder and config.is_file() and config.read_bytes().startswith(first_lines)
     half_made = {LOCK, "config.yaml.writing"}  # all that a run has which was killed before it had a config.yaml
     replaceable = is_run or (is_folder and {file.name for file in path.iterdir()} <= half_made)
     if not overwrite:
         resume = f"Resume it with `tinyrl train --resume {path}`, choose" if is_run else "Choose"
-        raise ValueError(
-            f"run folder {path} exists. {resume} another --name{', or use --overwrite' if replaceable else ''}"
-        )
+        way = ", or use --overwrite" if replaceable else ""
+        raise ValueError(f"run folder {path} exists. {resume} another --name{way}")
     if not replaceable:
         raise ValueError(f"--overwrite: {path} is not a tinyrl run (no config.yaml of one), so it is left alone")
     if (path / LOCK).exists():
@@ -320,7 +314,7 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
 
 
 def run_of(path: Path) -> Path | None:
-    """The run folder (one with config.yaml) that a RUN or CHECKPOINT argument means, or None."""
+    """Return the run folder (one with config.yaml) that a RUN or CHECKPOINT argument means, or None."""
     above = path.absolute().parent
     run = path.parent.parent if len(path.parts) > 2 else above.parent
     folders = [path, run] if above.name == "checkpoints" else [path]
@@ -328,7 +322,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def named_run(path: str) -> Path | None:
-    """The run that a model's path names, itself or by a checkpoint of it; None for a model's own folder or name."""
+    """Return the run that a model's path names, itself or by a checkpoint of it; None for a model's folder or name."""
     folder = Path(os.path.expanduser(path))
     run = None if starter_path(path) else run_of(folder)
     has_weights = any(os.path.isfile(folder / name) for name in ("config.json", "adapter_config.json"))
@@ -336,7 +330,7 @@ def named_run(path: str) -> Path | None:
 
 
 def meant_a_run(name: str) -> bool:
-    """Whether a name that is nothing looks like a run's: there are runs in its folder, or one so called in runs/."""
+    """Return whether a name of nothing looks like a run's: there are runs in its folder, or one so called in runs/."""
     if os.path.lexists(name) or starter_path(name):
         return False
     beside = "/" in name and any(Path(name).parent.glob("*/config.yaml"))
@@ -352,7 +346,7 @@ def nearest_run(path: str | Path) -> str:
 
 
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
-    """An existing run. Raises ValueError when the folder is not one."""
+    """Return an existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
     if not os.path.isfile(folder / "config.yaml"):
         parent = run_of(folder)

@@ -55,14 +55,13 @@ class StopFlag:
             raise Interrupted(self.by)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        message = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
-        if self.by is not None and number == signal.SIGINT:
-            if not self.leaves:
-                raise KeyboardInterrupt
-            message = b"\x1b[?25h\n"  # show the cursor, which a live bar hides
-        if number == signal.SIGINT and os.isatty(2):
-            os.write(2, message)
-        if self.by is not None and number == signal.SIGINT:
+        again = self.by is not None and number == signal.SIGINT
+        if again and not self.leaves:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and os.isatty(2):  # a live bar has hidden the cursor
+            stopping = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
+            os.write(2, b"\x1b[?25h\n" if again else stopping)
+        if again:
             os._exit(130)
         self.by = self.by or signal.Signals(number).name
 

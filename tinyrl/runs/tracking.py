@@ -26,19 +26,14 @@ if TYPE_CHECKING:
 TABLE_ROWS = 16
 TABLE_COLUMNS = ("step", "prompt", "completion", "reward", "finish_reason")
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
-WITH_TABLES = ("trackio", "wandb")
+PROJECTS = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
 
 
 def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
-    """Return what accelerate's class of a tracker is made with. next_step: the first step that will be logged; above 0
+    """Return the arguments of accelerate's class of a tracker. next_step: the first step that will be logged; above 0
     when a run is resumed.
     """
-    variables = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
-    project = os.environ.get(variables.get(name, ""), "tinyrl")  # accelerate reads those of mlflow and clearml
-    if name == "tensorboard":  # without purge_step, steps after the checkpoint would be there twice
-        return {"run_name": name, "logging_dir": str(run), **({"purge_step": next_step} if next_step else {})}
-    if name == "trackio":
-        return {"run_name": project, "name": run.name, "resume": "allow" if next_step else "never"}
+    project = os.environ.get(PROJECTS.get(name, ""), "tinyrl")  # accelerate reads those of mlflow and clearml
     if name == "wandb":  # one run there, also when it is resumed; the screen is not copied, since a bar is drawn on it
         file = run / "wandb_id"
         if not file.exists():
@@ -46,14 +41,16 @@ def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
         where = {} if "WANDB_DIR" in os.environ else {"dir": str(run)}
         one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
         return {"run_name": project, **one, **where, "settings": {"console": "off"}}
-    named = {
+    purge = {"purge_step": next_step} if next_step else {}  # else steps after the checkpoint would be there twice
+    return {
+        "tensorboard": {"run_name": name, "logging_dir": str(run), **purge},
+        "trackio": {"run_name": project, "name": run.name, "resume": "allow" if next_step else "never"},
         "mlflow": {"experiment_name": project, "run_name": run.name},
         "aim": {"run_name": run.name, "logging_dir": ".", "experiment": project},
         "clearml": {"run_name": project, "task_name": run.name},
         "dvclive": {"dir": str(run / "dvclive")},
         "swanlab": {"run_name": project, "experiment_name": run.name},
-    }
-    return named.get(name, {"run_name": project})
+    }.get(name, {"run_name": project})
 
 
 class Trackers:
@@ -63,58 +60,58 @@ class Trackers:
         self._names, self._run, self._config, self._note = names, run, config, note
         self._live: dict[str, GeneralTracker] = {}
 
-    @contextlib.contextmanager
-    def _guarded(self, name: str) -> Any:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # trackers talk; standard output is for a run's result
-                yield
-        except Exception as error:  # noqa: BLE001  other people's network code: whatever it raises, the run goes on
-            self._live.pop(name, None)
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            self._note(f"warning: tracker {name} failed and is switched off: {what}")
+    def _each(self, names: Sequence[str], act: Callable[[str], object]) -> None:
+        for name in names:
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # trackers talk; standard output is for a run's result
+                    act(name)
+            except Exception as error:  # noqa: BLE001  other people's network code: the run goes on
+                self._live.pop(name, None)
+                what = f"{type(error).__name__}: {str(error)[:200]}"
+                self._note(f"warning: tracker {name} failed and is switched off: {what}")
 
     def start(self, next_step: int) -> None:
         """Open the trackers, before the line of `next_step` is logged."""
-        for name in self._names:
-            with self._guarded(name):
-                from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-                tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, self._run, next_step))
-                if hasattr(tracker, "start"):
-                    tracker.start()
-                if name == "wandb":
-                    tracker.tracker.define_metric("*", step_metric="step")
-                tracker.store_init_configuration(flat(self._config))
-                self._live[name] = tracker
+        def open_one(name: str) -> None:
+            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+            tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, self._run, next_step))
+            if hasattr(tracker, "start"):
+                tracker.start()
+            if name == "wandb":
+                tracker.tracker.define_metric("*", step_metric="step")
+            tracker.store_init_configuration(flat(self._config))
+            self._live[name] = tracker
+
+        self._each(self._names, open_one)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        for name in [*self._live]:
-            self._log(name, numbers, step)
+        self._each([*self._live], lambda name: self._log(name, numbers, step))
 
     def log_completions(self, lines: Sequence[dict[str, Any]], step: int) -> None:
         """Log a table of held-out completions (lines of samples.jsonl), in trackers that have tables."""
         held_out = [line | {"step": step} for line in lines if line["kind"] == "eval"]
         rows = [[line[column] for column in TABLE_COLUMNS] for line in held_out[:TABLE_ROWS]]
-        for name in [name for name in self._live if rows and name in WITH_TABLES]:
-            with self._guarded(name):
-                table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows)
-                self._log(name, {"completions": table}, step)
+
+        def log_table(name: str) -> None:
+            table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows)
+            self._log(name, {"completions": table}, step)
+
+        self._each([name for name in ("trackio", "wandb") if rows and name in self._live], log_table)
 
     def _log(self, name: str, values: dict[str, Any], step: int) -> None:
-        with self._guarded(name):
-            if name == "wandb":  # its own steps never go back, and a resume goes back to that of a checkpoint
-                self._live[name].log(values | {"step": step}, step=None)
-                return
-            if name == "mlflow":  # refuses names such as pass@1
-                values = {re.sub(r"[^/\w.\- ]", "_", key): value for key, value in values.items()}
-            self._live[name].log(values, step=step)
+        if name == "wandb":  # its own steps never go back, and a resume goes back to that of a checkpoint
+            self._live[name].log(values | {"step": step}, step=None)
+            return
+        if name == "mlflow":  # refuses names such as pass@1
+            values = {re.sub(r"[^/\w.\- ]", "_", key): value for key, value in values.items()}
+        self._live[name].log(values, step=step)
 
     def close(self) -> None:
         """Have every tracker write what it holds."""
-        for name in [*self._live]:
-            with self._guarded(name):
-                self._live[name].finish()
+        self._each([*self._live], lambda name: self._live[name].finish())
         self._live.clear()
 
 

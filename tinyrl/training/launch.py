@@ -22,7 +22,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment
-from tinyrl.runs.summary import summary
+from tinyrl.runs.show import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session

@@ -29,7 +29,7 @@ from tinyrl.models.device import cores_here, peak_memory_gb
 from tinyrl.rollout.components import Parts
 from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.diagnosis import Watch
+from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display
 from tinyrl.runs.records import read_steps

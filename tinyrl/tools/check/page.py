@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.runs.diagnosis import columns
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.findings import Finding, columns
 from tinyrl.text import visible
 
 INDENT, MOST_LINES = 13, 20

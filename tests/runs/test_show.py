@@ -1,0 +1,316 @@
+"""`tinyrl show RUN` and the end of a run: checkpoints, samples, training prompts, and what to type next."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.tools.report.runs import sample, write_run
+from tinyrl.cli.commands import app
+from tinyrl.config.recipe import load_config
+from tinyrl.config.schema import Config
+from tinyrl.data.rows import row_key
+from tinyrl.runs.checkpoint import write_checkpoint
+from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.show import (
+    next_command,
+    read_prompt_stats,
+    render_prompt_stats,
+    render_samples,
+    select_samples,
+    show_checkpoints,
+    summary,
+)
+from tinyrl.tasks import load_split
+
+
+def shown(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["show", *arguments])
+
+
+# ---- checkpoints ----
+
+
+def with_checkpoints(folder: Path) -> RunDir:
+    config = load_config("grpo", None, overrides=[])
+    run = create_run(str(folder), name="one", config=config, overwrite=False)
+    run.write_config(config)
+    for step, score in ((2, 0.25), (4, 0.75), (6, None)):
+        run.append_metrics(step, {} if score is None else {"eval/reward_mean": score})
+
+        def write(folder: Path, step: int = step) -> None:
+            (folder / "x").write_bytes(b"x" * 1000 * step)
+
+        write_checkpoint(run.checkpoints, step, write=write)
+    return run
+
+
+def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path)
+    (run.checkpoints / "step-000006" / "x").write_bytes(b"y" * 6000)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 7, "eval/rew')  # cut off by a crash
+    listed = json.loads(shown(str(run.path), "--json").output)
+    assert [(one["name"], one["step"], one["metric"], one["problem"] is None) for one in listed] == [
+        ("step-000002", 2, 0.25, True),
+        ("step-000004", 4, 0.75, True),
+        ("step-000006", 6, None, False),
+    ]
+    assert 4000 < listed[1]["size"] < 5000
+    text = show_checkpoints(run)
+    assert text.splitlines()[2].endswith("0.7500  yes, best")
+    assert "no: x is not what was written (its SHA-256 differs)" in text
+    assert f"tinyrl eval {run.checkpoints / 'step-000004'}" in text
+    for name in ("step-000002", "step-000004"):
+        (run.checkpoints / name / "MANIFEST.json").unlink()
+    assert "none verifies" in show_checkpoints(run)
+    assert shown(str(tmp_path / "two")).exit_code == 2
+
+
+def test_a_path_cannot_move_the_cursor(tmp_path: Path) -> None:
+    text = show_checkpoints(with_checkpoints(tmp_path / "a b\x1b[2Jc"))
+    assert text.replace("\n", "").isprintable()
+    assert "a b[ESC][2Jc/one'" in text
+    assert max(map(len, text.splitlines())) < 300
+
+
+# ---- the end of a run ----
+
+PAIRS = {"method": "reward", "task": {"data": "/data/pairs.jsonl"}, "model": {"path": "/models/base"}}
+
+
+@pytest.mark.parametrize(("enabled", "kind"), [(True, "adapter"), (False, "model")])
+def test_small_numbers_and_what_the_checkpoint_is(enabled: bool, kind: str, tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.write_config(Config.model_validate({**PAIRS, "lora": {"enabled": enabled}}))
+    (run.checkpoints / "step-000002").mkdir(parents=True)
+    for step in (0, 2):
+        run.append_metrics(step, {"eval/loss": 0.000456, "eval/accuracy": 0.75})
+    lines = summary(run).splitlines()
+    assert "  loss, held-out             0.000456 -> 0.000456" in lines
+    assert "  accuracy, held-out         0.750 -> 0.750" in lines
+    assert f"{kind:8} {tmp_path}/checkpoints/step-000002/" in lines
+
+
+TASK = {
+    "data": "p.jsonl",
+    "eval_data": "e.jsonl",
+    "columns": {"prompt": "q"},
+    "system_prompt": "Be: kind",
+    "chat": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "prompts", "command"),
+    [
+        ({"method": "grpo"}, True, "tinyrl eval runs/x --vs base"),
+        ({"method": "sft", "task": {"data": "rows.jsonl"}}, True, None),
+        (PAIRS, True, "tinyrl train ppo model.path=/models/base task.data=/data/pairs.jsonl reward.model=runs/x"),
+        (
+            {**PAIRS, "task": {**TASK, "chat": False}},
+            True,
+            "tinyrl train ppo model.path=/models/base task.data=p.jsonl task.eval_data=e.jsonl "
+            '\'task.columns={"prompt": "q"}\' \'task.system_prompt="Be: kind"\' task.chat=false reward.model=runs/x',
+        ),
+        (
+            {**PAIRS, "model": {"path": "blank", "random_init": True}},
+            False,
+            "tinyrl train ppo model.path=MODEL task.data=PROMPTS reward.model=runs/x",
+        ),
+    ],
+)
+def test_the_command_that_uses_what_a_run_has_made(values: dict[str, Any], prompts: bool, command: str | None):
+    assert next_command(Path("runs/x"), Config.model_validate(values), prompts=prompts) == command
+
+
+# ---- samples ----
+
+EPISODE = [
+    {"role": "assistant", "content": "search Ada ;"},
+    {"role": "tool", "content": "found\nBern ;"},
+    {"role": "assistant", "content": "answer Bern ."},
+]
+
+
+def a_run(folder: Path, samples: list[dict[str, Any]], *, tail: str = "", config: dict[str, Any] | None = None) -> Path:
+    made = write_run(folder / "run", [{"step": 0}], samples=samples, config=config)
+    with (made / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(tail)
+    return made
+
+
+def picked(run: Path, *names: str, **asked: Any) -> list[tuple[Any, ...]]:
+    rows = select_samples(run / "samples.jsonl", [], **asked)
+    return [tuple(row[name] for name in names) for row in rows]
+
+
+def test_the_last_step_is_shown_unless_one_is_named(tmp_path: Path) -> None:
+    lines = [
+        sample(step, i, "P", "c", 1.0, kind=kind) for step in (0, 4, 2) for kind in ("train", "eval") for i in (7, 3)
+    ]
+    run, names = a_run(tmp_path, lines), ("step", "kind", "prompt_index")
+    assert picked(run, *names) == [(4, "train", 7), (4, "train", 3), (4, "eval", 7), (4, "eval", 3)]
+    assert picked(run, *names, num=3, step=2) == [(2, "train", 7), (2, "train", 3), (2, "eval", 7)]
+    assert picked(run, *names, kind="eval", num=1) == [(4, "eval", 7)]
+
+
+def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
+    line = sample(5, 12, "city of Ada ?", "not shown", 0.25, episode=EPISODE, advantage=-0.5, finish_reason="turns")
+    line["rewards"] = {"exact": 0.0, "short": 0.5}
+    assert render_samples([line, sample(5, 0, "P", "", None)], grey=lambda text: f"<{text}>").split("\n") == [
+        "step 5 | eval | prompt 12, sample 0 | reward 0.25 (exact 0, short 0.5) | advantage -0.5 | ended: turns",
+        *("prompt", "  city of Ada ?", "policy", "  search Ada ;", "<environment>", "<  found", "  Bern ;>"),
+        *("policy", "  answer Bern .", ""),
+        "step 5 | eval | prompt 0, sample 0 | reward - | ended: eos",
+        *("prompt", "  P", "policy", "  (nothing)"),
+    ]
+
+
+def test_a_terminal_is_told_nothing_by_a_sample_and_a_megabyte_is_cut(tmp_path: Path) -> None:
+    hostile = [{"role": "tool", "content": "a\x1b[2Jb\u202ec\x00\ud800"}]
+    done = shown(
+        str(a_run(tmp_path, [sample(1, 0, "p\x07", "", 1.0, episode=hostile, finish_reason="\x1b")])), "--samples"
+    )
+    assert "a[ESC][2Jb[U+202E]c[U+0000][U+D800]" in done.stdout
+    assert not {"\x1b", "\x07"} & {*done.stdout}
+    long = a_run(tmp_path / "long", [sample(0, 0, "P", "start" + "x" * 1_000_000 + "end", 1.0)])
+    text = shown(str(long), "--samples").stdout
+    assert len(text) < 25_000
+    assert "\n  start" in text
+    assert text.endswith("end\n")
+    lines = a_run(tmp_path / "lines", [sample(0, 0, "P", "y\n" * 500_000, 1.0)])
+    assert shown(str(lines), "--samples").stdout.count("\n") < 1010
+
+
+def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
+    odd = {"step": 1, "kind": "eval", "episode": [3, {"role": "tool"}, {"content": None}], "reward": "x", "rewards": 5}
+    done = shown(str(a_run(tmp_path, [odd], tail='{"step": 1, \n[]\n{"step": 2, "kind": "ev')), "--samples")
+    assert done.exit_code == 0
+    assert done.stderr == "tinyrl: samples.jsonl: 2 lines could not be read and are left out.\n"
+    assert done.stdout.startswith("step 1 | eval | prompt -, sample - | reward - | ended: \nprompt\n")
+    assert done.stdout.count("environment") == 2
+
+
+def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+    made = a_run(tmp_path, [sample(step, 0, "P", "c", 1.0) for step in (4, 0)])
+    for arguments, message in (
+        (["--step", "9"], "no samples at step 9; there are some of step 0, 4"),
+        (["--kind", "train", "--step", "4"], "no samples of kind train at step 4; there are none"),
+    ):
+        done = shown(str(made), *arguments)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert message in done.stderr
+
+
+def test_the_worst_come_first_and_what_has_no_reward_last(tmp_path: Path) -> None:
+    lines = [sample(3, i, "P", "c", reward) for i, reward in enumerate([0.5, None, -1.0, 0.5, 0.25])]
+    run = a_run(tmp_path, [*lines, sample(1, 9, "P", "c", -9.0)])
+    expected = [(2, -1.0), (4, 0.25), (0, 0.5), (3, 0.5), (1, None)]
+    assert picked(run, "prompt_index", "reward", worst=True) == expected
+    assert picked(run, "prompt_index", "reward", worst=True, num=2) == expected[:2]
+    assert picked(run, "prompt_index", "reward", worst=True, step=1) == [(9, -9.0)]
+
+
+def test_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
+    lines = [sample(3, i, "P", "c", reward) for i, reward in ((0, 0.0), (1, 1.0), (0, 0.5), (1, 0.0), (2, None))]
+    run = a_run(tmp_path, [*lines, sample(3, 1, "P", "c", 0.1, kind="train")])
+    assert picked(run, "prompt_index", "reward", unsolved=1.0) == [(0, 0.0), (0, 0.5), (2, None), (1, 0.1)]
+    assert picked(run, "prompt_index", "reward", unsolved=0.5, kind="eval") == [(2, None)]
+
+
+def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
+    lines = [sample(step, i, "P", "c", 0.0, sample=n) for step in (0, 2, 4, 6, 8) for i in (1, 2) for n in (0, 1)]
+    lines += [sample(3, 2, "P", "c", 0.0, kind="train"), sample(5, 6, "P", "c", 0.0, kind="train")]
+    run, names = a_run(tmp_path, lines), ("step", "kind", "sample")
+    assert picked(run, *names, prompt=2, num=9) == [(step, "eval", 0) for step in (0, 2, 4, 6, 8)]
+    assert picked(run, *names, prompt=2, num=3) == [(step, "eval", 0) for step in (0, 4, 8)]
+    assert picked(run, *names, prompt=2, num=1) == [(8, "eval", 0)]
+    assert picked(run, *names, prompt=2, num=4, kind="train") == [(3, "train", 0)]
+    assert picked(run, *names, prompt=6, num=4) == [(5, "train", 0)]
+    with pytest.raises(ValueError, match="no samples of kind eval of prompt 6"):
+        picked(run, prompt=6, kind="eval")
+
+
+def test_options_of_the_command(tmp_path: Path) -> None:
+    lines = [sample(step, i, f"prompt {i}", f"text {step}", (step + i) / 10) for step in (0, 4) for i in (0, 1)]
+    made = str(a_run(tmp_path, lines, config={"method": "grpo", "task": {"name": "sort", "solved_reward": 0.45}}))
+    for words, heading in (
+        (("--worst", "--num", "1"), "step 4 | eval | prompt 0, sample 0 | reward 0.4 | ended: eos"),
+        (("--unsolved",), "step 4 | eval | prompt 0, sample 0 | reward 0.4 | ended: eos"),
+        (("--prompt", "1", "--step", "0"), "step 0 | eval | prompt 1, sample 0 | reward 0.1 | ended: eos"),
+    ):
+        assert [line for line in shown(made, *words).stdout.splitlines() if " | " in line] == [heading]
+    assert shown(made, "--worst", "--prompt", "1").exit_code == 2
+
+
+# ---- training prompts ----
+
+#                 index, key, tried, solved
+STEPS: dict[int, list[Any]] = {
+    1: [[0, "a", 4, 0], [1, "b", 4, 4], [2, "c", 4, 2], [3, "d", 4, 1], [9, "i", 0, 0]],
+    2: [[0, "a", 3, 0], [1, "b", 4, 4], [2, "c", 4, 0]],
+    5: [[2, "c", 2, 0], [3, "d", 4, 3], [7, "e", 4, 0]],
+}
+
+
+def with_prompts(folder: Path, steps: dict[int, list[Any]] = STEPS, *, tail: str = "", **more: Any) -> Path:
+    made = write_run(folder / "run", [{"step": 0}], **more)
+    lines = [json.dumps({"step": step, "prompts": prompts}) + "\n" for step, prompts in steps.items()]
+    (made / "prompts.jsonl").write_text("".join(lines) + tail)
+    return made
+
+
+def test_prompts_are_counted_by_outcome_and_the_hard_ones_tried_most_are_listed(tmp_path: Path) -> None:
+    prompt_stats = read_prompt_stats(with_prompts(tmp_path) / "prompts.jsonl", [])
+    outcomes = {0: "never", 1: "always", 2: "forgotten", 3: "sometimes", 7: "never"}
+    assert {record.index: record.outcome for record in prompt_stats} == outcomes
+    assert [record.tried for record in prompt_stats] == [7, 8, 10, 8, 4]
+    assert prompt_stats[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
+    texts = {0: "first prompt\x1b[2J", 2: "third"}
+    assert render_prompt_stats(prompt_stats, texts, num=1).split("\n") == [
+        "training prompts tried: 5, in steps 1 to 5",
+        "right, or solved: a completion whose reward is task.solved_reward or more",
+        "      2  never solved: every completion was wrong",
+        "      1  forgotten: solved once, and not at the last try",
+        "      1  in between",
+        "      1  always solved: every completion was right",
+        *("", "never solved (1 of 2)", "  prompt 0      0/4 0/3  first prompt[ESC][2J"),
+        *("", "forgotten", "  prompt 2      2/4 0/4 0/2  third"),
+    ]
+
+
+def test_damaged_entries_are_left_out_and_said(tmp_path: Path) -> None:
+    odd = [[0, "a", 4], "x", [0, 5, 4, 0], [-1, "a", 4, 0], [0, "a", 4, 5], [True, "a", 4, 0], [1, "b", 2, 1]]
+    made = with_prompts(tmp_path, {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
+    notes: list[str] = []
+    (record,) = read_prompt_stats(made / "prompts.jsonl", notes)
+    assert (record.index, record.tries) == (1, [(1, 2, 1)])
+    assert [note[:24] for note in notes] == ["prompts.jsonl: 1 line co", "prompts.jsonl: 7 entries"]
+
+
+def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path: Path) -> None:
+    """Of the training rows of a file the first was never solved, the second was, the third is new."""
+    data, hard = tmp_path / "rows.jsonl", tmp_path / "hard.jsonl"
+    data.write_text("".join(json.dumps({"q": f"say {c}", "answer": c}) + "\n" for c in "abcdefgh"))
+    config = {"method": "grpo", "task": {"name": "rows", "data": str(data), "columns": {"prompt": "q"}}}
+    rows = load_split(Config.model_validate(config), "train")
+    entries = [[0, row_key(rows[0]), 4, 0], [1, row_key(rows[1]), 4, 1], [5, "of a row that is gone", 4, 0]]
+    made = str(with_prompts(tmp_path, {1: entries}, config=config))
+    done = shown(made, "--export-hard", str(hard))
+    assert done.exit_code == 0, done.stderr
+    assert f"prompt 0      0/4  {rows[0]['prompt']}" in done.stdout
+    assert f"1 rows in {hard}" in done.stdout
+    assert "1 are not in the training rows any more" in done.stdout
+    task = {"name": "rows", "data": str(hard), "eval_data": str(hard)}
+    assert load_split(Config.model_validate({"method": "grpo", "task": task}), "train") == rows[:1]
+    again = shown(made, "--export-hard", str(hard))
+    assert again.exit_code == 2
+    assert "hard.jsonl exists; give another name" in again.stderr
+    data.unlink()
+    gone = shown(made, "--prompts")
+    assert gone.exit_code == 0
+    assert "prompt 0      0/4\n" in gone.stdout
+    assert "rows.jsonl: no such file" in gone.stderr
