@@ -80,7 +80,7 @@ class Worker:
 
     def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
-        started, self._count, reply = time.monotonic(), self._count + 1, None
+        started, self._count, reply = time.monotonic(), self._count + 1, dict[str, Any]()
         data = json.dumps({**request, "id": self._count, "timeout_s": timeout_s}).encode("ascii") + b"\n"
         try:
             line = self._exchange(data, started + timeout_s + GRACE_S)
@@ -89,7 +89,7 @@ class Worker:
                 raise CallFailed(self._why_lost(timeout_s if late else None), worker_lost=True)
             try:
                 found = json.loads(line)
-                if found.pop("id") != self._count:
+                if found["id"] != self._count:
                     raise KeyError
             except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # people's code has written there
                 raise CallFailed("broke the replies of its worker process", worker_lost=True) from None
@@ -97,7 +97,7 @@ class Worker:
         finally:
             self._on_output(self._output())
             os.ftruncate(self._printed.fileno(), 0)
-            if reply is None:  # the worker's next reply would be to the wrong request
+            if not reply:  # the worker's next reply would be to the wrong request
                 self.kill()
         return succeeded(reply)
 

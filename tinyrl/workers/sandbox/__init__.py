@@ -338,7 +338,7 @@ def run_program(source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS
 
 def _in_memory(stack: contextlib.ExitStack, text: str) -> IO[bytes]:
     """Return an open file in memory with the text, closed with the stack; a lone surrogate is the program's problem."""
-    file = stack.enter_context(open(os.memfd_create("file"), "w+b", buffering=0))
+    file = stack.enter_context(os.fdopen(os.memfd_create("file"), "w+b", buffering=0))
     data = text.encode("utf-8", "surrogatepass")
     while data:
         data = data[file.write(data) :]
