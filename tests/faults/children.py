@@ -158,11 +158,11 @@ def workers_left(pids: set[int]) -> list[int]:
 
 
 def _workers_of(pids: set[int]) -> Iterator[psutil.Process]:
-    """A worker's last argument is the number of the process that it works for."""
+    """A worker's first argument is the number of the process that it works for."""
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        works = worker.__file__ in words and process.info["status"] != psutil.STATUS_ZOMBIE
-        if works and words[-1].isdigit() and int(words[-1]) in pids:
+        works = worker.__file__ in words[:-1] and process.info["status"] != psutil.STATUS_ZOMBIE
+        if works and int(words[words.index(worker.__file__) + 1]) in pids:
             yield process
 
 

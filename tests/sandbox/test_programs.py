@@ -141,7 +141,7 @@ def test_nothing_of_ours_is_in_its_environment(monkeypatch: pytest.MonkeyPatch):
         ("raise MemoryError", "out of memory"),
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
         ("input()", "exit code 1: EOFError: EOF when reading a line"),
-        ("raise ValueError('x' * 100_000 + '\\n\\x1b[31m')", "exit code 1: ?[31m"),
+        ("raise ValueError('x' * 100_000 + '\\n\\x1b[31m')", "exit code 1: [ESC][31m"),
     ],
 )
 def test_how_a_program_ended_is_told_in_a_few_words(program: str, reason: str):

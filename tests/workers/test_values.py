@@ -47,7 +47,7 @@ def test_numbers_of_any_library_are_scores(value: Any, score: float | None):
         ({"score": 1}, "returned a dict ({'score': 1}), not a number"),
         (1j, "returned complex, not a number"),
         (-(10**400), "returned a number beyond 1e+12"),
-        (3e38, "returned 3e+38, a number beyond 1e+12"),
+        (3e38, "returned a number beyond 1e+12"),
     ],
 )
 def test_a_bad_value_costs_its_own_row_only(value: Any, reason: str):

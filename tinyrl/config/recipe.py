@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import check_familiar, explain, fields_of
+from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, shortened
 
@@ -172,7 +172,6 @@ def _check_used(override: str, method: str) -> None:
 def build_config(settings: Source | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Validate nested values with overrides laid over them; ValueError puts the first problems into sentences."""
     source = apply_overrides(settings if isinstance(settings, Source) else Source("settings", settings), overrides)
-    check_familiar(source)
     try:
         return Config.model_validate(source.values)
     except ValidationError as error:

@@ -44,52 +44,6 @@ def explain(error: ValidationError, source: Source) -> str:
     return "\n".join(shown + ([f"(and {more} more)"] if more else []))
 
 
-def check_familiar(source: Source) -> None:
-    """ValueError for a setting that has another name elsewhere: `beta` is `grpo.kl_coef` here."""
-    method = source.values.get("method")
-    used = {name: section for name, section in source.values.items() if name not in _unused(method)}
-    for path in _leaves(used):
-        found = None if _is_a_setting(path) else find_alias(tuple(map(str, path)), method=method)
-        if found is None:
-            continue
-        name, answer = found
-        start = f"{source.place(path)}: `{dotted(path)}` is not a setting: "
-        if answer.startswith("!"):
-            raise ValueError(start + answer[1:])
-        setting = re.match(r"[\w.-]+", answer)
-        assert setting is not None
-        raise ValueError(f"{start}`{name}` is `{_for_method(setting[0], method)}` here{answer[setting.end() :]}")
-
-
-def _is_a_setting(path: KeyPath) -> bool:
-    """Whether there is the section that a path names, and in it the setting (of `method`, which has none, anything)."""
-    section = Config.model_fields.get(str(path[0]))
-    if section is None:
-        return False
-    return len(path) == 1 or path[1] in getattr(section.annotation, "model_fields", path)
-
-
-def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every value that is not a mapping with something in it."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*within, key))
-        else:
-            yield (*within, key)
-
-
-def _unused(method: Any) -> set[str]:
-    return {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set()
-
-
-def _for_method(name: str, method: Any) -> str:
-    """The same setting in the method's own section: `grpo.kl_coef` is `ppo.kl_coef` under PPO."""
-    section, _, key = name.partition(".")
-    if section in ("grpo", "ppo") and method in ("grpo", "ppo") and key in fields_of(method):
-        return f"{method}.{key}"
-    return name
-
-
 def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
     """The setting a pydantic problem is about, and its sentence: place, `key`, value, what is allowed, did you mean."""
     if problem["type"] == "value_error":
@@ -100,31 +54,56 @@ def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
     path, kind = _walk(problem["loc"])
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         unknown = (*path, str(problem["loc"][len(path)]))
-        meant = _meant(path, unknown[-1], method=source.values.get("method"))
-        return unknown, f"{source.place(unknown)}: unknown key `{dotted(unknown)}`.{meant}"
+        return unknown, _unknown(unknown, source)
     where, name = source.place(path), dotted(path)
     if problem["type"] == "missing":
         return path, f"{where}: `{name}` is missing; it must be {allowed(kind)}"
     value = source.value(path)
     hint = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
-    if value in ("", []):
-        hint = " It is empty."
-    elif isinstance(value, bool | int | float) and "text" in _words(kind):
+    if isinstance(value, bool | int | float) and "text" in _words(kind):
         hint = " Put it in quotes."
     shown = json.dumps(value) if isinstance(value, bool | None) else shortened(repr(value))
     return path, f"{where}: `{name}` is {shown}; it must be {allowed(kind)}.{hint}"
 
 
-def _meant(path: KeyPath, key: str | int, *, method: Any) -> str:
-    """What an unknown key was probably meant to be; the keys of its section where there is no guess."""
-    known, key = [*_fields(_walk(path)[1])], str(key)
-    for home in SECTIONS:
-        if home not in _unused(method) and key in fields_of(home):
-            return f" Did you mean `{home}.{key}`?"
-    near = did_you_mean(key, known)
-    if near:
-        return near.replace("`", f"`{dotted(path)}.", 1) if path else near
-    return f" `{dotted(path)}` has: {', '.join(known)}" if path else f" Sections: {', '.join(known)}"
+def _unknown(path: KeyPath, source: Source) -> str:
+    """The sentence for an unknown key: its name in another library, the section that has it, or a near one."""
+    method, (*parents, key) = source.values.get("method"), path
+    unused = {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set[str]()
+    for leaf in _leaves(source.value(path), path):  # of verl's names the end of a dotted one is known
+        if found := find_alias(tuple(map(str, leaf)), method=method):
+            name, answer = found
+            start = f"{source.place(leaf)}: `{dotted(leaf)}` is not a setting: "
+            if answer.startswith("!"):
+                return start + answer[1:]
+            section, dot, rest = answer.partition(".")
+            if (
+                section in ("grpo", "ppo")
+                and method in ("grpo", "ppo")
+                and re.split(r"\W", rest)[0] in fields_of(method)
+            ):
+                section = method  # grpo.kl_coef is ppo.kl_coef under PPO
+            setting, remark = re.fullmatch(r"([\w.-]+)(.*)", section + dot + rest, re.DOTALL).groups()  # pyright: ignore
+            return f"{start}`{name}` is `{setting}` here{remark}"
+    known = [*_fields(_walk(tuple(parents))[1])]
+    homes = [home for home in SECTIONS if home not in unused and key in fields_of(home)]
+    near = did_you_mean(str(key), known)
+    if homes:
+        meant = f" Did you mean `{homes[0]}.{key}`?"
+    elif near:
+        meant = near.replace("`", f"`{dotted(tuple(parents))}.", 1) if parents else near
+    else:
+        meant = f" `{dotted(tuple(parents))}` has: {', '.join(known)}" if parents else f" Sections: {', '.join(known)}"
+    return f"{source.place(path)}: unknown key `{dotted(path)}`.{meant}"
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """The path of every value at `path` that is not a mapping with something in it."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path
 
 
 # ---- what a setting may be, by the JSON schema that pydantic gives ----

@@ -1,7 +1,4 @@
-"""YAML as plain settings: one document of names, text, numbers, booleans, null and lists, with the place of every key.
-
-What YAML can do besides (aliases, dates, tags) is refused with its line number.
-"""
+"""YAML as plain settings: names, text, numbers, booleans, null and lists, with the place of every key."""
 
 from __future__ import annotations
 
@@ -11,27 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from yaml.composer import ComposerError
 
 from tinyrl.text import shortened
 
-MAX_DEPTH = 8
-MAX_DIGITS, MAX_HEX = 18, len("0x") + 14  # of a whole number: 14 hex digits have fewer than 18 when written in decimal
-
+MAX_DIGITS = 18  # of a whole number
 _TAG = "tag:yaml.org,2002:"
-_PLAIN = {"str", "int", "float", "bool", "null", "seq", "map"}
 _EXPONENT = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 5e-5 is a number (YAML 1.1 wants 5.0e-5)."""
+    """YAML as people write it: 5e-5 is a number (YAML 1.1 wants 5.0e-5), and dates are text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("int", "float", "bool", "null")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
+        if self.check_event(yaml.AliasEvent):  # a few lines of them would fill the memory
             event = self.peek_event()
-            raise ComposerError(
-                None, None, f"*{event.anchor}: a recipe has no aliases, write the value itself", event.start_mark
-            )
+            what = f"*{event.anchor}: a recipe has no aliases, write the value itself"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -88,69 +87,39 @@ Where = Callable[[int | None], str]  # names a line of the text, counted from 1;
 def parse_plain(text: str, where: Where) -> tuple[Any, dict[str, str]]:
     """The value of one YAML document, and the place of every key in it."""
     places: dict[str, str] = {}
+
+    def note(node: yaml.Node, path: str) -> None:
+        """Note the place of each key below a node."""
+        if isinstance(node, yaml.SequenceNode):
+            for index, inner in enumerate(node.value):
+                places[f"{path}{index}"] = where(inner.start_mark.line + 1)
+                note(inner, f"{path}{index}.")
+        elif isinstance(node, yaml.MappingNode):
+            for key_node, inner in node.value:
+                key = f"{path}{key_node.value}"
+                if key in places:
+                    what = f"duplicate key `{shortened(key)}` (first defined at {places[key]})"
+                    raise yaml.MarkedYAMLError(problem=what, problem_mark=key_node.start_mark)
+                places[key] = where(key_node.start_mark.line + 1)
+                note(inner, f"{key}.")
+        elif node.tag == f"{_TAG}int" and len(node.value.lstrip("+-")) > MAX_DIGITS:
+            what = f"the number {shortened(node.value)} has more than {MAX_DIGITS} digits"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-    except yaml.YAMLError as error:
-        raise ValueError(_broken(error, text, where)) from error
+        if node is None:
+            return None, places
+        note(node, "")
+        return loader.construct_document(node), places
     except RecursionError:
         raise ValueError(f"{where(None)}: broken YAML: nested too deep") from None
-    if node is None:
-        return None, places
-    _check(node, (), where, places, loader)
-    try:
-        return loader.construct_document(node), places
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(_broken(error, text, where)) from error
-
-
-def _broken(error: Exception, text: str, where: Where) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    position = getattr(error, "position", None)  # of a character that no YAML file may hold
-    line = mark.line if mark else None if position is None else text.count("\n", 0, position)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    lines = text.splitlines()
-    near = f", near '{shortened(lines[line].strip())}'" if line is not None and line < len(lines) else ""
-    hints = {"'\\t'": "; indent with spaces, not with tabs", "mapping values": "; put text with a colon in quotes"}
-    hint = next((hint for part, hint in hints.items() if part in problem), "")
-    return f"{where(None if line is None else line + 1)}: broken YAML: {problem}{hint}{near}"
-
-
-def _check(node: yaml.Node, path: KeyPath, where: Where, places: dict[str, str], loader: _Loader) -> None:
-    """Refuse what is not a plain setting, and note the place of each key."""
-    place = where(node.start_mark.line + 1)
-    if len(path) > MAX_DEPTH:
-        raise ValueError(f"{place}: nested too deep")
-    plain = isinstance(node, yaml.ScalarNode) and node.style is None
-    tag = node.tag.removeprefix(_TAG)
-    if tag not in _PLAIN or node.tag != loader.resolve(type(node), node.value, (plain, not plain)):
-        what = {"timestamp": "a date", "value": "a YAML sign", "merge": "a YAML sign"}.get(tag)
-        shown = shortened(repr(node.value)) if isinstance(node, yaml.ScalarNode) else f"the tag {shortened(tag)}"
-        what = what or f"marked as '{shortened(tag)}'"
-        raise ValueError(f"{place}: {shown} is {what}; put text in quotes")
-    if isinstance(node, yaml.SequenceNode):
-        for index, inner in enumerate(node.value):
-            places[".".join(map(str, (*path, index)))] = where(inner.start_mark.line + 1)
-            _check(inner, (*path, index), where, places, loader)
-    elif isinstance(node, yaml.MappingNode):
-        for key_node, inner in node.value:
-            _check_key(key_node, path, where, places)
-            _check(inner, (*path, key_node.value), where, places, loader)
-    elif tag == "int" and len(node.value.lstrip("+-")) > (MAX_HEX if "x" in node.value else MAX_DIGITS):
-        raise ValueError(f"{place}: the number {shortened(node.value)} has more than {MAX_DIGITS} digits")
-    elif any("\ud800" <= character <= "\udfff" for character in node.value):
-        raise ValueError(f"{place}: invalid Unicode (lone surrogate) in {shortened(repr(node.value))}")
-
-
-def _check_key(node: yaml.Node, path: KeyPath, where: Where, places: dict[str, str]) -> None:
-    place, tag = where(node.start_mark.line + 1), node.tag.removeprefix(_TAG)
-    if not isinstance(node, yaml.ScalarNode) or tag != "str":
-        shown = shortened(repr(node.value)) if isinstance(node, yaml.ScalarNode) else "this one"
-        raise ValueError(f"{place}: a key is a name, and {shown} is read as {tag}; put it in quotes")
-    key = ".".join(map(str, (*path, node.value)))
-    if key in places:
-        raise ValueError(f"{place}: `{shortened(key)}` stands twice (first at {places[key]})")
-    places[key] = place
+    except (yaml.YAMLError, ValueError) as error:  # no number, such as 0b_
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        problem, lines = getattr(error, "problem", None) or str(error).splitlines()[0], text.splitlines()
+        near = f", near '{shortened(lines[mark.line].strip())}'" if mark and mark.line < len(lines) else ""
+        raise ValueError(f"{where(mark.line + 1 if mark else None)}: broken YAML: {problem}{near}") from error
 
 
 def dump_plain(values: dict[str, Any]) -> str:

@@ -24,9 +24,7 @@ from tinyrl.runs.signals import check_stop
 from tinyrl.text import masked, shortened
 
 MAX_BYTES = 1 << 26  # of one answer
-MOST_REDIRECTS = 3
 POLL_S = 0.2  # between two looks at whether a signal has come
-REDIRECTS = (301, 302, 307, 308)  # after which the same request is sent once more
 
 Read = TypeVar("Read")
 
@@ -103,10 +101,9 @@ class HttpClient:
         async def one(place: int, body: Any) -> Read:
             content = None if body is None else json.dumps(body).encode()
             async with free:
+                request = httpx2.Request(method, url, content=content, headers=sent)
                 try:
-                    result = read(
-                        await self._answer(httpx2.Request(method, url, content=content, headers=sent), once_s)
-                    )
+                    result = read(await self._answer(request, once_s))
                 except NoAnswer as error:
                     if failed is None:
                         raise
@@ -147,33 +144,20 @@ class HttpClient:
         raise AssertionError("unreachable")
 
     async def _once(self, request: httpx2.Request) -> HttpAnswer:
-        """Send a request, again after redirects to the same server. Raises NoAnswer for others and a huge answer."""
-        ours = self.address
-        for _ in range(MOST_REDIRECTS + 1):
-            response = await self._client.send(request, stream=True)
-            try:
-                location = response.headers.get("Location")
-                if response.status_code not in REDIRECTS or location is None:
-                    body = bytearray()
-                    async for block in response.aiter_raw():  # nothing is unpacked
-                        body += block
-                        if len(body) > MAX_BYTES:
-                            raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
-                    return HttpAnswer(response.status_code, response.reason_phrase, bytes(body))
-            finally:
-                await response.aclose()
-            try:
-                url = ours.join(location)
-            except httpx2.InvalidURL:
-                raise NoAnswer(f"redirects to {shortened(masked(location))}, which is no address") from None
-            upgraded = ("https", ours.host, None) if (ours.scheme, ours.port) == ("http", None) else None
-            if (url.scheme, url.host, url.port) not in ((ours.scheme, ours.host, ours.port), upgraded):
-                where = shortened(masked(str(url)))
-                raise NoAnswer(f"redirects to {where}, which is another server; nothing is sent there")
-            headers = {name: value for name, value in request.headers.items() if name not in ("host", "authorization")}
-            url = url.copy_with(username=None, password=None)
-            request = httpx2.Request(request.method, url, content=request.content, headers=headers)
-        raise NoAnswer(f"redirects more than {MOST_REDIRECTS} times")
+        """Send a request. Raises NoAnswer for a huge answer, and a redirect: what is sent is for this server only."""
+        response = await self._client.send(request, stream=True)
+        try:
+            if response.has_redirect_location:
+                where = shortened(masked(response.headers["Location"]))
+                raise NoAnswer(f"redirects to {where}; give the address that answers")
+            body = bytearray()
+            async for block in response.aiter_raw():  # nothing is unpacked
+                body += block
+                if len(body) > MAX_BYTES:
+                    raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
+            return HttpAnswer(response.status_code, response.reason_phrase, bytes(body))
+        finally:
+            await response.aclose()
 
 
 def _cause(error: BaseException) -> str:

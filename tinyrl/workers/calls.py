@@ -31,11 +31,11 @@ MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but ano
 class Printed:
     """The lines that one function prints, each after its name; without secrets, control characters named.
 
-    State: what the call in hand has printed, and `kept`, the last lines while there is nowhere to write them.
+    State: the output of the current call, and `kept`, the last lines while there is nowhere to write them.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._data, self._left_out = name, b"", 0
+        self._name, self._data = name, b""
         self._write: Callable[[str], None] | None = None
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
 
@@ -47,16 +47,16 @@ class Printed:
             self.kept.clear()
 
     def add(self, data: bytes) -> None:
-        """Take what was printed, whole lines or not, up to CALL_BYTES of a call."""
-        self._left_out += max(0, len(self._data) + len(data) - CALL_BYTES)
-        self._data += data[: CALL_BYTES - len(self._data)]
+        """Take what was printed, whole lines or not."""
+        self._data += data
 
     def end_call(self) -> None:
-        """Hand over the lines of a call."""
-        texts = [redact(raw.decode("utf-8", errors="replace")) for raw in self._data.splitlines()]
+        """Hand over the lines of a call, up to CALL_BYTES of it."""
+        data, left_out = self._data[:CALL_BYTES], len(self._data) - CALL_BYTES
+        texts = [redact(raw.decode("utf-8", errors="replace")) for raw in data.splitlines()]
         lines = [f"{self._name}: {text if text.isprintable() else visible(text)}" for text in texts]
-        lines += [f"{self._name}: [{self._left_out} more bytes left out]"] if self._left_out else []
-        self._data, self._left_out = b"", 0
+        lines += [f"{self._name}: [{left_out} more bytes left out]"] if left_out > 0 else []
+        self._data = b""
         if self._write is None:
             self.kept.extend(lines)
         elif lines:
@@ -85,7 +85,7 @@ class WorkerFunction:
 
     sources: where it is, the first giving its name; setting: the field that names it, for messages; timeout_s: seconds
     a call may take; host: "module:function" of ours that makes one service of several functions, see worker.py.
-    `printed` is what it prints.
+    `printed` is what it prints; `read_as_text`: whether it has taken a completion that is a list of messages for text.
     """
 
     def __init__(
@@ -95,10 +95,8 @@ class WorkerFunction:
         if not (math.isfinite(self._timeout_s) and self._timeout_s > 0):
             raise ValueError(f"{self._section}.timeout_s: must be a number of seconds above 0, not {self._timeout_s}.")
         self.name = name or sources[0].function
-        self.printed = Printed(self.name)
-        self.read_as_text = False  # whether it has taken a completion that is a list of messages for text
+        self.printed, self.read_as_text = Printed(self.name), False
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
-        self._memory_bytes = memory_limit()
         self._worker: Worker | InProcess | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
@@ -110,7 +108,7 @@ class WorkerFunction:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Load the function and return what the worker says of it: see worker.py."""
+        """Load the function and return the facts of its worker: see worker.py."""
         self.start()
         assert self._facts is not None
         return self._facts
@@ -210,7 +208,7 @@ class WorkerFunction:
             if here is not None:
                 self._worker = InProcess(here)
             else:
-                self._worker = Worker(first, memory_bytes=self._memory_bytes, on_output=self.printed.add)
+                self._worker = Worker(first, memory_bytes=memory_limit(), on_output=self.printed.add)
             sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
             path = [*(str(source.folder) for source in self._sources), *sys.path]
             load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}

@@ -1,15 +1,15 @@
 """Lookup of people's functions: 'file.py:function' or 'package.module:function', checked without running any of it.
 
-The source is read, not imported: a mistake in a recipe is answered at once, and users' code runs in the worker only.
+The source is parsed, not imported: a mistake in a recipe is answered at once, and users' code runs in the worker only.
 """
 
 import ast
-import importlib.machinery
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -66,50 +66,41 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
         raise ValueError(f"{problem} must be 'file.py:function' or 'package.module:function'.")
     if place == HERE:
         if defined_here(function) is None:
-            raise ValueError(
-                f"{problem}: a notebook or script defined this function, and it does not exist in this process; "
-                "resume where it is defined, or move it to a file"
-            )
+            raise ValueError(f"{problem}: defined by a notebook or script, and not in this process; move it to a file")
         return FunctionSource(use, function, HERE, None, base)
     if place.endswith(".py") or "/" in place:
         file = base / Path(place).expanduser()
         if not file.is_file():
-            if file.exists():
-                raise ValueError(f"{problem}: {file} is not a file.")
-            beside = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
-            raise ValueError(f"{problem}: there is no file {file}.{did_you_mean(file.name, beside)}")
+            near = did_you_mean(file.name, [path.name for path in file.parent.glob("*.py")])
+            raise ValueError(f"{problem}: there is no file {file}.{near}")
         source = FunctionSource(use, function, None, file, file.parent)
     else:
-        source = FunctionSource(use, function, place, _module_file(place, base, problem), base)
-    if source.file is not None:
-        _check_function(source, source.file, problem, classes=classes)
+        name, *rest = place.split(".")
+        if not all(part.isidentifier() for part in (name, *rest)):
+            raise ValueError(f"{problem}: '{place}' is neither a .py file nor the name of a module.")
+        spec = PathFinder.find_spec(name, [str(base)]) or importlib.util.find_spec(name)
+        for part in rest:  # without importing the parents
+            folders = spec.submodule_search_locations if spec else None
+            name = f"{name}.{part}"
+            spec = PathFinder.find_spec(name, folders) if folders else None
+        if spec is None:
+            raise ValueError(f"{problem}: no module '{name}' here or among the installed ones.")
+        file = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+        source = FunctionSource(use, function, place, file, base)
+    if file is not None:
+        _check_function(function, file, problem, classes=classes)
     return source
 
 
-def _module_file(module: str, base: Path, problem: str) -> Path | None:
-    """Find the source of a module as an import would, but without importing its parents."""
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise ValueError(f"{problem}: '{module}' is neither a .py file nor the name of a module.")
-    name, *rest = module.split(".")
-    spec = importlib.machinery.PathFinder.find_spec(name, [str(base)]) or importlib.util.find_spec(name)
-    for part in rest:
-        folders = spec.submodule_search_locations if spec else None
-        name = f"{name}.{part}"
-        spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
-    if spec is None:
-        raise ValueError(f"{problem}: no module '{name}' here or among the installed ones.")
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _check_function(source: FunctionSource, file: Path, problem: str, *, classes: bool) -> None:
+def _check_function(function: str, file: Path, problem: str, *, classes: bool) -> None:
     """Check that the source binds the name somewhere: by a definition, an assignment or an import."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
-    except SyntaxError as error:
-        line = f", line {error.lineno}" if error.lineno else ""
-        raise ValueError(f"{problem}: {file}{line}: {error.msg}.") from error
-    except (OSError, ValueError) as error:  # unreadable; a null byte
-        raise ValueError(f"{problem}: {file}: {error}.") from error
+    except (OSError, SyntaxError, ValueError) as error:  # also unreadable; a null byte
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ValueError(
+            f"{problem}: {file}{line}: {error.msg if isinstance(error, SyntaxError) else error}."
+        ) from error
     functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, *((ast.ClassDef,) if classes else ()))
     known = set[str]()
@@ -120,11 +111,10 @@ def _check_function(source: FunctionSource, file: Path, problem: str, *, classes
             known.add(node.id)
         elif isinstance(node, definitions):
             known.add(node.name)
-    if known & {source.function, "*", "__getattr__", "globals"}:  # the last three may give anything: the worker sees
-        return
-    there_are = f"Its functions: {', '.join(functions)}" if functions else "It has no functions"
-    near = did_you_mean(source.function, functions)
-    raise ValueError(f"{problem}: {file} has no function '{source.function}'.{near} {there_are}.")
+    if not known & {function, "*", "__getattr__", "globals"}:  # the last three may give anything: the worker sees
+        near = did_you_mean(function, functions)
+        there_are = f"Its functions: {', '.join(functions) or 'none'}"
+        raise ValueError(f"{problem}: {file} has no function '{function}'.{near} {there_are}.")
 
 
 def imported_beside(source: FunctionSource) -> list[Path]:
@@ -133,11 +123,21 @@ def imported_beside(source: FunctionSource) -> list[Path]:
     The text decides: a name that is put together while the program runs is not seen.
     """
     waiting, found = [source.file] if source.file else [], set[Path]()
+
+    def add(folder: Path, name: str) -> None:
+        """Add the source files of a module, and of the packages it is in, as far as there are any."""
+        place = folder
+        for part in name.split("."):
+            place /= part
+            file = place / "__init__.py" if place.is_dir() else place.with_name(f"{part}.py")
+            if file.is_file() and file.is_relative_to(source.folder):
+                waiting.append(file)
+
     if source.module not in (None, HERE):
-        waiting += _modules(source.folder, source.module)
+        add(source.folder, source.module)
     while waiting:
         file = waiting.pop()
-        if file in found or (file != source.file and not file.is_relative_to(source.folder)):
+        if file in found:
             continue
         found.add(file)
         try:
@@ -146,20 +146,10 @@ def imported_beside(source: FunctionSource) -> list[Path]:
             continue  # the worker says what is wrong with it
         for node in nodes:
             if isinstance(node, ast.Import):
-                waiting += [path for each in node.names for path in _modules(source.folder, each.name)]
+                for each in node.names:
+                    add(source.folder, each.name)
             elif isinstance(node, ast.ImportFrom):
                 folder = file.parents[min(node.level, len(file.parents)) - 1] if node.level else source.folder
-                prefix = f"{node.module}." if node.module else ""
-                names = [f"{prefix}{each.name}" for each in node.names]
-                names += [] if node.module else ["__init__"]  # from . import name: the package itself is read too
-                waiting += [path for name in names for path in _modules(folder, name)]
+                for name in [each.name for each in node.names] + ["__init__"] * (not node.module):
+                    add(folder, f"{node.module}.{name}" if node.module else name)
     return sorted(found - {source.file})
-
-
-def _modules(folder: Path, name: str) -> list[Path]:
-    """Return the source files of a module and of the packages it is in, as far as there are any below a folder."""
-    parts, found = name.split("."), list[Path]()
-    for depth in range(1, len(parts) + 1):
-        place = folder.joinpath(*parts[:depth])
-        found.append(place / "__init__.py" if place.is_dir() else place.with_name(f"{place.name}.py"))
-    return [file for file in found if file.is_file()]

@@ -1,9 +1,10 @@
-"""Our end of a worker process: start it with its supervisor, ask it, and end it with all it started.
+"""Our end of a worker process: start it under its supervisor, send requests, and end it with all it started.
 
 Nothing here waits without a deadline. What the function prints goes into a file, so that no full pipe stops it.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -23,18 +24,17 @@ import psutil
 from tinyrl.runs.launched import VARIABLES
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import one_line, redact
-from tinyrl.workers import supervisor, worker
+from tinyrl.workers import worker
 from tinyrl.workers.loading import FunctionSource
 
 POLL_S = 0.1
 GRACE_S = 1.0  # the worker ends a late call itself and writes where it was; after this we do
 EXIT_S = 0.5  # between the end of its pipe and its exit code
-END_S = 2 * supervisor.PATIENCE_S  # for a worker to leave by itself, and its supervisor to end all it started
+END_S = 2 * worker.PATIENCE_S  # for a worker to leave by itself, and its supervisor to end all it started
 MEMORY_SHARE = 0.5  # of the machine's memory, which a reward may use by default
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
-KEPT_OUTPUT_BYTES = 8192
-MOST_OUTPUT_BYTES = 64 << 20  # in the file of what is printed; then it is emptied
-MAX_SAID_CHARS = 300
+MOST_OUTPUT_BYTES = 64 << 20  # in the file of what a call prints; then it is emptied
+MAX_SHOWN_CHARS = 300
 
 
 class CallFailed(Exception):
@@ -52,19 +52,19 @@ class LoadFailed(CallFailed):
 class Worker:
     """One worker process with one person's function. It can be used until a call is lost; then start another.
 
-    `memory_bytes` is what each process of it may use. `on_output` is given what the function prints, as it comes.
+    `memory_bytes` is what each process of it may use. `on_output` is given what the function printed in each call.
     """
 
     def __init__(self, source: FunctionSource, *, memory_bytes: int, on_output: Callable[[bytes], None]) -> None:
         self._source, self._on_output = source, on_output
         self._count, self._killed = 0, False
-        self._printed, self._position, self._tail = tempfile.TemporaryFile("a+b"), 0, b""  # noqa: SIM115
-        # Sets are in the same order in every run. Without what a launcher said: people's code is none of the processes
-        # that it started, and a library there would wait for the others.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
+        fcntl.fcntl(self._printed, fcntl.F_SETFL, os.O_APPEND)  # it is emptied after each call
+        # Sets are in the same order in every run. Without a launcher's variables: people's code is none of the
+        # processes that it started, and a library there would wait for the others.
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         self._process = subprocess.Popen(
-            # -P keeps our folder off sys.path, where loading.py would hide the user's
-            supervised([sys.executable, "-P", worker.__file__, str(os.getpid())], memory_bytes=memory_bytes),
+            supervised([], memory_bytes=memory_bytes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._printed,
@@ -80,26 +80,26 @@ class Worker:
 
     def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
-        started, self._tail, self._count = time.monotonic(), b"", self._count + 1
+        started, self._count, reply = time.monotonic(), self._count + 1, dict[str, Any]()
         data = json.dumps({**request, "id": self._count, "timeout_s": timeout_s}).encode("ascii") + b"\n"
         try:
             line = self._exchange(data, started + timeout_s + GRACE_S)
             if not line:
                 late = time.monotonic() - started >= timeout_s
-                how = f"gave no answer within {timeout_s:g} s{self._where()}" if late else self._died()
-                raise CallFailed(how, worker_lost=True)
+                raise CallFailed(self._why_lost(timeout_s if late else None), worker_lost=True)
             try:
-                reply = json.loads(line)
-                if reply.pop("id") != self._count:  # people's code has written there
+                found = json.loads(line)
+                if found["id"] != self._count:
                     raise KeyError
-            except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+            except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # people's code has written there
                 raise CallFailed("broke the replies of its worker process", worker_lost=True) from None
-        except BaseException:  # the worker's next reply would be to the wrong request
-            self.kill()
-            raise
-        if "error" in reply:
-            raise CallFailed(said(reply), worker_lost=False)
-        return reply
+            reply = found
+        finally:
+            self._on_output(self._output())
+            os.ftruncate(self._printed.fileno(), 0)
+            if not reply:  # the worker's next reply would be to the wrong request
+                self.kill()
+        return succeeded(reply)
 
     def close(self) -> None:
         """End the process and whatever it started; one that is idle leaves by itself."""
@@ -114,20 +114,27 @@ class Worker:
         if not self._killed:
             self._killed = True
             end_supervised(self._process)
-            self._printed.close()
-            for pipe in (self._process.stdin, self._process.stdout):
+            for file in (self._printed, self._process.stdin, self._process.stdout):
                 with contextlib.suppress(OSError):
-                    assert pipe
-                    pipe.close()
+                    assert file
+                    file.close()
 
     def _exchange(self, data: bytes, deadline: float) -> bytes:
-        """Send a line and return the reply's; what there is of it where the worker ended or was too late."""
-        replies, reply = self._process.stdout, bytearray()
+        """Send a line and return the reply's; b"" where the worker ended or was too late."""
+        requests, replies, reply = self._process.stdin, self._process.stdout, bytearray()
+        assert requests
         assert replies
-        threading.Thread(target=self._send, args=(data,), daemon=True).start()  # the pipe may be full
+
+        def send(data: bytes) -> None:
+            with contextlib.suppress(OSError, ValueError):  # it is gone or closed: the end of its replies tells
+                while data:
+                    data = data[requests.write(data) or 0 :]
+
+        threading.Thread(target=send, args=(data,), daemon=True).start()  # the pipe may be full
         while not reply.endswith(b"\n"):
             check_stop()
-            self._take_output()
+            if os.fstat(self._printed.fileno()).st_size > MOST_OUTPUT_BYTES:
+                os.ftruncate(self._printed.fileno(), 0)
             if select.select([replies], [], [], POLL_S)[0]:
                 received = os.read(replies.fileno(), 1 << 20)
                 reply += received
@@ -135,42 +142,27 @@ class Worker:
                     return b""
             elif time.monotonic() > deadline:
                 return b""
-        self._take_output()
         return bytes(reply)
 
-    def _send(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it is gone or closed: the end of its replies tells
-            while data:
-                assert self._process.stdin
-                data = data[self._process.stdin.write(data) or 0 :]
+    def _output(self) -> bytes:
+        """Return what the function has printed in this call."""
+        return os.pread(self._printed.fileno(), os.fstat(self._printed.fileno()).st_size, 0)
 
-    def _take_output(self) -> None:
-        """Take what the function has printed since, and keep the end of it."""
-        while printed := os.pread(self._printed.fileno(), 1 << 16, self._position):
-            self._position += len(printed)
-            self._on_output(printed)
-            self._tail = (self._tail + printed)[-KEPT_OUTPUT_BYTES:]
-            if self._position > MOST_OUTPUT_BYTES:
-                os.ftruncate(self._printed.fileno(), 0)
-                self._position = 0
-                break
-
-    def _died(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=EXIT_S)
-        where, code = self._where(), self._process.returncode
-        if code is None:
-            return f"broke off its connection to us{where}"
-        how = ending(code)
-        lines = [line for line in self._tail.decode("utf-8", errors="replace").split("\n") if line.strip()]
-        return f"{how}{where}" if where or not lines else f"{how}; it last wrote: {quoted(lines[-1])}"
-
-    def _where(self) -> str:
-        """Return ' (file.py, line 3)' if the worker could still write down where the function was."""
-        self._take_output()
-        file, text = self._source.file, self._tail.decode("utf-8", errors="replace")
+    def _why_lost(self, timeout_s: float | None) -> str:
+        """Return how a call was lost, and where the function was if the worker could still write that down."""
+        if timeout_s is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=EXIT_S)
+        file, text = self._source.file, self._output().decode("utf-8", errors="replace")
         place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', text) if file else None
-        return f" ({file.name}, line {place[1]})" if file and place else ""
+        where = f" ({file.name}, line {place[1]})" if file and place else ""
+        if timeout_s is not None:
+            return f"gave no answer within {timeout_s:g} s{where}"
+        if self._process.returncode is None:
+            return f"broke off its connection to us{where}"
+        lines = [line for line in text.split("\n") if line.strip()]
+        last = f"; it last wrote: {quoted(lines[-1])}" if lines and not where else ""
+        return f"{ending(self._process.returncode)}{where}{last}"
 
 
 class InProcess:
@@ -189,12 +181,8 @@ class InProcess:
         check_stop()
         if "load" in request:
             file = getattr(getattr(self._function, "__code__", None), "co_filename", None)
-            reply = self._loaded.load({**request["load"], "sources": [{"file": file}]}, [self._function])
-        else:
-            reply = json.loads(json.dumps(self._loaded.answer(json.loads(json.dumps(request)))))
-        if "error" in reply:
-            raise CallFailed(said(reply), worker_lost=False)
-        return reply
+            request = {"load": {**request["load"], "sources": [{"file": file}]}}
+        return succeeded(json.loads(json.dumps(self._loaded.answer(json.loads(json.dumps(request)), [self._function]))))
 
     def close(self) -> None:
         """Do nothing: the function's state is the notebook's."""
@@ -209,8 +197,9 @@ def memory_limit() -> int:
 
 
 def supervised(command: list[str], *, memory_bytes: int) -> list[str]:
-    """Return the command line of a supervisor (supervisor.py) that runs a command."""
-    return [sys.executable, "-P", supervisor.__file__, str(os.getpid()), str(memory_bytes), *command]
+    """Return the command line of a supervisor (worker.py) that runs a command, or without one answers requests."""
+    # -P keeps our folder off sys.path, where loading.py would hide the user's
+    return [sys.executable, "-P", worker.__file__, str(os.getpid()), str(memory_bytes), *command]
 
 
 def end_supervised(process: subprocess.Popen[bytes]) -> None:
@@ -228,6 +217,13 @@ def ending(code: int) -> str:
     return f"died of {signals[code]}" if code in signals else f"ended its process with exit code {code}"
 
 
+def succeeded(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's reply. Raises CallFailed if it says that the function raised."""
+    if "error" in reply:
+        raise CallFailed(said(reply), worker_lost=False)
+    return reply
+
+
 def said(reply: dict[str, Any]) -> str:
     """Return what a function raised, by the worker's reply, as one line, and where."""
     return f"{quoted(reply['error'])}{reply['at']}"
@@ -235,4 +231,4 @@ def said(reply: dict[str, Any]) -> str:
 
 def quoted(text: str) -> str:
     """Return what people's code wrote as a line that may be kept and shown."""
-    return one_line(redact(text), MAX_SAID_CHARS)
+    return one_line(redact(text), MAX_SHOWN_CHARS)

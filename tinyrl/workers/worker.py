@@ -1,8 +1,15 @@
-"""The worker process of a person's function: a hang or a crash costs one worker and not the run.
+"""The worker process of a person's function, under a supervisor that ends whatever it leaves behind.
 
-Started fresh (`python -P worker.py RUN`: the run's process, for who lists processes), never forked. Requests and
-replies are JSON, one a line, over stdin and stdout; those pipes are moved out of the function's sight first, so that
-what it prints, closes or reads cannot disturb them. Only the standard library is imported here, to start quickly.
+    python -P worker.py RUN MEMORY_BYTES [COMMAND ...]
+
+Supervisor and worker are one fresh process that forks: the child answers requests, or is COMMAND. On Linux the
+supervisor is a subreaper (prctl(2)): a process whose parent has ended becomes its child, in whatever group or session.
+So all that was started is found and killed: when the child is over, at SIGTERM, and when the run (process RUN) is gone.
+The exit code is the child's, 128 + N after signal N. No process may use more than MEMORY_BYTES of its own (RLIMIT_DATA:
+without files and reserved address space; 0: no limit).
+
+Requests and replies are JSON, one a line, over stdin and stdout; those pipes are moved out of the function's sight
+first, so that what it prints, closes or reads cannot disturb them. The worker imports only the standard library.
 
     {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "section", "sys_path"}}
         -> {"id", "whole_batch": bool, "parameters": names or null for any, "required": names, further facts}
@@ -14,6 +21,7 @@ function. Where the function's code raises, the reply is {"id", "error": text, "
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -24,10 +32,16 @@ import math
 import os
 import reprlib
 import resource
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
+PATIENCE_S = 1.0  # for killed processes to be gone; one that is stuck in the kernel must not hold the run
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
 MAX_SHOWN_CHARS = 100  # of a value that is not a score
 MAX_WHY_CHARS = 4000  # of the text a score comes with
@@ -37,6 +51,52 @@ CHAT_HINT = 'a completion is a list of messages here, as the prompts are; its te
 Checked = tuple[list[Any], list[tuple[int, str]]]  # one value a row, and (row, reason) of the bad rows
 
 
+def main() -> None:
+    """Fork; supervise the child to its end, or to the run's."""
+    run, memory_bytes, *command = sys.argv[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until what it ends is known
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        os.setpgid(0, 0)  # a function that kills its group does not kill its supervisor
+        with contextlib.suppress(ValueError, OSError):  # above the limit that holds already
+            if memory_bytes != "0":
+                resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
+        if not command:
+            return answer_requests()
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a command expects them
+            signal.signal(ignored, signal.SIG_DFL)
+        os.execvp(command[0], command)
+    import psutil  # the child does without
+
+    nothing, code = os.open(os.devnull, os.O_RDWR), 0
+    for pipe in (0, 1, 2):  # are the child's, whose end has to show
+        os.dup2(nothing, pipe)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        while os.getppid() == int(run):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                break
+            time.sleep(POLL_S)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        give_up = time.monotonic() + PATIENCE_S
+        while (left := psutil.Process().children(recursive=True)) and time.monotonic() < give_up:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.002)
+    os._exit(code if code >= 0 else 128 - code)
+
+
 class Service(NamedTuple):
     """Functions of (arguments by name, number of rows) by name, and facts about them for the run."""
 
@@ -44,7 +104,7 @@ class Service(NamedTuple):
     facts: dict[str, Any]
 
 
-def main() -> None:
+def answer_requests() -> None:
     """Answer requests until the parent closes the pipe."""
     requests, replies, last_words = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), os.dup(2)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -66,9 +126,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=last_words)
         if "load" in request:
             sys.path[:] = dict.fromkeys([*request["load"]["sys_path"], *sys.path])
-            reply = loaded.load(request["load"])
-        else:
-            reply = loaded.answer(request)
+        reply = loaded.answer(request)
         faulthandler.cancel_dump_traceback_later()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the function may have closed it
@@ -80,39 +138,44 @@ def main() -> None:
 class Loaded:
     """A person's objects and the service made of them; it answers the requests described above."""
 
-    service: Service
-    file: str | None = None
-    section = "reward"
+    def __init__(self, service: Service | None = None, file: str | None = None) -> None:
+        self._service, self._file, self._section = service, file, "reward"
 
-    def load(self, request: dict[str, Any], objects: list[Any] | None = None) -> dict[str, Any]:
-        """Import the sources (or take the objects), and make a service of them."""
-        sources, self.section = request["sources"], request["section"]
-        self.file = sources[0]["file"]
-        found: list[Any] = objects or []
-        if not found:
-            for source in sources:
-                value, problem = _attempt(lambda source=source: _find(**source), source["file"], self.section)
-                if problem:
-                    return problem
-                found.append(value)
-        host = reward
+    def answer(self, request: dict[str, Any], objects: list[Any] | None = None) -> dict[str, Any]:
+        """Import the sources (or take `objects`) and make a service of them, or call it."""
+        Messages.read_as_text = False
+        try:
+            if "load" in request:
+                return self._load(request["load"], objects)
+            assert self._service is not None
+            values, failures = self._service.calls[request["call"]](request["arguments"], request["num_rows"])
+            return {"values": values, "failures": failures, "read_as_text": Messages.read_as_text}
+        except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
+            steps = traceback.walk_tb(error.__traceback__)
+            lines = [line for frame, line in steps if frame.f_code.co_filename == self._file]
+            where = f" ({os.path.basename(self._file)}, line {lines[-1]})" if self._file and lines else ""
+            text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
+            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            if isinstance(error, MemoryError) and limit > 0:
+                text += f" (a process of a {self._section} may use {limit / 1e9:.3g} GB)"
+            elif Messages.__name__ in str(error) and not isinstance(error, MemoryError):
+                text += f" ({CHAT_HINT})"
+            return {"error": f"raised {text}", "at": where}
+
+    def _load(self, request: dict[str, Any], objects: list[Any] | None) -> dict[str, Any]:
+        self._section = request["section"]
+        found: list[Any] = []
+        for source in request["sources"]:
+            self._file = source["file"]
+            found.append(objects[len(found)] if objects else _find(**source))
+        self._file, host = request["sources"][0]["file"], reward
         if request["host"]:
             module, _, name = request["host"].partition(":")
             host = getattr(importlib.import_module(module), name)
         elif not callable(found[0]):
             return {"error": f"is {_describe(found[0])}, not a function", "at": ""}
-        service, problem = _attempt(lambda: host(found), self.file, self.section)
-        if problem:
-            return problem
-        self.service = service
-        return {"whole_batch": False, "parameters": None, "required": [], **service.facts}
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make a call."""
-        Messages.read_as_text = False
-        function, arguments, num_rows = self.service.calls[request["call"]], request["arguments"], request["num_rows"]
-        found, problem = _attempt(lambda: function(arguments, num_rows), self.file, self.section)
-        return problem or {"values": found[0], "failures": found[1], "read_as_text": Messages.read_as_text}
+        self._service = host(found)
+        return {"whole_batch": False, "parameters": None, "required": [], **self._service.facts}
 
 
 def reward(objects: list[Any]) -> Service:
@@ -123,10 +186,28 @@ def reward(objects: list[Any]) -> Service:
         if "completions" in arguments:
             messages = [Messages(c) if isinstance(c, list) else c for c in arguments["completions"]]
             arguments = {**arguments, "completions": messages}
-        return check_values(_awaited(function(**arguments)), num_rows)
+        returned = function(**arguments)
+        if inspect.isawaitable(returned):
+            import asyncio  # slower to import than all the rest here; most functions do without
+            from concurrent.futures import ThreadPoolExecutor
+
+            async def finish() -> Any:
+                return await returned
+
+            with ThreadPoolExecutor(1) as pool:  # in a notebook's own thread a loop is running already
+                returned = pool.submit(asyncio.run, finish()).result()
+        return check_values(returned, num_rows)
 
     facts = {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
     return Service({"score": score}, facts)
+
+
+def call(
+    function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
+) -> dict[str, Any]:
+    """Call a reward function of ours, whose source is `file`, and check what it returns; the reply is as above."""
+    request = {"arguments": arguments, "num_rows": num_rows, "call": "score"}
+    return Loaded(reward([function]), file).answer(request)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -138,14 +219,6 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
         "parameters": None if takes_all else [each.name for each in named],
         "required": [each.name for each in named if each.default is each.empty],
     }
-
-
-def call(
-    function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
-) -> dict[str, Any]:
-    """Call a reward function of ours, whose source is `file`, and check what it returns; the reply is as above."""
-    found, problem = _attempt(lambda: check_values(_awaited(function(**arguments)), num_rows), file, "reward")
-    return problem or {"values": found[0], "failures": found[1]}
 
 
 class Messages(list[Any]):
@@ -200,26 +273,24 @@ def _score(value: Any) -> tuple[Any, str]:
     plain = plain.tolist() if hasattr(plain, "tolist") else plain
     # a row of a (B, 1) tensor, or a tensor of one number
     single: Any = plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
-    if single is None:
-        return (None if why is None else [None, why[:MAX_WHY_CHARS]]), ""
-    if not hasattr(type(single), "__float__"):  # text has none
-        return None, f"returned {_describe(single)}, not a number"
-    try:
-        number = float(single)
-    except OverflowError:
-        return None, f"returned a number beyond {MAX_SCORE:g}"
-    if not math.isfinite(number):
-        return None, f"returned {number}".replace("nan", "NaN")
-    if abs(number) > MAX_SCORE:
-        return None, f"returned {number:g}, a number beyond {MAX_SCORE:g}"
+    number = None
+    if single is not None:
+        if not hasattr(type(single), "__float__"):  # text has none
+            return None, f"returned {_describe(single)}, not a number"
+        try:
+            number = float(single)
+        except OverflowError:
+            number = 2 * MAX_SCORE
+        if not math.isfinite(number):
+            return None, f"returned {number}".replace("nan", "NaN")
+        if abs(number) > MAX_SCORE:
+            return None, f"returned a number beyond {MAX_SCORE:g}"
     return (number if why is None else [number, why[:MAX_WHY_CHARS]]), ""
 
 
 def _describe(value: Any) -> str:
-    kind = type(value).__name__
-    return (
-        f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS] if isinstance(value, str | list | tuple | dict) else kind
-    )
+    kind, shown = type(value).__name__, isinstance(value, str | list | tuple | dict)
+    return f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS] if shown else kind
 
 
 def _find(module: str | None, file: str, function: str) -> Any:
@@ -233,39 +304,6 @@ def _find(module: str | None, file: str, function: str) -> Any:
     sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return getattr(loaded, function)
-
-
-def _attempt(action: Callable[[], Any], file: str | None, section: str) -> tuple[Any, dict[str, Any] | None]:
-    """Return (result, None), or (None, the error reply) with the line of `file` where the action raised."""
-    try:
-        return action(), None
-    except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
-        lines, step = [], error.__traceback__
-        while step is not None:
-            if step.tb_frame.f_code.co_filename == file:
-                lines.append(step.tb_lineno)
-            step = step.tb_next
-        where = f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
-        text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if isinstance(error, MemoryError) and limit > 0:
-            text += f" (a process of a {section} may use {limit / 1e9:.3g} GB)"
-        elif Messages.__name__ in str(error) and not isinstance(error, MemoryError):
-            text += f" ({CHAT_HINT})"
-        return None, {"error": f"raised {text}", "at": where}
-
-
-def _awaited(returned: Any) -> Any:
-    if not inspect.isawaitable(returned):
-        return returned
-    import asyncio  # slower to import than all the rest here; most functions do without
-    from concurrent.futures import ThreadPoolExecutor
-
-    async def finish() -> Any:
-        return await returned
-
-    with ThreadPoolExecutor(1) as pool:  # in a notebook's own thread a loop is running already
-        return pool.submit(asyncio.run, finish()).result()
 
 
 if __name__ == "__main__":

@@ -32,24 +32,25 @@ import functools
 import json
 import math
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any
+
+from tinyrl.text import one_line
 
 TOLERANCE = 1e-9  # between numbers of which one is a float, relative to the larger
 NEAR_ZERO = 1e-12  # where exactly 0 is expected, to which nothing is relatively close
 START_S = 30.0  # for a sandbox to be ready, on a busy machine
 MIN_MEMORY_BYTES = 64 << 20  # an interpreter alone needs about half
 MAX_LINE_CHARS = 300
-CHUNK_BYTES = 1 << 16
-NOT_JSON = "did not return a value that is JSON"
+MAX_WAIT_MS = 2**31 - 1  # of poll(2)
 
 CAGE = str(Path(__file__).with_name("cage.py"))
 # No installed packages, no .pyc written, none of our folders on its path.
@@ -65,6 +66,16 @@ for file in ["libgcc_s.so.1", *(path for path in found if path.endswith(".so") a
 with open("/proc/self/maps") as maps:
     print(*{line[line.index("/"):].rstrip("\\n") for line in maps if "/" in line}, sep="\\n")
 """
+CALL = """
+import json, os, sys
+found = sys.modules["program"] = type(sys)("program")
+exec(compile({source!a}, "program.py", "exec"), found.__dict__)
+for part in {function!r}.split("."):
+    found = getattr(found() if isinstance(found, type) else found, part)
+returned = json.dumps(found(*json.loads({arguments!r})))
+sys.stdout.flush()
+os.write(1, b"\\n" + returned.encode())
+"""
 
 
 class CannotIsolate(ValueError):
@@ -78,7 +89,7 @@ class Limits:
     wall_s: float = 10.0
     cpu_s: int = 10
     memory_bytes: int = 512 << 20  # address space; files in scratch come on top
-    output_bytes: int = 1 << 20  # of stdout, of stderr, and of a returned value, each
+    output_bytes: int = 1 << 20  # of stdout with a returned value, and of stderr
     scratch_bytes: int = 16 << 20  # all files together, in memory; 0: no file can be written
     threads: int = 32
 
@@ -129,11 +140,6 @@ class Verdict:
 # ---- Programs and their verdicts ----
 
 
-def run_program(source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Outcome:
-    """Run a program as a script. Raises CannotIsolate; what the program does is never raised."""
-    return _run(source, "", b"", stdin, limits)
-
-
 def call_function(
     source: str,
     function: str,
@@ -147,9 +153,21 @@ def call_function(
     Arguments and values are JSON: a returned tuple is a list, keys of objects are text, and NaN or an infinity is not a
     value. "Solution.solve" is a method, of an instance made without arguments. ValueError: an argument is not JSON.
     """
-    given = [_json(list(arguments)) for arguments in arguments_list]
+    calls = [CALL.format(source=source, function=function, arguments=_json([*each])) for each in arguments_list]
+
+    def value_of(program: str) -> Outcome:
+        outcome = run_program(program, limits=limits)
+        printed, _, returned = outcome.stdout.rpartition("\n")
+        if not outcome.ok:
+            return outcome
+        try:
+            value = json.loads(returned, parse_constant=_finite, parse_float=_finite)
+        except (ValueError, RecursionError):
+            return replace(outcome, reason="did not return a value that is JSON")
+        return replace(outcome, stdout=printed, value=value)
+
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda each: _run(source, function, each, "", limits), given))
+        return list(pool.map(value_of, calls))
 
 
 def passes_tests(
@@ -157,7 +175,7 @@ def passes_tests(
 ) -> list[Verdict]:
     """Run a program on each case, (stdin, expected stdout); passed is exit code 0 and `same_output`."""
     with ThreadPoolExecutor(workers) as pool:
-        outcomes = list(pool.map(lambda case: _run(source, "", b"", case[0], limits), cases))
+        outcomes = list(pool.map(lambda case: run_program(source, stdin=case[0], limits=limits), cases))
     pairs = zip(outcomes, cases, strict=True)
     return [Verdict(outcome.ok and same_output(outcome.stdout, expected), outcome) for outcome, (_, expected) in pairs]
 
@@ -172,8 +190,7 @@ def passes_calls(
 ) -> list[Verdict]:
     """Call a function on each case, (arguments, expected value), as call_function does; passed is `same_value`."""
     wanted = [json.loads(_json(expected)) for _, expected in cases]
-    given = [arguments for arguments, _ in cases]
-    outcomes = call_function(source, function, given, workers=workers, limits=limits)
+    outcomes = call_function(source, function, [given for given, _ in cases], workers=workers, limits=limits)
     pairs = zip(outcomes, wanted, strict=True)
     return [Verdict(outcome.ok and same_value(outcome.value, expected), outcome) for outcome, expected in pairs]
 
@@ -212,11 +229,18 @@ def same_value(returned: Any, expected: Any) -> bool:
     return len(kinds) == 1 and returned == expected
 
 
-def _json(value: Any) -> bytes:
+def _json(value: Any) -> str:
     try:
-        return json.dumps(value, allow_nan=False).encode("ascii")
+        return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Arguments and expected values of a function must be JSON: {error}.") from error
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not JSON")
+    return number
 
 
 # ---- One run, seen from outside, where the program cannot reach ----
@@ -228,7 +252,7 @@ def why_not_isolated() -> str | None:
     if sys.platform != "linux":
         return f"that takes Linux with Landlock and seccomp, and this is {sys.platform}"
     try:
-        _run("", "", b"", "", DEFAULT_LIMITS)
+        run_program("")
     except (CannotIsolate, OSError) as error:
         return last_line(str(error)).rstrip(".")
     return None
@@ -250,118 +274,85 @@ def visible_paths() -> tuple[str, ...]:
     return (f"l{library}", *(f"{'d' if os.path.isdir(path) else 'f'}{path}" for path in there), "w/dev/null")
 
 
-def _run(source: str, function: str, arguments: bytes, stdin: str, limits: Limits) -> Outcome:
-    """Run a program in a fresh sandbox to its end, or to the end of a limit.
+def run_program(source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Outcome:
+    """Run a program as a script, in a fresh sandbox, to its end or to the end of a limit.
 
-    Nothing waits without a deadline and nothing is written to disk. Raises CannotIsolate where a wall is missing,
-    OSError where the sandbox cannot be started.
+    What the program does is never raised. Nothing waits without a deadline; what it reads and writes is in memory.
+    Raises CannotIsolate where a wall is missing, OSError where the sandbox cannot be started.
     """
     if sys.platform != "linux":
         raise CannotIsolate(f"Programs cannot be isolated: {why_not_isolated()}. None is run.")
-    # A lone surrogate is the program's problem, not ours.
-    program, entered = source.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
-    stopped, started, refused, outputs = "", None, "", dict[Any, bytearray]()
-    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as pipes:
-        job, standard_input = (_in_memory(stack, data) for data in (program + arguments, entered))
+    with contextlib.ExitStack() as stack:
+        job, given, *outputs = (_in_memory(stack, text) for text in (source, stdin, "", ""))
         reading, writing = os.pipe()
-        replies = stack.enter_context(open(reading, "rb", buffering=0))
-        values = (limits.cpu_s, limits.memory_bytes, limits.scratch_bytes, limits.threads)
-        words = [os.getpid(), writing, job, len(program), function, *values]
+        stack.callback(os.close, reading)
+        # What is written beyond a limit shows that it was.
+        file_bytes = max(limits.scratch_bytes, limits.output_bytes + 1)
+        values = (limits.cpu_s, limits.memory_bytes, limits.scratch_bytes, file_bytes, limits.threads)
+        words = [os.getpid(), writing, job.fileno(), *values]
         try:
             process = subprocess.Popen(
                 [*PYTHON, CAGE, *map(str, words), *visible_paths()],
-                stdin=standard_input,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
+                stdin=given,
+                stdout=outputs[0],
+                stderr=outputs[1],
                 env=ENVIRONMENT,
-                pass_fds=[writing, job],
+                pass_fds=[writing, job.fileno()],
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
         finally:
             os.close(writing)
-        assert process.stdout
-        assert process.stderr
-        outputs.update({pipe: bytearray() for pipe in (process.stdout, process.stderr, replies)})
-        for pipe in outputs:
-            stack.callback(pipe.close)
-            pipes.register(pipe, selectors.EVENT_READ)
-        ended = os.pidfd_open(process.pid)
+        ended, late = os.pidfd_open(process.pid), False
         stack.callback(os.close, ended)
-        pipes.register(ended, selectors.EVENT_READ)
-        deadline, reply = time.monotonic() + START_S, outputs[replies]
         try:
-            while pipes.get_map() and not stopped:
-                for key, _ in pipes.select(max(0.0, deadline - time.monotonic())):
-                    received = b"" if key.fileobj == ended else os.read(key.fd, CHUNK_BYTES)
-                    if not received:
-                        pipes.unregister(key.fileobj)
-                        continue
-                    output = outputs[key.fileobj]
-                    output += received
-                    if started is None and b"\n" in reply:
-                        started = time.monotonic()
-                        deadline = started + limits.wall_s
-                        first, _, rest = reply.partition(b"\n")
-                        refused, reply[:] = first.decode().removeprefix("ready"), rest
-                    if len(output) > limits.output_bytes and started is not None:
-                        del output[limits.output_bytes :]
-                        stopped = "output too long"
-                if pipes.get_map() and time.monotonic() > deadline:
-                    stopped = stopped or "timed out"
+            ready = os.read(reading, 4096).decode() if _waited(reading, START_S) else ""
+            started = time.monotonic()
+            if ready == "ready\n":
+                late = not _waited(ended, limits.wall_s)
         finally:
             os.kill(process.pid, signal.SIGKILL)  # nobody has waited for it, so the number is still its own
             _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        stdout, stderr = (outputs[pipe].decode("utf-8", "replace") for pipe in (process.stdout, process.stderr))
-        seconds = time.monotonic() - (started or 0.0)
-    if refused:
-        raise CannotIsolate(f"Programs cannot be isolated: the sandbox lacks {refused.removeprefix('refused: ')}.")
-    if started is None:
-        raise OSError(f"A sandbox could not be started: {stopped or last_line(stderr) or 'it wrote nothing'}")
-    code, cpu_seconds, value = process.returncode, usage.ru_utime + usage.ru_stime, None
+            code = process.returncode = os.waitstatus_to_exitcode(status)
+        seconds, cpu_seconds = time.monotonic() - started, usage.ru_utime + usage.ru_stime
+        written = [os.pread(file.fileno(), limits.output_bytes + 1, 0) for file in outputs]
+    stdout, stderr = (data[: limits.output_bytes].decode("utf-8", "replace") for data in written)
     last = last_line(stderr)
-    if stopped:
-        reason, code = stopped, -signal.SIGKILL
+    if not ready:
+        raise OSError(f"A sandbox could not be started: {last or 'it wrote nothing'}")
+    if ready != "ready\n":
+        raise CannotIsolate(f"Programs cannot be isolated: the sandbox lacks {ready.strip()}.")
+    if any(len(data) > limits.output_bytes for data in written):
+        reason, code = "output too long", -signal.SIGKILL
+    elif late:
+        reason = "timed out"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_seconds >= limits.cpu_s):
         reason = "out of CPU time"
     elif code < 0:
         reason = f"killed by {signal.Signals(-code).name}"
     elif code and (last.startswith("MemoryError") or last == "lost sys.stderr"):  # not enough left even to write so
         reason = "out of memory"
-    elif code:
-        reason = f"exit code {code}: {last}".rstrip(": ")
     else:
-        reason = "ok"
-        if function:
-            try:
-                value = json.loads(reply, parse_constant=_refuse, parse_float=_finite)
-            except (ValueError, RecursionError):
-                reason = NOT_JSON
-    return Outcome(reason, stdout, stderr, code if code >= 0 else None, seconds, cpu_seconds, value)
+        reason = f"exit code {code}: {last}".rstrip(": ") if code else "ok"
+    return Outcome(reason, stdout, stderr, code if code >= 0 else None, seconds, cpu_seconds)
 
 
-def _in_memory(stack: contextlib.ExitStack, data: bytes) -> int:
-    """Return an open file in memory with the data, closed with the stack, that can only be read."""
-    with open(os.memfd_create("given"), "wb", buffering=0) as file:
-        while data:
-            data = data[file.write(data) :]
-        opened = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
-    stack.callback(os.close, opened)
-    return opened
+def _in_memory(stack: contextlib.ExitStack, text: str) -> IO[bytes]:
+    """Return an open file in memory with the text, closed with the stack; a lone surrogate is the program's problem."""
+    file = stack.enter_context(os.fdopen(os.memfd_create("file"), "w+b", buffering=0))
+    data = text.encode("utf-8", "surrogatepass")
+    while data:
+        data = data[file.write(data) :]
+    file.seek(0)
+    return file
+
+
+def _waited(descriptor: int, seconds: float) -> bool:
+    """Wait for a pipe to be readable or a process to end; return whether it did in time."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(min(1000 * seconds, MAX_WAIT_MS)))
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a text that is not blank, blanks collapsed and length limited; "" where none is."""
-    found = next((line for line in reversed(text.split("\n")) if line.strip()), "")
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(found[: 4 * MAX_LINE_CHARS].split()))
-    return line if len(line) <= MAX_LINE_CHARS else f"{line[: MAX_LINE_CHARS - 1]}…"
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse(text)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+    """Return the last line of a text that is not blank, for a sentence; "" where none is."""
+    return one_line(next((line for line in reversed(text.split("\n")) if line.strip()), ""), MAX_LINE_CHARS)

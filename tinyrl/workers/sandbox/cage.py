@@ -1,11 +1,10 @@
 """The cage of a sandboxed program: a script, started fresh for each run, that isolates itself and becomes the program.
 
-    python cage.py PARENT REPLY JOB SOURCE_BYTES FUNCTION CPU_S MEMORY_BYTES SCRATCH_BYTES THREADS PATH ...
+    python cage.py PARENT READY JOB CPU_S MEMORY_BYTES SCRATCH_BYTES FILE_BYTES THREADS PATH ...
 
-JOB is an open file with the program's source, then the arguments of FUNCTION as a JSON list ("": run it as a script).
-REPLY is a pipe: "ready\\n" before the program runs, or "refused: A; B\\n" where a wall is missing; then what FUNCTION
-returned, as JSON. A PATH that the program may look at has a letter in front: f to read a file, d a folder with all in
-it, l to list a folder, w to read and write a file.
+JOB is an open file with the program's source. READY is a pipe: "ready\\n" before the program runs, or the walls that
+are missing. A PATH that the program may look at has a letter in front: f to read a file, d a folder with all in it,
+l to list a folder, w to read and write a file.
 
 One wall for each attack. Landlock: no file but these. seccomp: no network, no other process, none started. Resource
 limits: memory, processor time, threads, sizes. The kernel ends it with its parent. The program shares this process and
@@ -223,11 +222,10 @@ class FromMemory(SourceFileLoader):
 
 
 def main() -> None:
-    """Isolate this process, then run the program as a script, or load it as a module and call its function."""
-    parent, reply, job, source_bytes, *rest = sys.argv[1:]
-    function, cpu_s, memory_bytes, scratch_bytes, threads, *paths = rest
+    """Isolate this process, then run the program as a script."""
+    parent, ready, job, cpu_s, memory_bytes, scratch_bytes, file_bytes, threads, *paths = sys.argv[1:]
     with os.fdopen(int(job), "rb") as file:
-        received = file.read()
+        source = file.read()
     scratch = make_scratch(int(scratch_bytes))
     alone, missing = leave_root(), []
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after what makes the kernel forget it: a change of user
@@ -237,7 +235,7 @@ def main() -> None:
     os.chdir(folder)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for name, take in {
-        "limits": lambda: limit(int(cpu_s), int(memory_bytes), int(scratch_bytes), int(threads), alone=alone),
+        "limits": lambda: limit(int(cpu_s), int(memory_bytes), int(file_bytes), int(threads), alone=alone),
         "Landlock": lambda: restrict_files([*paths, f"s{scratch}"] if scratch else paths),
         "seccomp": restrict_calls,  # the last, for it forbids what the others need
     }.items():
@@ -245,29 +243,17 @@ def main() -> None:
             take()
         except OSError as error:
             missing.append(f"{name} ({error.strerror})")
-    os.write(int(reply), f"refused: {'; '.join(missing)}\n".encode() if missing else b"ready\n")
+    os.write(int(ready), f"{'; '.join(missing) or 'ready'}\n".encode())
+    os.close(int(ready))
     if missing:
         os._exit(1)
-    if not function:
-        os.close(int(reply))
-    name = "program" if function else "__main__"
-    module = type(sys)(name)
-    loader = FromMemory(name, FILE)
-    loader.source = received[: int(source_bytes)]
-    module.__file__, module.__loader__ = FILE, loader  # the latter has the lines for `traceback`, `inspect`
-    sys.modules[name] = module
+    program, loader = type(sys)("__main__"), FromMemory("__main__", FILE)
+    loader.source = source
+    program.__file__, program.__loader__ = FILE, loader  # the latter has the lines for `traceback`, `inspect`
+    sys.modules["__main__"] = program
     sys.argv[:] = [FILE]
     site.setquit()  # exit() and quit() are there as in any script, though installed packages are not
-    loader.exec_module(module)
-    if function:
-        import json  # takes as long to import as the interpreter to start; a script does not need it
-
-        found = module
-        for part in function.split("."):
-            found = getattr(found() if isinstance(found, type) else found, part)
-        answer = json.dumps(found(*json.loads(received[int(source_bytes) :])))
-        with os.fdopen(int(reply), "w") as pipe:
-            pipe.write(answer)
+    loader.exec_module(program)
 
 
 if __name__ == "__main__":
