@@ -77,18 +77,17 @@ def watched(gradients: str | None) -> Iterator[measuring.Steps]:
     """
     from safetensors.torch import save_file
 
-    from tinyrl.training.launch import Launch
     from tinyrl.training.session import Session
     from tinyrl.training.update import Updater
 
     steps, calls = measuring.Steps(), [0]
-    end_step, go, accumulate = Session.end_step, Launch.go, Updater._accumulate
+    end_step, go, accumulate = Session.end_step, Session.go, Updater._accumulate
 
     def end(self: Session, **metrics: float) -> None:
         steps.end()
         end_step(self, **metrics)
 
-    def silent(self: Launch, *, report: Callable[[Path], object], until: int | None = None) -> int:
+    def silent(self: Session, *, report: Callable[[Path], object], until: int | None = None) -> int:
         return go(self, report=lambda _: None, until=until)
 
     def kept(self: Updater, passes: Any) -> dict[str, float]:
@@ -99,12 +98,12 @@ def watched(gradients: str | None) -> Iterator[measuring.Steps]:
             save_file({n: p.grad.clone() for n, p in named if p.grad is not None and "lora_" in n}, gradients)
         return metrics
 
-    Session.end_step, Launch.go = end, silent
+    Session.end_step, Session.go = end, silent
     Updater._accumulate = kept  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield steps
     finally:
-        Session.end_step, Launch.go, Updater._accumulate = end_step, go, accumulate
+        Session.end_step, Session.go, Updater._accumulate = end_step, go, accumulate
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def test_the_first_three_are_named_and_the_others_counted() -> None:
     assert len(check_changes(before, config, since="step-000010", allowed=True)) == 4
     with pytest.raises(ValueError, match="written by `tinyrl train ppo`; grpo cannot go on"):
         check_changes({**before, "method": "ppo"}, config, since="step-000010", allowed=True)
+    with pytest.raises(ValueError, match="cannot go on with it"):
+        check_changes({}, config, since="step-000010", allowed=True)
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ def change_a_bit(rank: int) -> None:
 
     def end_step(self: session.Session, **metrics: float) -> None:
         if rank == 1 and self.state.step == 1:
-            name, parameter = list(self.parts.roles.parameters["policy"].items())[3]
+            name, parameter = list(self.trainer.roles.parameters["policy"].items())[3]
             parameter.data.view(torch.int32).view(-1)[5] += 1
             print(f"changed {name}", flush=True)
         plain(self, **metrics)

@@ -155,7 +155,7 @@ def test_an_update_waits_as_often_whatever_its_micro_batches(
         run = {"num_steps": 2, "micro_batch_tokens": tokens, "eval_every": 0, "eval_prompts": 1, "save_every": 0}
         settings = running.config(method, tiny("qwen3"), run=run, **{method: few[method]})
         launch = launched(settings, folder, device)
-        updater, seen = launch.session.updater, []
+        updater, seen = launch.updater, []
         step = updater.step
 
         def counted(*args: Any, step: Callable[..., Any] = step, seen: list[int] = seen, **named: Any) -> Any:

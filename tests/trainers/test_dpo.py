@@ -2,7 +2,9 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,11 @@ from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options
 from tinyrl.tasks.answers import render_answer
 from tinyrl.trainers import dpo
-from tinyrl.trainers.dpo import Pair, logprobs_of, pair_logprobs, sizes_of
+from tinyrl.trainers.dpo import logprobs_of, pair_logprobs
 from tinyrl.trainers.reward_model import RewardModel
+from tinyrl.trainers.rows import Example
 from tinyrl.training.optim import role_optimizers
-from tinyrl.training.update import Pass, Updater
+from tinyrl.training.update import Updater
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
 LOSSES: dict[str, dict[str, Any]] = {
@@ -92,7 +95,11 @@ def six(model: Path, folder: Path, **sections: Any) -> Config:
 # ---- the numbers ----
 
 
-def plain_logprobs(model: Any, pair: Pair, answer: list[int]) -> Tensor:
+def pairs_of(parts: dpo.Dpo) -> list[Example]:
+    return [pair for row in parts.train_rows for pair in row]
+
+
+def plain_logprobs(model: Any, pair: Example, answer: list[int]) -> Tensor:
     """Log-probability of an answer by the library's own logits."""
     tokens = torch.tensor([pair.prompt + answer])
     log_p = model(tokens).logits[0].log_softmax(-1)
@@ -100,22 +107,22 @@ def plain_logprobs(model: Any, pair: Pair, answer: list[int]) -> Tensor:
     return sum((log_p[start + i - 1, token] for i, token in enumerate(answer)), start=torch.tensor(0.0))
 
 
-def plain_loss(name: str, model: Any, reference: Any, pairs: list[Pair]) -> Tensor:
+def plain_loss(name: str, model: Any, reference: Any, pairs: list[Example]) -> Tensor:
     """The losses as their papers write them, pair by pair."""
     total = torch.tensor(0.0)
-    shifted = [Pair(a.prompt, b.chosen, b.rejected) for a, b in zip(pairs, pairs[1:] + pairs[:1], strict=True)]
+    shifted = [Example(a.prompt, b.answers) for a, b in zip(pairs, pairs[1:] + pairs[:1], strict=True)]
     with torch.no_grad():
         drifts = [
             float(plain_logprobs(model, p, answer) - plain_logprobs(reference, p, answer))
             for p in shifted
-            for answer in (p.chosen, p.rejected)
+            for answer in p.answers
         ]
     z = max(0.0, sum(drifts) / len(drifts))
     for pair in pairs:
-        w, v = (plain_logprobs(model, pair, answer) for answer in (pair.chosen, pair.rejected))
+        w, v = (plain_logprobs(model, pair, answer) for answer in pair.answers)
         with torch.no_grad():
-            rw, rl = (plain_logprobs(reference, pair, answer) for answer in (pair.chosen, pair.rejected))
-        n, m = len(pair.chosen), len(pair.rejected)
+            rw, rl = (plain_logprobs(reference, pair, answer) for answer in pair.answers)
+        n, m = map(len, pair.answers)
         h = (w - rw) - (v - rl)
         if name == "sigmoid":
             total = total - torch.log(torch.sigmoid(0.1 * h))
@@ -151,8 +158,8 @@ def apart(config: Config, model: Path) -> tuple[dpo.Dpo, Any, Any]:
 
 def gradients(parts: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradient of a step on all pairs, in micro-batches of so many tokens."""
-    pairs, rows = parts.train_rows, range(len(parts.train_rows))
-    reference, kl = parts.reference_logprobs("training", rows), dpo.reference_point(parts, pairs)
+    session: Any = SimpleNamespace(timed=nullcontext)
+    one_pass, _ = parts.batch([*range(len(parts.train_rows))], session)
     updater = Updater(
         parts.accelerator,
         parts.roles,
@@ -161,11 +168,7 @@ def gradients(parts: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[st
         max_grad_norm=1e9,
     )
 
-    def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        said = None if reference is None else reference[micro]
-        return dpo.pair_loss(parts, [pairs[i] for i in micro], said, kl=kl, denominator=len(pairs))
-
-    metrics = updater._accumulate([Pass("policy", loss_of, rows, sizes_of(parts, pairs))])
+    metrics = updater._accumulate([one_pass])
     found = {name: p.grad.clone() for name, p in parts.roles.parameters["policy"].items() if p.grad is not None}
     updater._zero_grad()
     return metrics, found
@@ -176,9 +179,9 @@ def gradients(parts: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[st
 def test_losses_and_gradients_are_those_of_a_plain_loop(name: str, model: Path, tmp_path: Path) -> None:
     """The library's own logits, one answer at a time, and the formula of the paper; away from the start."""
     parts, plain, reference = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
-    assert name != "kto" or dpo.reference_point(parts, parts.train_rows) > 0.1
+    assert name != "kto" or dpo.reference_point(parts, pairs_of(parts)) > 0.1
     metrics, ours = gradients(parts, tokens=10_000)
-    loss = plain_loss(name, plain, reference, parts.train_rows)
+    loss = plain_loss(name, plain, reference, pairs_of(parts))
     loss.backward()
     assert metrics["preference/loss"] == pytest.approx(loss.item(), rel=1e-5)
     wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
@@ -212,9 +215,9 @@ def test_a_prompt_is_read_once(model: Path, tmp_path: Path, monkeypatch: pytest.
         return batch
 
     monkeypatch.setattr(Roles, "batch", noted)
-    logprobs_of(parts, "policy", parts.train_rows)
-    prompts = {tuple(pair.prompt) for pair in parts.train_rows}
-    answers = sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in parts.train_rows)
+    logprobs_of(parts, "policy", pairs_of(parts))
+    prompts = {tuple(pair.prompt) for pair in pairs_of(parts)}
+    answers = sum(len(answer) - 1 for pair in pairs_of(parts) for answer in pair.answers)
     assert sum(read) == sum(map(len, prompts)) + answers
 
 
@@ -282,7 +285,7 @@ def test_a_start_adapter_is_the_reference(model: Path, rows: Path, tmp_path: Pat
     config = settings(model, rows)
     config.model.adapter = str(start_adapter(model, rows, tmp_path))
     parts = loaded(config)
-    pairs = parts.train_rows[:8]
+    pairs = pairs_of(parts)[:8]
     policy, reference = logprobs_of(parts, "policy", pairs), logprobs_of(parts, "reference", pairs)
     assert torch.equal(policy, reference)
     with torch.no_grad(), parts.roles.acting("base"):
@@ -318,7 +321,7 @@ def test_the_reference_reads_a_row_at_its_first_use_and_never_again(
     asked: list[tuple[str, int]] = []
     plain = dpo.logprobs_of
 
-    def noted(parts: Any, role: Any, pairs: list[Pair]) -> Tensor:
+    def noted(parts: Any, role: Any, pairs: list[Example]) -> Tensor:
         asked.append((role, len(pairs)))
         return plain(parts, role, pairs)
 
@@ -360,7 +363,7 @@ def test_what_is_known_of_a_reference_is_let_go_when_rows_or_models_change(
     parts = loaded(changed)
     known = kept["training"][:, 2].bool()
     assert 0 < int(known.sum()) <= 32
-    wanted = logprobs_of(parts, "reference", parts.train_rows)
+    wanted = logprobs_of(parts, "reference", pairs_of(parts))
     torch.testing.assert_close(
         kept["training"][known, :2], wanted[known], rtol=1e-2 if what != "rows" else 1e-4, atol=0.1
     )
@@ -490,13 +493,13 @@ def test_answers_of_several_messages_count_the_turns_of_the_assistant(tmp_path: 
                     render_answer(parts.tokenizer, side[:at], [side[at]], chat="auto", system_prompt=None, variables={})
                     for at in range(starts, len(side), 2)
                 ]
-                sides.append(sum(plain_logprobs(plain, Pair(p, [], []), t).item() for p, t in turns))
+                sides.append(sum(plain_logprobs(plain, Example(p, ()), t).item() for p, t in turns))
                 counts.append(sum(len(t) for _, t in turns))
             wanted.append(sides)
             lengths.append(counts)
-        found = logprobs_of(parts, "policy", parts.train_rows)
+        found = logprobs_of(parts, "policy", pairs_of(parts))
         torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=1e-4)
-        assert dpo.lengths_of(parts.train_rows).tolist() == lengths
+        assert [pair.learnt for pair in pairs_of(parts)] == lengths
 
 
 def test_an_answer_whose_earlier_turns_are_written_otherwise_later_is_refused(tmp_path: Path) -> None:
@@ -516,7 +519,7 @@ def test_a_limit_that_leaves_no_room_for_an_answer_leaves_the_pair_out(model: Pa
     metrics, grads = gradients(parts, tokens=1)
     assert all(math.isfinite(value) for value in metrics.values())
     assert all(bool(grad.isfinite().all()) for grad in grads.values())
-    assert "6 of 6 rows" in refused(model, tmp_path, SIX, task={"long_prompts": "drop"}, dpo={"max_tokens": 3})
+    assert "6 of 6 examples" in refused(model, tmp_path, SIX, task={"long_prompts": "drop"}, dpo={"max_tokens": 3})
 
 
 def test_pairs_that_are_too_long_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.components import Options
 from tinyrl.rollout.sample import Sample
 from tinyrl.trainers.ppo import Ppo, ptx_pass
-from tinyrl.trainers.sft import Example
+from tinyrl.trainers.rows import Example
 from tinyrl.training.session import Session
 from tinyrl.training.state import RunState
 from tinyrl.training.update import Pass, Updater
@@ -112,7 +112,7 @@ def test_further_conversations_of_agents_add_no_minibatch_and_repeat_no_text(
 def plain_nll(roles: Roles, text: Sequence[Example]) -> Tensor:
     """Mean over target tokens of -log p, row by row through the model's own forward pass."""
     total, count = torch.zeros(()), 0
-    for prompt, target, _ in text:
+    for prompt, (target,), *_ in text:
         logits = roles.causal(input_ids=torch.tensor([prompt + target])).logits[0]
         for t, token in enumerate(target):
             total = total - logits[len(prompt) - 1 + t].log_softmax(-1)[token]

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import Objective
+from tinyrl.models.packing import common_length
 from tinyrl.rollout.components import Options
-from tinyrl.trainers.reward_model import JudgedTokens, RewardModel, score_loss
+from tinyrl.trainers.reward_model import RewardModel
+from tinyrl.trainers.rows import Example
+from tinyrl.training.session import Session
 
 CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]
 REJECTED = [[10, 11, 60, 61], [20, 70, 71, 72, 73, 74], [10, 11, 40, 45], [30, 31, 50, 52]]
@@ -38,12 +40,18 @@ def parts_of(folder: Path, *, lora: bool = False) -> RewardModel:
     return parts
 
 
-def gradients(parts: RewardModel, examples: list[JudgedTokens], splits: list[slice]) -> tuple[float, dict[str, Tensor]]:
+def example(*texts: list[int], value: float) -> Example:
+    at = max(1, common_length(texts))
+    return Example(texts[0][:at], tuple(text[at:] for text in texts), value=value)
+
+
+def gradients(parts: RewardModel, examples: list[Example], splits: list[slice]) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient by name, summed over some rows at a time."""
-    total = 0.0
+    total, session = 0.0, cast(Session, None)
+    loss_of, _ = parts.loss(examples, [], session)
     for rows in splits:
         with parts.roles.acting("policy"):
-            loss, _ = score_loss(parts, examples[rows], denominator=len(examples))
+            loss, _ = loss_of([*range(len(examples))[rows]])
             loss.backward()
         total += loss.item()
     found = {n: p.grad for n, p in parts.roles.parameters["policy"].items() if p.grad is not None}
@@ -74,7 +82,7 @@ NORMS_OF = ("embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj
 def test_loss_and_gradient_are_those_of_trl(name: str, tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     margins = MARGINS if name == "margin" else [0.0] * 4
-    examples = [JudgedTokens((a, b), m) for a, b, m in zip(CHOSEN, REJECTED, margins, strict=True)]
+    examples = [example(a, b, value=m) for a, b, m in zip(CHOSEN, REJECTED, margins, strict=True)]
     loss, found = gradients(parts, examples, [slice(4)])
     wanted, head, norms = TRL[name]
     assert loss == pytest.approx(wanted, abs=1e-4)
@@ -86,10 +94,9 @@ def test_loss_and_gradient_are_those_of_trl(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("objective", "lora"), [("pairs", True), ("labels", False)])
 def test_layout_and_split_change_no_gradient(objective: str, lora: bool, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, lora=lora)
-    parts.objective = cast(Objective, objective)
     targets = {"pairs": MARGINS, "labels": [0.0, 1.0, 1.0, 0.0]}[objective]
     sides = zip(CHOSEN, REJECTED, strict=True) if objective == "pairs" else ((text,) for text in CHOSEN)
-    examples = [JudgedTokens(tuple(texts), target) for texts, target in zip(sides, targets, strict=True)]
+    examples = [example(*texts, value=target) for texts, target in zip(sides, targets, strict=True)]
     assert parts.roles.packs
     loss, whole = gradients(parts, examples, [slice(4)])
     for packs, splits in ((True, [slice(0, 1), slice(1, 4)]), (False, [slice(4)]), (False, [slice(0, 3), slice(3, 4)])):

@@ -24,6 +24,7 @@ from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers.reward_model import RewardModel
+from tinyrl.trainers.rows import Example
 
 Row = dict[str, Any]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -36,6 +37,10 @@ def rows_of(kind: str) -> list[Row]:
         return [{"prompt": p, "chosen": "yy" + p, "rejected": "nn" + p, "margin": i % 3} for i, p in enumerate(PROMPTS)]
     said = (("yy", True), ("nn", False))
     return [{"prompt": p, "completion": text + p, "label": good} for p in PROMPTS for text, good in said]
+
+
+def flat(split: list[list[Example]]) -> list[Example]:
+    return [one for row in split for one in row]
 
 
 def write(path: Path, rows: list[Row]) -> Path:
@@ -83,9 +88,9 @@ def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tm
 def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", rows_of("labels"))
     parts = RewardModel(settings(model, data), options=Options(device="cpu"))
-    assert sorted(one.target for one in parts.held_out) == [0.0] * 7 + [1.0] * 7  # of 78 prompts
+    assert sorted(one.value for one in flat(parts.held_out)) == [0.0] * 7 + [1.0] * 7  # of 78 prompts
     assert len(parts.train_rows) == 2 * 71
-    text = {one.target: parts.tokenizer.decode(one.texts[0]) for one in parts.train_rows[:40]}
+    text = {one.value: parts.tokenizer.decode(one.texts[0]) for one in flat(parts.train_rows[:40])}
     assert ("yy" in text[1.0], "nn" in text[0.0]) == (True, True)
     pairs = write(tmp_path / "pairs.jsonl", rows_of("margin") * 2)
     parts = RewardModel(settings(model, pairs), options=Options(device="cpu"))
@@ -100,7 +105,7 @@ def test_rows_in_the_order_of_their_labels_are_shuffled(model: Path, tmp_path: P
     assert (first.train_rows, first.held_out, first.notes) == (again.train_rows, again.held_out, again.notes)
     assert len(first.train_rows) == 60
     for part in (first.train_rows[:20], first.train_rows, first.held_out[:20]):
-        assert 0.2 < sum(one.target for one in part) / len(part) < 0.8
+        assert 0.2 < sum(one.value for one in flat(part)) / len(part) < 0.8
 
 
 def test_a_checkpoint_of_every_weight_copies_none(
@@ -201,13 +206,13 @@ def test_what_is_learnt_is_what_ppo_reads(
 
     judged = [one for _, each in made for one in each]
     scores = scored(judged)
-    learnt = [text for one in trained.train_rows + trained.held_out for text in one.texts]
+    learnt = [text for one in flat(trained.train_rows + trained.held_out) for text in one.texts]
     assert sorted(read) == sorted(learnt)
 
     by_tokens = {
         tuple(tokens): score for tokens, score in zip(read_in_order(scored, judged, read), scores, strict=True)
     }
-    held_out = [[by_tokens[tuple(text)] for text in one.texts] for one in trained.held_out]
+    held_out = [[by_tokens[tuple(text)] for text in one.texts] for one in flat(trained.held_out)]
     line = running.metrics(run)[-1]
     if len(held_out[0]) == 2:
         won = [(chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in held_out]
@@ -215,10 +220,10 @@ def test_what_is_learnt_is_what_ppo_reads(
         assert sum(c - r for c, r in held_out) / len(held_out) == pytest.approx(line["eval/margin"], abs=1e-5)
     else:
         by_label = [
-            [s for (s,), one in zip(held_out, trained.held_out, strict=True) if one.target == y] for y in (1, 0)
+            [s for (s,), one in zip(held_out, flat(trained.held_out), strict=True) if one.value == y] for y in (1, 0)
         ]
         assert roc_auc(*by_label) == pytest.approx(line["eval/auc"])
-    both = [by_tokens[tuple(text)] for one in trained.train_rows for text in one.texts]
+    both = [by_tokens[tuple(text)] for one in flat(trained.train_rows) for text in one.texts]
     assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
 
 
@@ -315,7 +320,7 @@ def test_texts_without_a_prompt_need_a_model_without_a_template(chat_model: Path
         parts = RewardModel(config, options=Options(device="cpu"))
         bos, eos = parts.tokenizer.bos_token_id, parts.tokenizer.eos_token_id
         inside = token_ids(parts.tokenizer, rows[0]["text"])
-        texts = [text for one in parts.train_rows + parts.held_out for text in one.texts]
+        texts = [text for one in flat(parts.train_rows + parts.held_out) for text in one.texts]
         assert [bos, *inside, *([eos] if lora else [])] in texts
 
 
@@ -324,7 +329,7 @@ def test_pairs_that_are_equal_once_they_are_cut_are_left_out(model: Path, tmp_pa
     data = write(tmp_path / "rows.jsonl", pairs(equal))
     parts = RewardModel(settings(model, data, task={"eval_data": str(data)}), options=Options(device="cpu"))
     assert (len(parts.train_rows), len(parts.held_out)) == (20, 20)
-    assert all(one.texts[0] != one.texts[1] for one in parts.train_rows)
+    assert all(one.texts[0] != one.texts[1] for one in flat(parts.train_rows))
     assert len([note for note in parts.notes if "1 of 21 rows" in note]) == 2
     only = write(tmp_path / "only.jsonl", [equal])
     with pytest.raises(ValueError, match="1 of 1 rows"):

@@ -14,7 +14,8 @@ from tests.tiny_models import POSITIONS, tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.rollout.components import Options
 from tinyrl.trainers.ppo import text_of
-from tinyrl.trainers.sft import Example, Sft, joined, negative_log_likelihood, spans
+from tinyrl.trainers.rows import Example, joined, spans
+from tinyrl.trainers.sft import Sft, negative_log_likelihood
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -78,8 +79,8 @@ def loaded(model: Path, folder: Path, rows: list[dict[str, Any]], **sections: An
 
 def shown(parts: Sft, example: Example) -> list[str]:
     """The pieces of an example as text, those that are learnt between stars."""
-    pieces = [(counts, str(parts.tokenizer.decode(tokens))) for counts, tokens in spans(example)]
-    return [f"*{text}*" if counts else text for counts, text in pieces]
+    pieces = [(name, str(parts.tokenizer.decode(tokens))) for name, tokens in spans(example)]
+    return [f"*{text}*" if name == "learnt" else text for name, text in pieces]
 
 
 # ---- what is learnt ----
@@ -123,9 +124,9 @@ def test_loss_on_all_counts_every_token_of_a_conversation_once(model: Path, tmp_
 
 
 def test_joined_by_hand() -> None:
-    one, two, apart = Example([1], [2, 3]), Example([1, 2, 3, 4], [5]), Example([9, 2, 3, 4, 5], [6])
-    three = Example([1, 2, 3, 4, 5], [6])
-    assert joined([one, two, three]) == [Example([1], [2, 3, 4, 5, 6], [True, True, False, True, True])]
+    one, two, apart = Example([1], ([2, 3],)), Example([1, 2, 3, 4], ([5],)), Example([9, 2, 3, 4, 5], ([6],))
+    three = Example([1, 2, 3, 4, 5], ([6],))
+    assert joined([one, two, three]) == [Example([1], ([2, 3, 4, 5, 6],), ([True, True, False, True, True],))]
     assert joined([one, apart]) == [one, apart]
     assert joined([one]) == [one]
 
@@ -252,10 +253,11 @@ def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(model: Path, tmp_p
     total, count = 0.0, 0
     for row in parts.held_out:
         for example in row:
-            tokens = example.prompt + example.target
+            (tokens,), (answer,) = example.texts, example.answers
+            (mask,) = example.masks or ([True] * len(answer),)
             with torch.no_grad():
                 logprobs = causal(torch.tensor([tokens])).logits[0].log_softmax(-1)
-            for at, counts in enumerate(example.counts or [True] * len(example.target), len(example.prompt)):
+            for at, counts in enumerate(mask, len(example.prompt)):
                 total, count = total - float(logprobs[at - 1, tokens[at]]) * counts, count + counts
     metrics = parts.evaluate().metrics
     assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)

@@ -131,7 +131,7 @@ def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> 
     eos = tokenizer.eos_token_id
     tokenizer.bos_token = tokenizer.eos_token
     row = {"prompt": f"{tokenizer.eos_token}ab{tokenizer.eos_token}cd", "completion": "ef"}
-    [(start, target, _)] = turns_of(row, parts, system_prompt=None)
+    [(start, (target,), *_)] = turns_of(row, parts, system_prompt=None)
     letters = [tokenizer(c, add_special_tokens=False)["input_ids"] for c in ("ab", "cd", "ef")]
     assert start == [eos]
     assert target == [*letters[0], eos, *letters[1], *letters[2], eos]

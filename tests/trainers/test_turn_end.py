@@ -22,6 +22,7 @@ from tinyrl.tasks.prompts import token_ids
 from tinyrl.tools.chat.speaker import load_speaker
 from tinyrl.tools.export.bundle import export
 from tinyrl.trainers import dpo, reward_model, sft
+from tinyrl.trainers.rows import RowTrainer
 
 TURN_END = "<|im_end|>"
 WORDS = ("<|im_start|>", TURN_END, "system", "user", "assistant", "tool", *"abcdefgh")
@@ -66,6 +67,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(method: str, model: Path, data: Path, **sections: Any) -> Config:
     rows = {"name": "rows", "data": str(data), "max_samples": None}
     return running.config(method, model, **{**sections, "task": {**rows, **sections.get("task", {})}})
+
+
+def texts_of(trainer: RowTrainer) -> list[list[int]]:
+    return [text for row in trainer.train_rows for text in trainer.texts(row)]
 
 
 def end_of(model: Path) -> int:
@@ -119,13 +124,10 @@ def test_one_token_ends_what_is_learnt(chat: Any, base: Path, rows: Path) -> Non
     examples = sft.Sft(settings("sft", base, rows, **text), options=CPU)
     pairs = dpo.Dpo(settings("dpo", base, rows, **text), options=CPU)
     judged = reward_model.RewardModel(settings("reward", base, rows, **text), options=CPU)
-    ends = {example.target[-1] for row in examples.train_rows for example in row}
-    ends |= {answer[-1] for pair in pairs.train_rows for answer in (pair.chosen, pair.rejected)}
-    ends |= {tokens[-1] for one in judged.train_rows for tokens in one.texts}
-    assert ends == {end}
+    assert {text[-1] for each in (examples, pairs, judged) for text in texts_of(each)} == {end}
     if chat == "auto":
         spoken = sft.Sft(settings("sft", base, rows), options=CPU)
-        assert {example.target[-1] for row in spoken.train_rows for example in row} == {end}
+        assert {text[-1] for text in texts_of(spoken)} == {end}
 
 
 @pytest.mark.parametrize("form", [{}, {"chat": False}], ids=["chat", "text"])
@@ -137,7 +139,7 @@ def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
     learn = settings("reward", base, rows, task={**text, **form}, run={"num_steps": 1, "eval_every": 0})
     code, made, _ = running.train(learn, tmp_path, name="reward")
     assert code == 0
-    learnt = reward_model.RewardModel(learn, options=CPU).train_rows
+    learnt = texts_of(reward_model.RewardModel(learn, options=CPU))
     ppo = settings("ppo", base, rows, task=text)
     ppo.reward = RewardConfig(model=str(made.checkpoints / "step-000001"))
     parts = SamplingParts(ppo, options=CPU)
@@ -154,10 +156,10 @@ def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
         for side in ("chosen", "rejected"):
             said = [[*token_ids(parts.tokenizer, str(prompt.row[side])), *end] for prompt in prompts]
             parts.scorer(prompts, said)
-        assert sorted(read) == sorted(tokens for one in learnt for tokens in one.texts)
+        assert sorted(read) == sorted(learnt)
         read.clear()
     check_gold(parts.scorer, prompts[:1])
-    assert {tokens[-1] for tokens in read} == {tokens[-1] for one in learnt for tokens in one.texts}
+    assert {tokens[-1] for tokens in read} == {text[-1] for text in learnt}
     parts.close()
 
 

@@ -29,7 +29,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tools.export.bundle import export
-from tinyrl.training import launch
+from tinyrl.training import session
 from tinyrl.training import state as sources
 from tinyrl.training.resume import started_with
 from tinyrl.training.state import STATE, read_state
@@ -158,7 +158,7 @@ def test_weights_are_hashed_again_only_when_their_file_was_touched(
     def digest(path: Path, size: int) -> None:
         hashed.append(path.name)
 
-    monkeypatch.setattr(sources, "_written_down", digest)
+    monkeypatch.setattr(sources, "_known_digest", digest)
     settings = reads_files(model, tmp_path)
     first = sources.read_sources(settings, rows={}, known={})
     assert {"model.safetensors", "config.json", "tokenizer.json", "rewards.py"} <= set(hashed)
@@ -321,7 +321,7 @@ def test_nothing_after_the_last_step_changes_the_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(running if where == "report" else launch, where, fail)
+    monkeypatch.setattr(running if where == "report" else session, where, fail)
     code, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
     assert code == 0
     assert (run.checkpoints / "step-000001").is_dir()

@@ -60,8 +60,8 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a negative KL weight": (lambda s: s["run"]["controllers"].update(kl_coef=-1.0), "run.controllers.kl_coef: "),
     "a scale without its growth": (lambda s: s["run"]["loss_scale"].pop("_growth_tracker"), "run.loss_scale: "),
     "a scale that is no number": (lambda s: s["run"]["loss_scale"].update(scale=math.inf), "run.loss_scale.scale."),
-    "a generator of text": (lambda s: s["python_random"][1].__setitem__(0, "a"), "is no state of Python's generator"),
-    "no method": (lambda s: s["config"].clear(), "config: Value error, no method"),
+    "a generator of text": (lambda s: s["python_random"][1].__setitem__(0, "a"), "python_random.1"),
+    "a section that is a list": (lambda s: s["config"].update(run=[]), "config.run."),
     "a field of another version": (lambda s: s.update(new=1), "new: Extra inputs are not permitted"),
 }
 

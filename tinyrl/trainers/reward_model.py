@@ -12,9 +12,8 @@ template. Scores are centred when they are saved: the mean over training rows is
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,146 +21,110 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
-from tinyrl.data.formats import (
-    EQUAL,
-    Scored,
-    described,
-    judged,
-    leave_out,
-    objective_of,
-    quoting,
-    two_labels,
-)
+from tinyrl.config.schema import Config
+from tinyrl.data.formats import judged, two_labels
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.distributed import ALONE, World
+from tinyrl.models.distributed import ALONE
 from tinyrl.models.loading import save_tokenizer
-from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
-from tinyrl.rollout.components import Parts
-from tinyrl.runs.signals import watched
+from tinyrl.rollout.components import Options
+from tinyrl.trainers.rows import Example, RowTrainer, by_side
 from tinyrl.training.session import Session
-from tinyrl.training.trainer import Batch, RowTrainer
+from tinyrl.training.update import LossFn
 
+SCORE_BIAS = "score_bias.safetensors"  # the bias that is trained: not centred
 CENTERED_ON = 512  # rows to train on that the centre is measured on
 
 
-@dataclass(frozen=True)
-class JudgedTokens:
-    """texts: tokens of the chosen and the rejected answer, or of one, each behind its prompt. target: the margin asked
-    for, or the label (0 or 1).
-    """
-
-    texts: tuple[list[int], ...]
-    target: float
-
-
-Tokenised = tuple[Row, Scored, tuple[list[int], ...]]
-
-
 class RewardModel(RowTrainer):
-    """Reward model training. A row is one or two answers and what is asked of their scores."""
+    """Reward model training. A row has one example: a pair and its margin, or an answer and its label, 0 or 1."""
 
-    train_rows: list[JudgedTokens]
-    held_out: list[JudgedTokens]
-
-    def read(self, rows: list[Row], held_out: list[Row]) -> tuple[list[JudgedTokens], list[JudgedTokens]]:
-        """Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn."""
+    def __init__(self, config: Config, *, options: Options) -> None:
+        self._cut: list[bool] = []  # for each text
+        super().__init__(config, options=options)
         self.roles.train_score_head()
-        with_adapter = self.roles.peft is not None
-        self.room = self.positions if with_adapter else classifier_max_tokens(self.roles.causal.config, self.tokenizer)
-        objective = self.objective = objective_of(rows[0])
-        if objective == "pairs":
+        if self.objective == "pairs":
             self.roles.fix_score_bias()
-        self.notes += described(rows, objective)
-        splits = [[(row, judged(row, objective)) for row in watched(part)] for part in (rows, held_out)]
-        values = [[one.value for _, one in split] for split in splits]
-        good = None if objective == "pairs" else self._good_label(*values)
-        cut: list[bool] = []  # for each text
-        texts = [[(row, one, self._texts(row, one, cut=cut)) for row, one in watched(split)] for split in splits]
-        if objective == "pairs":
-            texts = [self._distinct(split) for split in texts]
-        train, held = (
-            [JudgedTokens(tokens, one.value if good is None else float(one.value == good)) for _, one, tokens in split]
-            for split in texts
-        )
-        self.has_prompts = all(row.get("prompt") is not None for row in rows)
-        self._prompts = [one.prompt or one.answers for _, one, _ in texts[1]]
-        if any(cut):
+        else:
+            self._take_labels()
+        if any(self._cut):
             self.notes.append(
-                f"warning: {sum(cut):,} of {len(cut):,} texts have more than the {self.room:,} tokens that the model "
-                "reads; their beginnings are cut off, as they will be in scoring"
+                f"warning: {sum(self._cut):,} of {len(self._cut):,} texts have more than the {self.room:,} tokens that "
+                "the model reads; their beginnings are cut off, as they will be in scoring"
             )
-        return train, held
 
-    def _good_label(self, values: list[float], held_out: list[float]) -> float:
-        """Return the higher of the two labels, and note which that is."""
+    def _take_labels(self) -> None:
+        """Set the higher of the two labels to 1 and the other to 0, and note which that is."""
+        splits = self.train_rows, self.held_out
+        values, held_out = ([row[0].value for row in split] for split in splits)
         low, high = two_labels(values)
         two_labels([*values, *held_out])
+        self.train_rows, self.held_out = (
+            [[one._replace(value=float(one.value == high)) for one in row] for row in split] for split in splits
+        )
         good = f"{values.count(high):,} of {len(values):,} rows"
         self.notes.append(f"labels: {high:g} is the good one ({good}), {low:g} the other")
-        return high
 
-    def _distinct(self, split: list[Tokenised]) -> list[Tokenised]:
-        """Pairs without those whose sides are equal as tokens, once their beginnings are cut off."""
-        same = [f"{EQUAL} once they are cut" if tokens[0] == tokens[1] else None for _, _, tokens in split]
-        leave_out([row for row, _, _ in split], same, self.notes)
-        return [each for each, reason in zip(split, same, strict=True) if reason is None]
-
-    def _texts(self, row: Row, one: Scored, *, cut: list[bool]) -> tuple[list[int], ...]:
-        """Tokens of each answer behind its prompt, by the functions that score completions later; `cut` notes whether
-        its beginning is cut off. Raises ValueError, quoting the row, where no policy writes such.
-        """
-        how = {"text_format": self.text_format, "adapter": self.roles.peft is not None}
-        texts = []
-        with quoting(row):
-            for answer in one.answers:
-                text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room + 1, **how)
-                cut.append(len(text) > self.room)
-                if cut[-1]:
-                    text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room, **how)
-                texts.append(text)
-        return tuple(texts)
-
-    def batch(self, rows: list[int], session: Session | None = None) -> Batch:
-        chosen = [self.train_rows[i] for i in rows]
-
-        def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-            return score_loss(self, [chosen[i] for i in micro], denominator=len(chosen))
-
-        return Batch(loss_of, sizes_of(self, chosen), {})
-
-    def evaluate(self) -> Evaluation:
-        examples = self.held_out[: self.config.run.eval_prompts]
-        scores = self.scores(examples, world=self.world)
-        targets = torch.tensor([one.target for one in examples], dtype=torch.float64)
-        if self.objective == "pairs":
-            chosen, rejected = scores
-            metrics = pair_metrics(chosen, rejected, targets)
-        else:
-            metrics = label_metrics(scores[0], targets)
-        return Evaluation(metrics, [], [])
-
-    def texts(self, row: JudgedTokens) -> tuple[list[int], ...]:
-        return row.texts
-
-    def prompts(self) -> list[Any]:
-        return self._prompts
+    @property
+    def room(self) -> int:
+        """Most tokens that the model reads."""
+        with_adapter = self.roles.peft is not None
+        return self.positions if with_adapter else classifier_max_tokens(self.roles.causal.config, self.tokenizer)
 
     @property
     def text_format(self) -> TextFormat:
         """How prompts are written; kept with the weights, so that scoring writes them the same way."""
         return TextFormat.of_run(self.config)
 
+    def examples(self, row: Row) -> list[Example]:
+        """Tokenise each answer behind its prompt, by the functions that score completions later. Raises ValueError
+        where no policy writes such.
+        """
+        one, room, texts = judged(row, self.objective), self.room, []
+        how = {"text_format": self.text_format, "adapter": self.roles.peft is not None}
+        for answer in one.answers:
+            text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=room + 1, **how)
+            self._cut.append(len(text) > room)
+            if self._cut[-1]:
+                text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=room, **how)
+            texts.append(text)
+        at = max(1, common_length(texts))
+        return [Example(texts[0][:at], tuple(text[at:] for text in texts), value=one.value)]
+
+    def loss(self, examples: list[Example], rows: list[int], session: Session) -> tuple[LossFn, dict[str, float]]:
+        def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            chosen, *other = self.scores([examples[i] for i in micro]).unbind(1)
+            targets = torch.tensor([examples[i].value for i in micro], device=chosen.device)
+            if other:
+                return bradley_terry_loss(chosen, other[0], margin=targets, denominator=len(examples))
+            return label_loss(chosen, targets, denominator=len(examples))
+
+        return loss_of, {}
+
+    def evaluate(self) -> Evaluation:
+        examples = [one for row in self.held_out[: self.config.run.eval_prompts] for one in row]
+        chosen, *other = self.over(self.scores, examples, role="policy").unbind(1)
+        targets = torch.tensor([one.value for one in examples], dtype=torch.float64)
+        metrics = pair_metrics(chosen, other[0], targets) if other else label_metrics(chosen, targets)
+        return Evaluation(metrics, [], [])
+
+    def scores(self, examples: list[Example]) -> Tensor:
+        """Scores (n, 2) of chosen and rejected, or (n, 1); a packed batch reads what two sides begin with once."""
+        batch = self.roles.batch(*by_side(examples), last_tokens=True)
+        return self.roles.scores(batch).view(-1, len(examples)).T
+
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
-        center = self.center()
         head = self.roles.score_head
         assert head is not None
+        first = [one for row in self.train_rows[:CENTERED_ON] for one in row]
+        # The mean over both sides of pairs: PPO starts with rewards near 0. Rank 0 saves alone.
+        center = float(torch.cat(self.over(self.scores, first, role="policy", among=ALONE).unbind(1)).mean())
         if self.roles.peft is not None:
             super().save_models(folder)
             tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
@@ -177,7 +140,7 @@ class RewardModel(RowTrainer):
             classifier.score.weight = head.weight
             classifier.save_pretrained(folder, max_shard_size="10000GB")
             save_tokenizer(self.tokenizer, folder, revision=self.config.model.revision)
-        save_file({"bias": head.bias.detach().cpu()}, folder / "score_bias.safetensors")
+        save_file({"bias": head.bias.detach().cpu()}, folder / SCORE_BIAS)
 
     def load_models(self, folder: Path) -> None:
         """Restore the uncentred head, which is the one the optimizer trains."""
@@ -193,55 +156,4 @@ class RewardModel(RowTrainer):
             backbone_of(self.roles.causal).load_state_dict(
                 {k.removeprefix(f"{prefix}."): v for k, v in tensors.items()}
             )
-        head.load_state_dict({"weight": weight, **load_file(folder / "score_bias.safetensors")})
-
-    def center(self) -> float:
-        """Mean score over some training rows, both sides of pairs: PPO starts with rewards near 0."""
-        return float(torch.cat(self.scores(self.train_rows[:CENTERED_ON], world=ALONE)).mean())  # while rank 0 saves
-
-    def scores(self, examples: list[JudgedTokens], *, world: World) -> tuple[Tensor, ...]:
-        """Scores (n,) of each side, chosen and rejected or the only one, without gradient."""
-
-        def compute(rows: list[int]) -> tuple[Tensor, ...]:
-            return tuple(side.unsqueeze(1) for side in answer_scores(self, [examples[i] for i in rows]))
-
-        sides = self.forward(compute, sizes_of(self, examples), role="policy", among=world)
-        return tuple(side.squeeze(1) for side in sides)
-
-
-def score_loss(
-    parts: RewardModel, examples: list[JudgedTokens], *, denominator: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the rows' objective on some of a step's `denominator` rows."""
-    scores = answer_scores(parts, examples)
-    targets = torch.tensor([one.target for one in examples], device=scores[0].device)
-    if parts.objective == "pairs":
-        chosen, rejected = scores
-        return bradley_terry_loss(chosen, rejected, margin=targets, denominator=denominator)
-    return label_loss(scores[0], targets, denominator=denominator)
-
-
-def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
-    """Scores of the answers, one (n,) for each side; a packed batch reads what two sides begin with once."""
-    begins = [begin_of(one) for one in examples]
-    answers = [
-        text[len(begin) :]
-        for side in zip(*(e.texts for e in examples), strict=True)
-        for begin, text in zip(begins, side, strict=True)
-    ]
-    batch = parts.roles.batch(begins * (len(answers) // len(begins)), answers, last_tokens=True)
-    return parts.roles.scores(batch).split(len(examples))
-
-
-def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
-    """What a row costs a forward pass: packed, what its sides begin with once; else each as long as the longest."""
-    if not parts.roles.packs:
-        return RowSizes.alone([len(e.texts) * max(map(len, e.texts)) for e in examples], packed=False)
-    begins = [begin_of(one) for one in watched(examples)]
-    rest = [sum(len(text) - len(begin) for text in e.texts) for e, begin in zip(examples, begins, strict=True)]
-    return RowSizes.of(begins, rest, packed=True)
-
-
-def begin_of(example: JudgedTokens) -> list[int]:
-    """What its sides begin with; a token at least."""
-    return example.texts[0][: max(1, common_length(example.texts))]
+        head.load_state_dict({"weight": weight, **load_file(folder / SCORE_BIAS)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from tinyrl.config.sections import OptimConfig
 
 Parameters = dict[str, nn.Parameter]
-OptimizerKind = Literal["adamw", "adamw8bit"]
-# What an earlier version trained and left where it was: the bias that a reward model of pairs cannot learn.
-ONCE_TRAINED = ("score_head.bias",)
 
 
 @dataclass
@@ -36,18 +33,24 @@ class RoleOptimizer:
         *,
         learning_rate: float,
         weight_decay: float,
-        kind: OptimizerKind = "adamw",
+        kind: Literal["adamw", "adamw8bit"] = "adamw",
     ) -> RoleOptimizer:
         """Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards nothing
         meaningful. `adamw8bit` keeps both moments of large tensors in blocks of eight bits (2110.02861): 2 bytes a
         parameter instead of 8. Raises ValueError where bitsandbytes is missing.
         """
-        groups = [
+        adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+        if kind == "adamw8bit":
+            try:
+                from bitsandbytes.optim.adamw import AdamW8bit as adamw
+            except ImportError:
+                need = "optim.optimizer=adamw8bit needs bitsandbytes: pip install 'tinyrl[quantization]'"
+                raise ValueError(need) from None
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if kind == "adamw" else _eight_bit_adamw()
-        optimizer = make([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
+        optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
         return cls(parameters, learning_rate, optimizer)
 
     def set_rate(self, factor: float) -> None:
@@ -67,38 +70,25 @@ class RoleOptimizer:
         return {k: v.clone() if "|qmap" in k else torch.as_tensor(v) for k, v in found.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave; parameters that had no state have none again."""
-        by_name: dict[str, dict[str, Tensor]] = {}
+        """Restore what `state_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+        self.optimizer.state.clear()
         for key, value in tensors.items():
             name, _, field = key.rpartition("|")
-            by_name.setdefault(name, {})[field] = value
-        self.optimizer.state.clear()
-        for name, fields in by_name.items():
-            parameter = self.parameters.get(name)
-            if parameter is None and name in ONCE_TRAINED:
-                continue
-            if parameter is None:
+            if name not in self.parameters:
                 raise ValueError(f"the optimizer's state is for a parameter that is not trained here: {name}")
-            self.optimizer.state[parameter] = {
-                f: self._step(v) if f == "step" else v.to(parameter.device, copy=True) for f, v in fields.items()
-            }
-
-    def _step(self, count: Tensor) -> Tensor | int:
-        return count.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(count)
+            parameter = self.parameters[name]
+            if field == "step":  # a number for bitsandbytes
+                kept = value.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(value)
+            else:
+                kept = value.to(parameter.device, copy=True)
+            self.optimizer.state.setdefault(parameter, {})[field] = kept
 
 
 def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
     """An optimizer for each role that is trained, the critic's with its own learning rate."""
     rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
-    return {
-        role: RoleOptimizer.make(
-            of_role,
-            learning_rate=rates[role] or 0.0,
-            weight_decay=optim.weight_decay,
-            kind=optim.optimizer,
-        )
-        for role, of_role in parameters.items()
-    }
+    how = {"weight_decay": optim.weight_decay, "kind": optim.optimizer}
+    return {role: RoleOptimizer.make(p, learning_rate=rates[role] or 0.0, **how) for role, p in parameters.items()}
 
 
 def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]:
@@ -108,18 +98,10 @@ def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]
 
 
 def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+    """Restore what `optimizer_tensors` gave."""
     for role, optimizer in optimizers.items():
         of_role = {key.removeprefix(f"{role}|"): t for key, t in tensors.items() if key.startswith(f"{role}|")}
         optimizer.load_state_tensors(of_role)
-
-
-def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:
-    try:
-        from bitsandbytes.optim.adamw import AdamW8bit
-    except ImportError:
-        raise ValueError("optim.optimizer=adamw8bit needs bitsandbytes: pip install 'tinyrl[quantization]'") from None
-    return AdamW8bit
 
 
 def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) -> str | None:

@@ -5,6 +5,7 @@ A fork is a new run that goes on so from a copy of another one's checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -23,35 +24,24 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
-from tinyrl.training.launch import Launch, load, open_session, out_of_memory_stops, undone_on_failure, write_environment
+from tinyrl.training.launch import load, write_environment
 from tinyrl.training.optim import stretched_schedule
-from tinyrl.training.session import Session
-from tinyrl.training.state import (
-    CheckpointState,
-    Sources,
-    changed_sources,
-    changed_versions,
-    read_sources,
-    read_state,
-)
+from tinyrl.training.session import Session, out_of_memory_stops
+from tinyrl.training.state import Sources, changed_sources, read_sources, read_state
 
 MOST_SHOWN = 3  # changes in an error
 
 
 def resume(
-    run: RunDir,
-    *,
-    options: Options,
-    config: Config | None = None,
-    allow_config_change: bool = False,
-) -> Launch | None:
+    run: RunDir, *, options: Options, config: Config | None = None, allow_config_change: bool = False
+) -> Session | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
     `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
     with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
     and config.yaml only when a checkpoint has been written under another configuration.
     """
-    with undone_on_failure() as undo:
+    with contextlib.ExitStack() as undo:
         undo.enter_context(run.lock)
         folder, warnings = checkpoints.newest_sound(run.checkpoints)
         if folder is None and not warnings:
@@ -59,7 +49,7 @@ def resume(
         kept, since = (read_state(folder), folder.name) if folder else (None, "it was made")
         config = resolve(config or run.read_config())
         before = absolute_paths(kept.config if kept else run.read_config().written())
-        if config.run.threads == "auto":  # as the run has it, which an earlier version kept in state.json alone
+        if config.run.threads == "auto":  # as the run has it
             run_section = config.run.model_copy(update={"threads": before["run"].get("threads", "auto")})
             config = config.model_copy(update={"run": run_section})
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
@@ -69,30 +59,35 @@ def resume(
         with out_of_memory_stops("before the first step"):
             known = kept.sources if kept else Sources()
             sources = read_sources(config, rows=trainer.row_fingerprints, known=known.files)
-            changes += refuse(
-                "what the run reads has changed",
-                changed_sources(known, sources),
-                since=since,
-                allowed=allow_config_change,
-            )
+            what = "what the run reads has changed"
+            changes += refuse(what, changed_sources(known, sources), since=since, allowed=allow_config_change)
             notes += trainer.check()
-            launch = open_session(run, trainer, sources=lambda: sources)
+            session = Session(trainer, run, sources=lambda: sources)
             if folder is None or kept is None:
                 notes.append(resolve_threads(trainer))
                 run.cut({})
             else:
-                notes += [*launch.session.restore(folder, kept), *_versions(known, sources, since=since)]
-                notes += _accept(launch.session, changes, since=since)
-                state, steps = launch.session.state, config.run.num_steps
-                were = kept.num_steps or steps
-                notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])
-                notes.append(f"resuming {run.path} at step {state.step} of {steps} from {since}")
-        if launch.session.finished:
-            undo.close()
+                notes += session.restore(folder, kept)
+                now = sources.versions
+                others = [f"{n} {v}, now {now[n]}" for n, v in sorted(known.versions.items()) if now.get(n, v) != v]
+                if others:
+                    what = f"numbers may differ in their last digits, other versions than at {since}"
+                    notes.append(f"warning: {what}: {', '.join(others)}")
+                if any(not line.startswith(("optim.", "run.")) or line.startswith("run.seed:") for line in changes):
+                    trainer.forget()  # a step no longer samples the same
+                    session.state.controllers.exact_sampling = None
+                notes += [f"changed since {since}: {change}" for change in changes]
+                step, steps = session.state.step, config.run.num_steps
+                were = kept.setting("run", "num_steps")
+                notes += filter(None, [stretched_schedule(config.optim, step=step, before=were or steps, now=steps)])
+                notes.append(f"resuming {run.path} at step {step} of {steps} from {since}")
+        if session.finished:
             return None
-        launch.session.new_config = bool(changes)
-        launch.say(notes)
-        return launch
+        session.new_config = bool(changes)
+        for note in notes:
+            session.display.note(note)
+        undo.pop_all()
+        return session
 
 
 def started_with(run: RunDir, given: Options) -> tuple[Options, list[str]]:
@@ -130,28 +125,50 @@ def _check_beginning(run: RunDir) -> None:
         )
 
 
-def _accept(session: Session, changes: list[str], *, since: str) -> list[str]:
-    """Discard state that the changed settings and files invalidate; return one note for each change."""
-    if not all(keeps_samples(change) for change in changes):
-        session.parts.forget()
-        session.state.controllers.exact_sampling = None
-    return [f"changed since {since}: {change}" for change in changes]
-
-
-def _versions(before: Sources, now: Sources, *, since: str) -> list[str]:
-    changes = changed_versions(before, now)
-    if not changes:
-        return []
-    return [f"warning: numbers may differ in their last digits, other versions than at {since}: {', '.join(changes)}"]
-
-
 # ---- forks ----
 
 
-def origin_of(origin: str) -> tuple[RunDir, Path]:
-    """The run and the sound checkpoint that RUN, RUN@STEP or a checkpoint's folder means; of RUN the newest one.
+def fork(
+    origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
+) -> Session:
+    """A new run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
+    laid over its settings. Its records begin with the other run's, up to there, and run.forked_from names it.
 
-    Raises ValueError, with the steps there are, where it is none.
+    An unchanged fork goes on to the same weights, to the bit, as the other run did. output_dir: default the folder that
+    `origin` is in. Raises ValueError, and leaves no folder, where it cannot go on.
+    """
+    run, checkpoint = _origin_of(origin)
+    kept = read_state(checkpoint)
+    step = kept.run.step
+    config = build_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides)
+    if kept.run.phase == "rollout" and step >= config.run.num_steps:
+        raise ValueError(f"step {step} is the last of {run.path}: say how many steps the fork has, run.num_steps=N")
+    section = config.run.model_copy(update={"forked_from": f"{run.path.resolve()}@{step}"})
+    config = config.model_copy(update={"run": section})
+    new = create_run(output_dir or str(run.path.parent), name=name, config=config, overwrite=False)
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, new.path, ignore_errors=True)
+        new.write_config(config)
+        best = {run.checkpoints / checkpoints.checkpoint_name(kept.run.best.step)} if kept.run.best else set()
+        for folder in {checkpoint, *(each for each in best if each.is_dir())}:
+            copy = checkpoints.checkpoint_name(checkpoints.checkpoint_step(folder))
+            shutil.copytree(folder, new.checkpoints / copy)
+        for record, length in kept.records.items():
+            if (run.path / record).is_file():
+                with (run.path / record).open("rb") as file:
+                    (new.path / record).write_bytes(file.read(length))
+        session = resume(new, options=options, config=config, allow_config_change=True)
+        assert session is not None
+        undo.callback(session.trainer.close)
+        undo.callback(session.close)
+        write_environment(new, session.trainer, options=options, command=command)
+        undo.pop_all()
+        return session
+
+
+def _origin_of(origin: str) -> tuple[RunDir, Path]:
+    """The run and the sound checkpoint that an origin means; of RUN the newest one. Raises ValueError, with the steps
+    there are, where it is none.
     """
     name, at, step = origin.rpartition("@")
     if not at or Path(origin).exists() or not re.fullmatch("[0-9]+", step):
@@ -168,47 +185,6 @@ def origin_of(origin: str) -> tuple[RunDir, Path]:
     return run, checkpoints.checkpoint_of(folder)
 
 
-def fork(
-    origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
-) -> Launch:
-    """A new run that stands where a checkpoint of `origin` (see `origin_of`) stood, with `overrides` laid over the
-    checkpoint's settings. Its records begin with the other run's, up to there, and run.forked_from names it.
-
-    An unchanged fork goes on to the same weights, to the bit, as the other run did. output_dir: default the folder that
-    `origin` is in. Raises ValueError, and leaves no folder, where it cannot go on.
-    """
-    run, checkpoint = origin_of(origin)
-    kept = read_state(checkpoint)
-    step = kept.run.step
-    config = build_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides)
-    if kept.run.phase == "rollout" and step >= config.run.num_steps:
-        raise ValueError(f"step {step} is the last of {run.path}: say how many steps the fork has, run.num_steps=N")
-    section = config.run.model_copy(update={"forked_from": f"{run.path.resolve()}@{step}"})
-    config = config.model_copy(update={"run": section})
-    new = create_run(output_dir or str(run.path.parent), name=name, config=config, overwrite=False)
-    with undone_on_failure() as undo:
-        undo.callback(shutil.rmtree, new.path, ignore_errors=True)
-        new.write_config(config)
-        copy_until(run, checkpoint, kept, to=new)
-        launch = resume(new, options=options, config=config, allow_config_change=True)
-        assert launch is not None
-        undo.callback(launch.close)
-        write_environment(new, launch.trainer, options=options, command=command)
-        return launch
-
-
-def copy_until(run: RunDir, checkpoint: Path, kept: CheckpointState, *, to: RunDir) -> None:
-    """Copy a checkpoint whose state.json is `kept`, the best one as of then, and the records up to it."""
-    best = kept.run.best
-    wanted = [run.checkpoints / checkpoints.checkpoint_name(best.step)] if best is not None else []
-    for folder in {checkpoint, *(each for each in wanted if each.is_dir())}:
-        shutil.copytree(folder, to.checkpoints / checkpoints.checkpoint_name(checkpoints.checkpoint_step(folder)))
-    for name, length in kept.records.items():
-        if (run.path / name).is_file():
-            with (run.path / name).open("rb") as record, (to.path / name).open("wb") as copy:
-                copy.write(record.read(length))
-
-
 # ---- settings that have changed ----
 
 
@@ -218,10 +194,9 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     Raises ValueError when there are some besides more steps and `allowed` is false, and always when the method is
     another one.
     """
-    if before["method"] != config.method:
-        raise ValueError(
-            f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
-        )
+    method = before.get("method")
+    if method != config.method:
+        raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
     changes = changed_settings(without_secrets(before), config.written())
     steps = before.get("run", {}).get("num_steps")
     longer = isinstance(steps, int) and steps < config.run.num_steps
@@ -238,12 +213,6 @@ def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[
     lines = [f"{what} since {since}, so the run would not go on as it began:"]
     lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
     raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
-
-
-def keeps_samples(change: str) -> bool:
-    """Whether a step samples the same under a changed setting (a line of `changed_settings`)."""
-    key = change.partition(":")[0]
-    return key.startswith(("optim.", "run.")) and key != "run.seed"
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:

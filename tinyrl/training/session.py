@@ -1,4 +1,4 @@
-"""A run as it goes on: its steps, and after each one evaluation, metrics, a checkpoint when due.
+"""A run as it goes on: its steps, and after each one evaluation, metrics, a checkpoint when due; how it stops.
 
 The trainer owns the order of a step; the session owns where the run stands (training/state.py). A step is a
 transaction: random numbers are keyed by (seed, step, ...), so a step that is begun again is the same step to the bit,
@@ -12,68 +12,69 @@ import contextlib
 import errno
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
-from tinyrl.errors import Interrupted
-from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.device import cores_here, peak_memory_gb
-from tinyrl.rollout.components import Parts
+from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.models.device import as_out_of_memory, cores_here, peak_memory_gb
 from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
-from tinyrl.runs.progress import Display
+from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import stop_held
+from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.replicas import CHECK_EVERY, check_replicas
 from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 
+if TYPE_CHECKING:
+    from tinyrl.training.trainer import Trainer
+
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
 SAMPLES_BYTES = 90e6  # of samples.jsonl; a long run leaves out steps
 MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
+# Errors of the report or summary after the last step (broken matplotlib, damaged file, no memory).
+AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+              ValueError)  # fmt: skip
 
 
 @dataclass
 class StepStart:
-    """What a stop inside a step restores: state, random numbers, bytes of the records, counts of skipped steps.
+    """What a stop inside a step restores: state, random numbers, bytes of the records.
 
-    tensors: trained weights and optimizer state by role, once the update has begun; None before.
+    tensors: trained weights and optimizer state, once the update has begun; None before.
     """
 
     state: RunState
-    torch_rng: dict[str, Tensor]
-    python_rng: list[Any]
+    random: tuple[dict[str, Tensor], list[Any]]
     records: dict[str, int]
-    skipped: tuple[int, int]
-    loss_scale: dict[str, Any]
-    tensors: tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]] | None = None
+    tensors: tuple[list[Tensor], dict[str, Tensor]] | None = None
 
 
 class StepMetrics:
-    """Metrics of a step. `values` go into a checkpoint that is written before the evaluation after the step."""
+    """Metrics of a step: `values`, sums over its optimizer steps, and seconds by phase. The values go into a checkpoint
+    that is written before the evaluation after the step.
+    """
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
         self.values = {} if values is None else values
         self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
         self.seconds: dict[str, float] = {}
-
-    def start_update(self, metrics: dict[str, float]) -> None:
-        """What the rollout had to say, and no optimizer step yet."""
-        self.values, self.sums = dict(metrics), {}
 
     def add(self, metrics: dict[str, float]) -> None:
         """Metrics of one optimizer step; the line shows their mean (non-finite ones are left out)."""
@@ -82,18 +83,6 @@ class StepMetrics:
                 total = self.sums.setdefault(key, [0.0, 0])
                 total[0] += value
                 total[1] += 1
-
-    def end_update(self, metrics: dict[str, float]) -> None:
-        self.values |= {key: total / count for key, (total, count) in self.sums.items()} | metrics
-        self.sums = {}
-
-    @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def line(self, **measured: float) -> dict[str, Any]:
         """Everything, with `measured`, the total of the times (evaluations are not part of a step), tokens a second."""
@@ -105,48 +94,111 @@ class StepMetrics:
 
 
 class Session:
-    """One run between its first step and its last. `state` is where it stands, `minibatch` what an update works
-    on, `update` its number among the step's optimizer steps.
+    """A run between its first step and its last. `state` is where it stands, `minibatch` what an update works on,
+    `update` its number among the step's optimizer steps, `until` the step after which to stop.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        run: RunDir,
-        *,
-        evaluate: Callable[[], Evaluation],
-        display: Display,
-        sources: Callable[[], Sources],
-    ) -> None:
-        self.parts, self.config, self.run = parts, parts.config, run
-        self.world = parts.world
-        self.display, self._sources = display, sources
-        self._evaluate = evaluate
-        self.state, self.until = RunState(), self.config.run.num_steps  # the step after which to stop
+    def __init__(self, trainer: Trainer, run: RunDir, *, sources: Callable[[], Sources], silent: bool = False) -> None:
+        self.trainer, self.config, self.run, self.world = trainer, trainer.config, run, trainer.world
+        self._sources = sources
+        self.state, self.until = RunState(), self.config.run.num_steps
         self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
         self._start: StepStart | None = None  # of the step under way
         self._held = contextlib.ExitStack()  # while a stop has to wait
         self._update_seconds = math.nan  # of the last step
+        self.display = Display(num_steps=self.until, silent=silent or not self.world.is_main)
         self.watch = Watch(self.config.written())
         trackers = self.config.run.trackers if self.world.is_main else []
-        self.trackers = Trackers(trackers, run.path, config=self.config.written(), note=display.note)
+        self.trackers = Trackers(trackers, run.path, config=self.config.written(), note=self.display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
         self.saved = True  # whether the last save succeeded
         self.new_config = False  # config.yaml is still that of the run before, until a checkpoint is this one's
-        self.optimizers = role_optimizers(self.config.optim, parts.roles.parameters)
+        self.optimizers = role_optimizers(self.config.optim, trainer.roles.parameters)
         self.updater = Updater(
-            parts.accelerator,
-            parts.roles,
+            trainer.accelerator,
+            trainer.roles,
             self.optimizers,
-            parts.micro_batches,
+            trainer.micro_batches,
             max_grad_norm=self.config.optim.max_grad_norm,
             gradient_checkpointing=self.config.model.gradient_checkpointing,
             dump_bad_batch=self._dump_bad_batch,
-            world=parts.world,
+            world=self.world,
         )
+        trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
+
+    # ---- from here to the end ----
+
+    def go(self, *, report: Callable[[Path], object], until: int | None = None) -> int:
+        """Train to the last step, or to step `until`; write a `report` of the folder and release its lock. Returns the
+        exit code of the run.
+        """
+        if until is not None:
+            self.until = min(until, self.until)
+        with self.run.lock:
+            code = self._train()
+            if code is not None or not self.world.is_main:
+                return code or 0
+            for failed, write in (
+                (
+                    f"the report could not be written; later: tinyrl report {self.run.path}",
+                    lambda: report(self.run.path),
+                ),
+                ("the run could not be summed up", lambda: tell(summary(self.run, prompts=self.trainer.has_prompts))),
+            ):
+                try:
+                    write()
+                except AFTERWARDS as error:
+                    print(f"warning: {failed} ({type(error).__name__}: {error})", file=sys.stderr)
+            if not self.saved:
+                return self._unsaved("done, but the last step is not saved")
+            if not self.finished:
+                tell(f"stopped after step {self.state.step}. Go on with:\n  tinyrl train --resume {self.run.path}")
+            return 0
+
+    def _train(self) -> int | None:
+        """Train to step `until`. Returns the exit code where the run has stopped before."""
+        self.display.start(done=self.state.step)
+        try:
+            with out_of_memory_stops("while training"):
+                self.trainer.train(self)
+                if not self.finished and self._saved_step != self.state.step:
+                    self.save()
+            return None
+        except Interrupted as reason:
+            saved = self._interrupted(reason)
+            if not self.world.is_main:
+                return reason.exit_code
+            if saved is None:
+                return self._unsaved(f"stopped; step {self.state.step} is not saved")
+            tell(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}")
+            return reason.exit_code
+        except Stop as stop:
+            self.world.announce(str(stop))
+            self.display.note(str(stop))
+            if isinstance(stop, OutOfRoom):
+                self.display.note(self.trainer.describe_memory())
+            return stop.exit_code
+        finally:
+            self.close()
+            self.trainer.close()
+
+    def close(self) -> None:
+        """End the display, the trackers, and the wait of a stop."""
+        self.display.close()
+        self.trackers.close()
+        self._held.close()
+
+    def _unsaved(self, what: str) -> int:
+        """Tell what is lost where the last checkpoint could not be written; returns the exit code."""
+        if checkpoints.list_checkpoints(self.run.checkpoints):
+            tell(f"{what}. When there is room again, go on from the checkpoint before:\n  "
+                  f"tinyrl train --resume {self.run.path}")  # fmt: skip
+        else:
+            tell(f"{what}, nor is any other: the weights are lost. {self.run.checkpoints} could not be written to")
+        return OutOfRoom.exit_code
 
     @property
     def finished(self) -> bool:
@@ -156,7 +208,7 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do (0-based); the learning rate of each is set before it is handed out."""
-        check_replicas(self.world, self.updater.roles.parameters)
+        check_replicas(self.world, self.trainer.roles.parameters)
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
             self._finish_step()
@@ -165,34 +217,25 @@ class Session:
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
             for role in self.optimizers.values():
                 role.set_rate(factor)
-            updater = self.updater
-            self._start = StepStart(
-                self.state.model_copy(deep=True),
-                rng_tensors(),
-                python_rng(),
-                self.run.lengths(),
-                (updater.skipped, updater.skipped_in_a_row),
-                updater.scaler.state_dict(),
-            )
+            self._start = StepStart(self._state_now(), (rng_tensors(), python_rng()), self.run.lengths())
             yield self.state.step
 
     def start_update(self, **metrics: float) -> None:
         """Sampling is over: from here on weights change. Copy them for a stop, or let it wait where they are large."""
         assert self._start is not None, "steps() hands out the steps"
         self.update = 0
-        self.metrics.start_update(metrics)
-        trained = sum(p.numel() * p.itemsize for of in self.optimizers.values() for p in of.parameters.values())
-        if 3 * trained > MOST_COPIED:  # weights and two moments
-            self._held.enter_context(stop_held(self._say_wait))
+        self.metrics.values, self.metrics.sums = dict(metrics), {}
+        if 3 * sum(p.numel() * p.itemsize for p in self._trained()) > MOST_COPIED:  # weights and two moments
+            self._held.enter_context(stop_held(self._note_wait))
             return
-        weights = {
-            role: {name: p.detach().to("cpu", copy=True) for name, p in of.parameters.items()}
-            for role, of in self.optimizers.items()
-        }
+        weights = [p.detach().to("cpu", copy=True) for p in self._trained()]
         moments = {key: tensor.to("cpu", copy=True) for key, tensor in optimizer_tensors(self.optimizers).items()}
         self._start.tensors = weights, moments
 
-    def _say_wait(self, signal: str) -> None:
+    def _trained(self) -> Iterator[Tensor]:
+        return (p for role in self.optimizers.values() for p in role.parameters.values())
+
+    def _note_wait(self, signal: str) -> None:
         known = math.isfinite(self._update_seconds)
         took = f"; the last one took {self._update_seconds:.0f} s" if known else ""
         self.display.note(f"{signal}: the trained weights are large, so the stop waits for the end of the update{took}")
@@ -217,7 +260,8 @@ class Session:
         policy = self.optimizers.get("policy")
         rate = policy.optimizer.param_groups[0]["lr"] if policy is not None else 0.0
         optim = {"optim/learning_rate": rate, "optim/skipped_steps": self.updater.skipped}
-        self.metrics.end_update(metrics | optim)
+        means = {key: total / count for key, (total, count) in self.metrics.sums.items()}
+        self.metrics.values |= means | metrics | optim
         self.state.step += 1
         self.state.phase, self._start = "evaluation", None
         self._update_seconds = self.metrics.seconds.get("update", math.nan)
@@ -232,17 +276,22 @@ class Session:
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         self.display.phase(phase)
-        with self.metrics.timed(phase):
+        start, seconds = time.perf_counter(), self.metrics.seconds
+        try:
             yield
+        finally:
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def _finish_step(self) -> None:
+        """Evaluate where that is due, write the step's line, and save where that is due."""
         settings, step = self.config.run, self.state.step
         last = step >= settings.num_steps
         evaluation = None
         if self.evaluates_after(step):
             with self.timed("evaluation"):
-                evaluation = self._evaluate()
-            self.metrics.values |= evaluation.flat()
+                evaluation = self.trainer.evaluate()
+            found = evaluation.flat()
+            self.metrics.values |= found
             every = settings.eval_every or settings.num_steps
             self.run.append_samples(
                 [{"step": step, **line} for line in evaluation.samples],
@@ -250,8 +299,10 @@ class Session:
                 most_bytes=SAMPLES_BYTES / 2 / (settings.num_steps // every + 1),
             )
             self.trackers.log_completions(evaluation.samples, step)
-            self._note_best(evaluation)
-        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
+            value, best = found.get(BEST), self.state.best
+            if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
+                self.state.best = Best(step=step, value=float(value))
+        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.trainer.accelerator.device)})
         self.run.append_metrics(step, line)
         self.display.step(step, line)
         if evaluation is not None:
@@ -261,19 +312,14 @@ class Session:
         self.trackers.log(line, step)
         self.metrics, self.state.phase = StepMetrics(), "rollout"
         if step % CHECK_EVERY == 0:
-            check_replicas(self.world, self.updater.roles.parameters)
+            check_replicas(self.world, self.trainer.roles.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
-
-    def _note_best(self, evaluation: Evaluation) -> None:
-        value, best = evaluation.flat().get(BEST), self.state.best
-        if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
-            self.state.best = Best(step=self.state.step, value=float(value))
 
     # ---- checkpoints ----
 
     def save(self) -> Path | None:
-        """Write a checkpoint, on rank 0; when the disk refuses, say so and go on: older ones are intact."""
+        """Write a checkpoint, on rank 0; when the disk refuses, warn and go on: older ones are intact."""
         if not self.world.is_main:
             return None
         try:
@@ -288,24 +334,17 @@ class Session:
                 self.new_config = False
             self._prune(keep=self.config.run.keep_checkpoints)
         except OSError as error:
-            intact = "Older checkpoints are intact" if self.has_checkpoint else "There is no checkpoint yet"
+            some = checkpoints.list_checkpoints(self.run.checkpoints)
+            intact = "Older checkpoints are intact" if some else "There is no checkpoint yet"
             self.display.note(f"warning: could not save step {self.state.step}: {error}. {intact}.")
             self.saved = False
             return None
         self.saved = True
         return self.last_checkpoint
 
-    def save_here(self) -> None:
-        """A checkpoint of where the run stands, where it was to stop before its last step, and there is none."""
-        last = self.last_checkpoint
-        if not self.finished and (last is None or checkpoints.checkpoint_step(last) != self.state.step):
-            self.save()
-
-    def _write_checkpoint(self) -> None:
-        with stop_held():
-            self.last_checkpoint = checkpoints.write_checkpoint(
-                self.run.checkpoints, self.state.step, write=self._write
-            )
+    @property
+    def _saved_step(self) -> int | None:
+        return None if self.last_checkpoint is None else checkpoints.checkpoint_step(self.last_checkpoint)
 
     def _prune(self, *, keep: int) -> bool:
         protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
@@ -313,88 +352,87 @@ class Session:
             protected.append(self.run.checkpoints / checkpoints.checkpoint_name(self.state.best.step))
         return checkpoints.prune(self.run.checkpoints, keep=keep, protected=protected)
 
-    @property
-    def has_checkpoint(self) -> bool:
-        return bool(checkpoints.list_checkpoints(self.run.checkpoints))
+    def _write_checkpoint(self) -> None:
+        def write(folder: Path) -> None:
+            self.trainer.save_models(folder)
+            save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
+            save_file(rng_tensors(), folder / RANDOM)
+            CheckpointState(
+                run=self._state_now(),
+                micro_batch_tokens=self.trainer.micro_batches.tokens,
+                threads=torch.get_num_threads(),
+                sources=self._sources(),
+                config=self.config.written(),
+                records=self.run.lengths(),
+                python_random=python_rng(),
+            ).write(folder)
 
-    def _write(self, folder: Path) -> None:
-        self.parts.save_models(folder)
-        save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
-        save_file(rng_tensors(), folder / RANDOM)
+        with stop_held():
+            self.last_checkpoint = checkpoints.write_checkpoint(self.run.checkpoints, self.state.step, write=write)
+
+    def _state_now(self) -> RunState:
+        """A copy of the state, with what metrics and updater have of it."""
         updater = self.updater
-        skips = {"skipped": updater.skipped, "skipped_in_a_row": updater.skipped_in_a_row}
-        scale = {"loss_scale": updater.scaler.state_dict()}
-        CheckpointState(
-            run=self.state.model_copy(update={"values": self.metrics.values, **skips, **scale}),
-            micro_batch_tokens=self.parts.micro_batches.tokens,
-            threads=torch.get_num_threads(),
-            sources=self._sources(),
-            config=self.config.written(),
-            records=self.run.lengths(),
-            python_random=python_rng(),
-        ).write(folder)
+        return self.state.model_copy(
+            deep=True,
+            update={
+                "values": {**self.metrics.values},
+                "skipped": updater.skipped,
+                "skipped_in_a_row": updater.skipped_in_a_row,
+                "loss_scale": updater.scaler.state_dict(),
+            },
+        )
+
+    def _stand_at(
+        self, state: RunState, *, random: tuple[dict[str, Tensor], list[Any]], records: dict[str, int]
+    ) -> list[str]:
+        """Take over a state and random numbers, and cut the records; returns a line for each that is not whole."""
+        self.state, self.rollout, self._start, self.metrics = state, None, None, StepMetrics({**state.values})
+        self.updater.skipped, self.updater.skipped_in_a_row = state.skipped, state.skipped_in_a_row
+        if state.loss_scale:
+            self.updater.scaler.load_state_dict(state.loss_scale)
+        restore_rng(*random)
+        return self.run.cut(records, step=state.step)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
         """Go on from a verified checkpoint, whose state.json is `kept`; a line for each record that is not whole."""
-        self.parts.load_models(folder)
+        self.trainer.load_models(folder)
         if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
         else:
             self.display.note(f"optim.optimizer={self.config.optim.optimizer} begins without the moments of the other")
-        self.state = kept.run
-        self.metrics = StepMetrics(kept.run.values)
-        self.updater.skipped, self.updater.skipped_in_a_row = kept.run.skipped, kept.run.skipped_in_a_row
-        if kept.run.loss_scale:
-            self.updater.scaler.load_state_dict(kept.run.loss_scale)
         if kept.setting("run", "micro_batch_tokens") == self.config.run.micro_batch_tokens:
-            self.parts.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
+            self.trainer.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
         wanted, cores = self.config.run.threads, cores_here()
         threads = kept.threads if wanted == "auto" else wanted  # auto: on a GPU
         torch.set_num_threads(threads)
-        if threads > cores and self.parts.accelerator.device.type == "cpu":
+        if threads > cores and self.trainer.accelerator.device.type == "cpu":
             self.display.note(
                 f"warning: run.threads={threads} where each process has {cores} cores: slow, and as before"
             )
-        restore_rng(load_file(folder / RANDOM), kept.python_random)
-        notes = self.run.cut(kept.records, step=kept.run.step)
+        random = load_file(folder / RANDOM), kept.python_random
+        notes = self._stand_at(kept.run, random=random, records=kept.records)
         there = self.world.is_main and self.run.metrics.is_file()
         self.watch.know(read_steps(self.run.metrics, []) if there else {})
         self.last_checkpoint = self.resumed_from = folder
         return notes
 
-    def interrupted(self, reason: Interrupted) -> Path | None:
+    def _interrupted(self, reason: Interrupted) -> Path | None:
         """Tell other processes, put back what the step under way has changed, and save where the run then stands."""
         self.world.announce(str(reason))
         self._held.close()
-        if self._start is not None:
-            self._put_back(self._start)
-        last = self.last_checkpoint
-        there = last is not None and checkpoints.checkpoint_step(last) == self.state.step
-        if there and self.saved and not self.new_config:
-            return last
+        if (start := self._start) is not None:
+            if start.tensors is not None:
+                weights, moments = start.tensors
+                with torch.no_grad():
+                    for parameter, weight in zip(self._trained(), weights, strict=True):
+                        parameter.copy_(weight)
+                load_optimizers(self.optimizers, moments)
+            self._stand_at(start.state, random=start.random, records=start.records)
+        if self._saved_step == self.state.step and self.saved and not self.new_config:
+            return self.last_checkpoint
         self.display.note(f"{reason}: saving step {self.state.step}")
         return self.save()
-
-    def _put_back(self, start: StepStart) -> None:
-        """Restore the run as it was before the step."""
-        if start.tensors is not None:
-            weights, moments = start.tensors
-            with torch.no_grad():
-                for role, of in self.optimizers.items():
-                    for name, parameter in of.parameters.items():
-                        parameter.copy_(weights[role][name])
-            load_optimizers(self.optimizers, moments)
-        self.state, self.metrics, self._start = start.state, StepMetrics(), None
-        self.updater.skipped, self.updater.skipped_in_a_row = start.skipped
-        if start.loss_scale:
-            self.updater.scaler.load_state_dict(start.loss_scale)
-        restore_rng(start.torch_rng, start.python_rng)
-        if self.world.is_main:
-            self.run.cut(start.records, step=start.state.step)
-
-    def close(self) -> None:
-        """Release what a step under way holds."""
-        self._held.close()
 
     def _dump_bad_batch(self, rows: list[int], why: str) -> None:
         if not self.world.is_main:
@@ -410,3 +448,13 @@ class Session:
         except OSError as error:
             where = f"the batch could not be written to {folder}: {error}"
         self.display.note(f"warning: step {self.state.step}: {why}; no weight was changed, {where}")
+
+
+@contextlib.contextmanager
+def out_of_memory_stops(when: str) -> Iterator[None]:
+    """End with exit code 4 and a sentence where memory runs out and nothing further inside could handle it."""
+    try:
+        with as_out_of_memory():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(when, error) from error

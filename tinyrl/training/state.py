@@ -1,9 +1,8 @@
-"""state.json of a checkpoint: where the run stands, and fingerprints of what it reads besides its settings.
+"""state.json of a checkpoint: where the run stands, and hashes of what it reads besides its settings.
 
-Rows, weights, people's functions with what they import from beside them have fingerprints, and so have the versions the
-run is on. A resume under another fingerprint is refused as one under another setting is. Other versions are said: they
-need not change a number. Weights are hashed once; while a file keeps its size and time of change, its hash is taken as
-known.
+Rows, model files and people's functions with their local imports have hashes. A resume under another one is refused as
+one under another setting is; other versions of libraries are only noted. A file is hashed again only where its size or
+time of change differ.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,23 +23,13 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import MANIFEST, checkpoint_step
 from tinyrl.runs.run_dir import versions
-from tinyrl.text import first_line, shortened
 from tinyrl.workers.loading import imported_beside, parse_use
 
 STATE = "state.json"
-HELD_OUT = "held-out rows"
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
-OF_A_RUN = (  # no weights
-    MANIFEST,
-    STATE,
-    *(f"{name}.safetensors" for name in ("optimizer", "random", "reference_logprobs")),
-)
-MOST_THREADS = 4096
-Phase = Literal["evaluation", "rollout"]
+OF_A_RUN = (MANIFEST, STATE, "optimizer.safetensors", "random.safetensors", "reference_logprobs.safetensors")
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Whole = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Number = int | float | None
 
 
 class _Strict(BaseModel):
@@ -51,13 +39,13 @@ class _Strict(BaseModel):
 class SourceFile(_Strict):
     """A file that is read; `modified` in nanoseconds."""
 
-    bytes: Whole
-    modified: Whole
+    bytes: Annotated[int, Field(ge=0)]
+    modified: Annotated[int, Field(ge=0)]
     sha256: str
 
 
 class Sources(_Strict):
-    """What a run reads. rows: "training" and "held-out" to a fingerprint; files: "setting: file" to a file's."""
+    """What a run reads. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
 
     rows: dict[str, str] = Field(default_factory=dict)
     files: dict[str, SourceFile] = Field(default_factory=dict)
@@ -90,8 +78,8 @@ class RunState(_Strict):
     """
 
     step: Count = 0
-    phase: Phase = "evaluation"
-    values: dict[str, Number] = Field(default_factory=dict)
+    phase: Literal["evaluation", "rollout"] = "evaluation"
+    values: dict[str, int | float | None] = Field(default_factory=dict)
     controllers: Controllers = Field(default_factory=Controllers)
     completions: Count = 0
     tokens: Count = 0
@@ -113,41 +101,16 @@ class CheckpointState(_Strict):
 
     run: RunState
     micro_batch_tokens: Annotated[Count, Field(ge=1)]
-    threads: Annotated[int, Field(ge=1, le=MOST_THREADS)]
+    threads: Annotated[int, Field(ge=1, le=4096)]
     sources: Sources = Field(default_factory=Sources)
-    config: dict[str, Any]
+    config: dict[str, str | dict[str, Any]]
     records: dict[str, Count]  # bytes of metrics.jsonl and the like
-    python_random: list[Any]
-
-    @field_validator("python_random")
-    @classmethod
-    def _is_a_state(cls, state: list[Any]) -> list[Any]:
-        try:
-            kind, numbers, gauss = state
-            random.Random().setstate((kind, tuple(numbers), gauss))
-        except (ValueError, TypeError, OverflowError):
-            raise ValueError("is no state of Python's generator") from None
-        return state
-
-    @field_validator("config")
-    @classmethod
-    def _is_a_configuration(cls, config: dict[str, Any]) -> dict[str, Any]:
-        for name, section in config.items():
-            if not isinstance(section, str if name == "method" else dict):
-                raise ValueError(f"{shortened(name)} is {shortened(repr(section))}")
-        if "method" not in config:
-            raise ValueError("no method")
-        return config
+    python_random: list[int | list[int] | float | None]
 
     def setting(self, section: str, name: str) -> Any:
         """A setting of the configuration; None where the version that wrote it had none."""
-        return self.config.get(section, {}).get(name)
-
-    @property
-    def num_steps(self) -> int | None:
-        """How many steps the run was to have; None where that was not written down."""
-        steps = self.setting("run", "num_steps")
-        return steps if isinstance(steps, int) else None
+        found = self.config.get(section)
+        return found.get(name) if isinstance(found, dict) else None
 
     def write(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
@@ -156,15 +119,13 @@ class CheckpointState(_Strict):
 def read_state(folder: Path) -> CheckpointState:
     """state.json of a checkpoint. Raises ValueError, with the first thing that is wrong, for one that is not ours."""
     try:
-        state = CheckpointState.model_validate(json.loads((folder / STATE).read_text(encoding="utf-8")))
+        state = CheckpointState.model_validate_json((folder / STATE).read_bytes())
         if state.run.step == checkpoint_step(folder):
             return state
         problem = f"run.step: {state.run.step}, in {folder.name}"
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         problem = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-    except (ValueError, RecursionError) as error:
-        problem = first_line(error)
     raise ValueError(f"{folder / STATE} is not what this tinyrl writes: {problem}")
 
 
@@ -172,15 +133,23 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> Sources:
-    """The fingerprints as of now. `known` files are hashed again only where size or time of change differ."""
-    files = {name: _fingerprint(path, known.get(name)) for name, path in _files(config)}
+    """The hashes as of now. `known` files are hashed again only where size or time of change differ."""
+    files: dict[str, SourceFile] = {}
+    for name, path in _files(config):
+        stat, before = path.stat(), known.get(name)
+        if before is None or (before.bytes, before.modified) != (stat.st_size, stat.st_mtime_ns):
+            digest = _known_digest(path, stat.st_size)
+            if digest is None:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            before = SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
+        files[name] = before
     return Sources(rows=rows, files=files, versions=versions())
 
 
 def changed_sources(before: Sources, now: Sources) -> list[str]:
-    """A line for each source that is not what it was. One that only `now` has came with a setting, which is said."""
-    different = [name for name, rows in before.rows.items() if now.rows.get(name) != rows]
-    changes = [f"{name} rows: the data has changed" for name in different]
+    """A line for each source that has changed. One that only `now` has came with a setting, whose change is noted."""
+    changes = [f"{name} rows: the data has changed" for name, rows in before.rows.items() if now.rows.get(name) != rows]
     changed: dict[str, list[str]] = {}
     for name, file in before.files.items():
         there = now.files.get(name)
@@ -192,16 +161,11 @@ def changed_sources(before: Sources, now: Sources) -> list[str]:
     return changes
 
 
-def changed_versions(before: Sources, now: Sources) -> list[str]:
-    """A line for each version that is another one."""
-    both = before.versions.keys() & now.versions.keys()
-    pairs = {name: (before.versions[name], now.versions[name]) for name in sorted(both)}
-    return [f"{name} {then}, now {here}" for name, (then, here) in pairs.items() if then != here]
-
-
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Every file of models, adapters and rewards, by the setting that names it."""
+    """Every file of models, adapters, rewards and environments, by the setting that names it."""
     models = {"model.path": config.model.path, "model.adapter": config.model.adapter}
+    functions = config.reward.functions if config.uses("reward") else []
+    uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
     if config.uses("critic"):
         models["critic.path"] = config.critic.path
     if config.uses("reward"):
@@ -212,11 +176,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         revision = config.model.revision if setting == "model.path" else None
         for file in [] if path is None else _model_files(path, revision=revision):
             yield f"{setting}: {file.name}", file
-    own = Path(config.critic.path or "") / "critic"  # what a run's critic has beside its policy
-    if config.uses("critic") and config.critic.path is not None and own.is_dir():
-        yield from ((f"critic.path: critic/{file.name}", file) for file in _model_files(str(own), revision=None))
-    functions = config.reward.functions if config.uses("reward") else []
-    uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
+    own = os.path.join(models.get("critic.path") or "", "critic")  # what a run's critic has beside its policy
+    if models.get("critic.path") and os.path.isdir(own):
+        yield from ((f"critic.path: critic/{file.name}", file) for file in _model_files(own, revision=None))
     rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
     yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
     if config.uses("environment"):
@@ -226,9 +188,10 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
             yield f"environment.corpus: {os.path.basename(corpus)}", Path(corpus)
     for setting, use in uses:
         source = parse_use(use, setting=setting, classes=True)
+        name = use.rpartition(":")[0]
         if source.file is not None:
-            yield f"{setting}: {use.rpartition(':')[0]}", source.file
-        beside = os.path.dirname(use.rpartition(":")[0]) if source.module is None else ""
+            yield f"{setting}: {name}", source.file
+        beside = os.path.dirname(name) if source.module is None else ""
         for file in imported_beside(source):
             yield f"{setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file
 
@@ -241,23 +204,11 @@ def _model_files(path: str, *, revision: str | None) -> list[Path]:
         if not isinstance(kept, str):
             return []
         folder = Path(kept).parent
-    names = sorted(p for p in folder.iterdir() if p.suffix in OF_A_MODEL and p.name not in OF_A_RUN)
-    return [p for p in names if p.is_file()]
+    return sorted(p for p in folder.iterdir() if p.suffix in OF_A_MODEL and p.name not in OF_A_RUN and p.is_file())
 
 
-def _fingerprint(path: Path, known: SourceFile | None) -> SourceFile:
-    stat = path.stat()
-    if known is not None and (known.bytes, known.modified) == (stat.st_size, stat.st_mtime_ns):
-        return known
-    digest = _written_down(path, stat.st_size)
-    if digest is None:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
-
-
-def _written_down(path: Path, size: int) -> str | None:
-    """The hash of a file that somebody took before: a checkpoint's manifest, the hub's client (in its blob's name)."""
+def _known_digest(path: Path, size: int) -> str | None:
+    """The hash of a file that was taken before: by a checkpoint's manifest, or the hub's client (its blob's name)."""
     blob = path.resolve()
     if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
         return blob.name

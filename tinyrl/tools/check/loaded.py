@@ -24,7 +24,6 @@ from tinyrl.models.device import peak_memory_gb
 from tinyrl.rollout.collector import apply_length_rules, completion_text, sample_and_score
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.rollout.sample import Sample, rewards_of
-from tinyrl.runs.progress import Display
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -130,14 +129,12 @@ def worst_step(trainer: Any) -> Step:
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
-        display = Display(num_steps=1, silent=True)
-        session = Session(trainer, run, evaluate=trainer.evaluate, display=display, sources=Sources)
+        session = Session(trainer, run, sources=Sources, silent=True)
         session.until = 1
         try:
             trainer.train(session)
         finally:
             session.close()
-            display.close()
         line = read_steps(run.metrics, [])[1]
     seconds = {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
     return Step(seconds, peak_memory_gb(device), size, trainer.micro_batches.tokens)
