@@ -35,7 +35,7 @@ from tinyrl.runs.records import read_steps
 from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import stop_held
-from tinyrl.runs.summary import summary
+from tinyrl.runs.show import summary
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.replicas import CHECK_EVERY, check_replicas
@@ -387,7 +387,7 @@ class Session:
         self, state: RunState, *, random: tuple[dict[str, Tensor], list[Any]], records: dict[str, int]
     ) -> list[str]:
         """Take over a state and random numbers, and cut the records; returns a line for each that is not whole."""
-        self.state, self.rollout, self._start, self.metrics = state, None, None, StepMetrics({**state.values})
+        self.state, self._start, self.metrics = state, None, StepMetrics({**state.values})
         self.updater.skipped, self.updater.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if state.loss_scale:
             self.updater.scaler.load_state_dict(state.loss_scale)
