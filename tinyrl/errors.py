@@ -45,6 +45,10 @@ class Interrupted(Stop):
     exit_code = 75
 
 
+class ExplainedByCheck(ValueError):
+    """A refusal at the start of a run about which `tinyrl check` says more."""
+
+
 def out_of_memory(when: str, error: BaseException) -> OutOfRoom:
     """Return what to raise when memory ran out and nothing smaller is left to try."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]

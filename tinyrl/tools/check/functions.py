@@ -15,9 +15,8 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.trial import NONSENSE, NOT_JSON, UNKNOWN_TOOL, asking_turn, tool_call
-from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
+from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
 from tinyrl.rewards.holes import find_holes
-from tinyrl.rewards.trial import as_the_data_has_it
 from tinyrl.runs.findings import Finding
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
@@ -50,7 +49,7 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
 
     def call(function: FunctionReward | None, where: list[int], texts: list[str]) -> RewardCall:
         asked = [prompts[i] for i in where]
-        said = [[{"role": "assistant", "content": t}] if messages else as_the_data_has_it(t, p)
+        said = [[{"role": "assistant", "content": t}] if messages else as_completion(t, p)
                 for t, p in zip(texts, asked, strict=True)]  # fmt: skip
         here = {name: [column[i] for i in where] for name, column in columns.items()}
         if function is not None:
