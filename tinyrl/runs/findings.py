@@ -209,6 +209,12 @@ class Rule(NamedTuple):
     kind: Literal["train", "eval"] | None = "train"
     at_once: bool = False  # compares no windows of the reward, so that it holds after any step
 
+    def finding(self, f: Figures) -> Finding:
+        named = [name for _, name, _, _ in Formatter().parse(self.what) if name]
+        numbers = {name: float(value) for name in named if isinstance(value := getattr(f, name), int | float)}
+        what, change = self.what.format_map(vars(f)), self.change.format_map(vars(f))
+        return Finding(self.name, what, change, numbers, self.kind, partial(self.shows, f))
+
 
 def _at_ceiling(f: Figures) -> bool:
     if not math.isnan(f.zero_spread_groups):
@@ -292,12 +298,5 @@ TABLE = (  # most telling first
 
 def find(run: RunRecords) -> list[Finding]:
     """Return what is wrong with a run, as far as its metrics show; [] for one that goes well, or is too short."""
-    f, found = figures(run), list[Finding]()
-    for rule in TABLE:
-        if not (rule.at_once or f.steps >= FEWEST_STEPS) or not rule.when(f):
-            continue
-        named = [name for _, name, _, _ in Formatter().parse(rule.what) if name]
-        numbers = {name: float(value) for name in named if isinstance(value := getattr(f, name), int | float)}
-        what, change = rule.what.format_map(vars(f)), rule.change.format_map(vars(f))
-        found.append(Finding(rule.name, what, change, numbers, rule.kind, partial(rule.shows, f)))
-    return found
+    f = figures(run)
+    return [rule.finding(f) for rule in TABLE if (rule.at_once or f.steps >= FEWEST_STEPS) and rule.when(f)]

@@ -12,10 +12,10 @@ from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config, packaged_recipes, read_recipe
 from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.rollout.components import trainer_of
 from tinyrl.starter import starter_path
-from tinyrl.tools.check import bytes_of
-from tinyrl.tools.check.loaded import load, worst_step
-from tinyrl.tools.check.offline import KNOWN_SHAPES, check_memory, estimate, read_shapes
+from tinyrl.tools.check.loaded import worst_step
+from tinyrl.tools.check.offline import KNOWN_SHAPES, bytes_of, check_memory, estimate, read_shapes
 
 # Of the model cards and the papers (2412.15115, 2505.09388), in billions.
 PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "1.7B": 1.721, "4B": 4.022, "1B": 1.236}
@@ -65,21 +65,23 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     sections = (
         {section: {"batch_size": 4}, "task": {"name": "rows", "data": str(tmp_path / "rows.jsonl")}} if section else {}
     )
-    trainer, _ = load(running.config(method, tiny("llama"), **sections), running.Options(device="cpu"))
+    config = running.config(method, tiny("llama"), **sections)
+    trainer = trainer_of(method)(config, options=running.Options(device="cpu"))
     weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.roles.parameters.items()}
     try:
-        step = worst_step(trainer)
+        step = worst_step(trainer).facts
     finally:
         trainer.close()
-    assert step.seconds["update"] > 0
-    assert step.peak_gb > 0
+    assert step["seconds"]["update"] > 0
+    assert step["seconds"]["evaluation"] > 0
+    assert step["peak_gb"] > 0
     for role, of in trainer.roles.parameters.items():  # its optimizer has stepped, so its state is part of the peak
         assert any(not p.equal(weights[role][name]) for name, p in of.items())
     if section is None:
-        assert "of 6 tokens" in step.size
+        assert "of 6 tokens" in step["size"]
     else:
         longest = max(sum(map(len, trainer.texts(row))) for row in trainer.train_rows)
-        assert step.size == f"4 rows of up to {longest} tokens"
+        assert step["size"] == f"4 rows of up to {longest} tokens"
 
 
 # ---- arithmetic ----
@@ -128,8 +130,8 @@ def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:
 
 def test_what_does_not_fit_is_found() -> None:
     config = load_config("grpo", "starter-grpo", overrides=[])
-    assert check_memory(config, device="cpu", room=8 * GB).findings == []
-    [finding] = check_memory(config, device="cpu", room=GB // 10).findings
+    assert check_memory(config, device="cpu", memory="8GB").findings == []
+    [finding] = check_memory(config, device="cpu", memory="0.1GB").findings
     assert "run.micro_batch_tokens" in finding.change
 
 
