@@ -22,7 +22,7 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.models.templates import DATE, asks_for_date
-from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
+from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, Usage
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.tasks import Task
@@ -97,19 +97,16 @@ class Scorer:
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"
             )
         self.environment_rewards = environment is not None and environment.rewards
-        named = [(f.name, f.weight) for f in self.functions]
-        named += [("model", 1.0)] if self.has_model else []
-        named += [(task.name, 1.0)] if self.uses_verifier else []
-        named += [("environment", 1.0)] if self.environment_rewards else []
-        first = [name for name, _ in named].index
-        self.names = [name if first(name) == i else f"{name}_{i + 1}" for i, (name, _) in enumerate(named)]
+        others = (("model", self.has_model), (task.name, self.uses_verifier), ("environment", self.environment_rewards))
+        named = [f.name for f in self.functions] + [name for name, there in others if there]
+        self.names = [name if named.index(name) == i else f"{name}_{i + 1}" for i, name in enumerate(named)]
         if taken := [name for name in self.names if name in METRICS]:
             raise ValueError(
                 f"reward.functions: `{taken[0]}` would overwrite the metric reward/{taken[0]} of a run; give the "
                 "function another name"
             )
         self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
-        self.weights = torch.tensor([weight for _, weight in named])
+        self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
 
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
         """Return the same rewards for completions of another model, with its tokenizer; closed with this scorer.
@@ -203,8 +200,7 @@ class Scorer:
             calls = []
             for function in self.functions:
                 how: Any = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
-                calls.append(function(texts, answers, columns, **how))
-                self._note_retried(function.name, calls[-1])
+                calls.append(self._noted(function.name, function(texts, answers, columns, **how)))
             return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
         calls = _on_main(world, call)
@@ -248,13 +244,12 @@ class Scorer:
         texts, columns = [p.prompt for p in prompts], columns_of(prompts)
         if self.grader is None:
             return call_in_process(self.task.verify, self.task.name, texts, answers, columns)
-        call = self.grader(texts, answers, columns)
-        self._note_retried(self.grader.name, call)
-        return call
+        return self._noted(self.grader.name, self.grader(texts, answers, columns))
 
-    def _note_retried(self, name: str, call: RewardCall) -> None:
+    def _noted(self, name: str, call: RewardCall) -> RewardCall:
         if call.retried:
             self.retried.setdefault(name, call.retried)
+        return call
 
     def text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -266,15 +261,12 @@ class Scorer:
         agent's episode it is what the agent returned, as text or message by the data's form.
         """
         by_agents = self.environment is not None and self.environment.by_agents
-        if transcripts is not None and by_agents:
-            pairs = zip(prompts, transcripts, strict=True)
-            return [said[0]["content"] if isinstance(p.prompt, str) else said for p, said in pairs]
         if transcripts is not None:
-            return transcripts
-        pairs = [(p, self.text(tokens)) for p, tokens in zip(prompts, completions, strict=True)]
-        if self.environment is not None and not by_agents:
-            return [[{"role": "assistant", "content": p.opened + text}] for p, text in pairs]
-        return [p.completion_for_reward(text) for p, text in pairs]
+            pairs = zip(prompts, transcripts, strict=True)
+            return [said[0]["content"] if by_agents and isinstance(p.prompt, str) else said for p, said in pairs]
+        chat = self.environment is not None and not by_agents
+        texts = [p.opened + self.text(tokens) for p, tokens in zip(prompts, completions, strict=True)]
+        return [as_completion(text, [] if chat else p.prompt) for text, p in zip(texts, prompts, strict=True)]
 
     def _model_scores(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tinyrl.config.schema import Config
-from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.errors import EXPLAINED, SEE_CHECK, Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.distributed import World
 from tinyrl.models.memory import checkpoint_bytes
@@ -132,7 +132,7 @@ def start(
             sources = pool.submit(reading).result
             pool.shutdown(wait=False)
         launch = open_session(run, trainer, sources=sources)
-        launch.say([f"run {run.path}", *notes])
+        launch.say([f"run {run.path}", *notes, *[SEE_CHECK] * any(note.startswith(EXPLAINED) for note in notes)])
         return launch
 
 

@@ -102,19 +102,21 @@ def figures(
     reasons = [answer.failed for answer in everything if answer.failed]
     f.why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
     f.truncated, f.empty = mean([a.cut for a in everything]), mean([not a.text.strip() for a in everything])
-    f.whole, f.cut = (mean([a.reward for a in everything if a.cut == it]) for it in (False, True))
+    ended, cut = (mean([a.reward for a in everything if a.cut == it]) for it in (False, True))
+    known = not math.isnan(ended + cut)
+    f.beside = f"; their mean reward is {cut:.3g}, of those that end {ended:.3g}" if known else ""
     f.room = int(min(2 * f.limit, positions))
     f.texts = len({answer.text for answer in everything})
     f.constant = len({*rewards}) == 1 and f.texts >= len(everything) / 8  # too easy and too hard aside
     f.constant = f.constant and not knows_gold and f.truncated < 0.98
-    missed = [a for a in everything if a.gold and not a.reward >= solved and _holds(a.text, a.gold)]
+    missed = [a for a in everything if a.gold and not a.reward >= solved and _holds(a.text, str(a.gold))]
     f.missed, gold = len(missed) / len(everything) * knows_gold, str(missed[0].gold) if missed else ""
     f.form = f"{'...' * (len(gold) > SHOWN)}{gold[-SHOWN:]!r}"
 
     beside = list[tuple[float, float]]()  # of rewards and lengths, from the means of their groups
-    for ended in ([a for a in rewarded(group) if not a.cut] for group in groups):
-        reward, tokens = mean([a.reward for a in ended]), mean([a.tokens for a in ended])
-        beside += [(a.reward - reward, a.tokens - tokens) for a in ended]
+    for whole in ([a for a in rewarded(group) if not a.cut] for group in groups):
+        reward, tokens = mean([a.reward for a in whole]), mean([a.tokens for a in whole])
+        beside += [(a.reward - reward, a.tokens - tokens) for a in whole]
     varied = len(beside) >= 32 and min(math.fsum(x * x for x in column) for column in zip(*beside, strict=True)) > 1e-9
     f.correlation = statistics.correlation(*zip(*beside, strict=True)) if varied else math.nan
     f.way = "longer" if f.correlation > 0 else "shorter"
@@ -139,11 +141,11 @@ def figures(
 
     f.temperature = drawn.temperature
     lost = numbers([best.reward - mean([a.reward for a in group]) for best, group in zip(greedy, groups, strict=True)])
-    both = rewards + numbers([answer.reward for answer in greedy])
+    lowest = min([*rewards, *(answer.reward for answer in rewarded(greedy))], default=math.nan)
     f.lost, f.least_lost = math.nan, math.inf
     if len(lost) >= 8:
         f.lost, noise = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost))
-        f.least_lost = max(3 * noise, 0.1 * (max(both) - min(both)))
+        f.least_lost = max(3 * noise, 0.1 * (max(rewards) - lowest))
     f.steps, f.seconds = config.run.num_steps, step_seconds * config.run.num_steps
     f.lasting = show_seconds(f.seconds)
     return f
@@ -175,8 +177,7 @@ def _holds(text: str, gold: str) -> bool:
 
 
 LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to gold answers."
-CUT = "{truncated:.0%} of the completions are cut off at {limit} tokens (generation.max_new_tokens)"
-CUT += "; their mean reward is {cut:.3g}, of those that end {whole:.3g}."
+CUT = "{truncated:.0%} of the completions are cut off at {limit} tokens (generation.max_new_tokens){beside}."
 FLAT = "{flat:.0%} of the groups would have one reward for all, which teaches nothing; {pass_rate:.1%} of the "
 FLAT += "completions are right."
 TABLE = (
