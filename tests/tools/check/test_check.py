@@ -47,6 +47,32 @@ def test_a_run_that_cannot_learn_is_exit_3() -> None:
     assert "nothing ends" in {one["finding"] for one in page["findings"]}
 
 
+@pytest.mark.parametrize(("function", "points"), [("flat", True), ("bad", True), ("fine", False)])
+def test_a_run_points_to_it_where_it_explains_more(
+    function: str, points: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bodies = {
+        "flat": "1.0 for c in completions",
+        "bad": "1 / 0",
+        "fine": "float(a in c.replace(' ', '')) for a, c in zip(answer, completions)",
+    }
+    codes = [
+        f"def {name}(prompts, completions, answer, **columns):\n    return [{body}]\n" for name, body in bodies.items()
+    ]
+    Path("mine.py").write_text("".join(codes))
+    settings = [
+        "task.name=sort",
+        f"reward.functions=[{{use: mine.py:{function}}}]",
+        "grpo.num_prompts=2",
+        "run.num_steps=1",
+    ]
+    more = ["grpo.group_size=2", "run.eval_prompts=0", "run.threads=1", "generation.max_new_tokens=4"]
+    done = CliRunner().invoke(app, ["train", "grpo", "model.path=starter", *settings, *more, "--device", "cpu"])
+    assert done.exit_code == (2 if function == "bad" else 0), done.output
+    assert ("tinyrl check" in done.output) == points
+
+
 def test_quick_and_offline_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyrl.models.loading.load_tokenizer", None)
     assert list(checked("grpo", "--quick")) == ["settings", "rows", "reward", "findings"]
