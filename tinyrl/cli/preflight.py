@@ -155,7 +155,7 @@ def check_model_path(key: str, path: str) -> None:
         return
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
-        names = _names_in(folder)
+        names = sorted(file.name for file in Path(folder).glob("*"))
         if not {"config.json", "adapter_config.json"} & {*names}:
             raise ValueError(f"{key}={path} is not a model folder: it has no config.json")
         pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
@@ -167,7 +167,8 @@ def check_model_path(key: str, path: str) -> None:
     elif os.path.exists(folder):
         raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), *EMBEDDED])
+        beside = sorted(file.name for file in Path(folder).parent.glob("*"))
+        meant = did_you_mean(os.path.basename(folder), [*beside, *EMBEDDED])
         raise ValueError(f"{key}={shortened(path, 300)}: there is no such folder, and a hub name is owner/name.{meant}")
 
 
@@ -190,10 +191,3 @@ def _is_run(key: str, path: str) -> bool:
     if run is not None and not any((run / "checkpoints").glob("step-*")):
         raise ValueError(f"{key}={path}: this run has no checkpoint yet")
     return run is not None
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
