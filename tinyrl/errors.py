@@ -18,7 +18,7 @@ NO_MEMORY = (  # messages of those that have no exception for it: torch's alloca
     "can't start new thread",
     "unable to mmap",
 )
-SEE_CHECK = "`tinyrl check`, with the method and settings of this run, shows more of this and what to change"
+SEE_CHECK = "`tinyrl check` with the method and settings of this run (memory: --offline) shows more, and what to change"
 EXPLAINED = ("warning: reward: ", "warning: chat template: ")  # begin notes about which it says more
 MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the exceptions that carry them
 

@@ -71,6 +71,9 @@ def test_a_run_points_to_it_where_it_explains_more(
     done = CliRunner().invoke(app, ["train", "grpo", "model.path=starter", *settings, *more, "--device", "cpu"])
     assert done.exit_code == (2 if function == "bad" else 0), done.output
     assert ("tinyrl check" in done.output) == points
+    if function == "bad":
+        page = checked("grpo", "model.path=starter", *settings, *more, "--device", "cpu", code=3)
+        assert {"rewards fail", "the run is refused"} <= {one["finding"] for one in page["findings"]}
 
 
 def test_quick_and_offline_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows
+from tinyrl.errors import ExplainedByCheck
+from tinyrl.runs.findings import Finding
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import versions
@@ -65,6 +67,7 @@ def check(
     from tinyrl.training.launch import out_of_memory_stops
 
     trainer: Any = None
+    notes, refused = list[str](), ""
     try:
         with out_of_memory_stops("while the run was checked"):
             try:
@@ -72,8 +75,14 @@ def check(
                 notes = [resolve_threads(trainer), *trainer.check()]
                 cut = excerpt("\n".join(loaded.row_lines(trainer)), 4 * SHOWN)
                 rows.lines += [cut.head, *([f"[{cut.omitted:,} characters]", cut.tail] if cut.omitted else [])]
-            finally:  # also where the run is refused
+            except ExplainedByCheck as error:
+                refused = str(error)
+            finally:  # also where the settings are wrong
                 yield from (rows, *parts)
+            if refused:
+                finding = Finding("the run is refused", f"{refused}.", "Mend that first; the rest is not tried.", {})
+                yield CheckSection("model", ["not tried: the run is refused"], {}, [finding])
+                return
             yield loaded.check_model(trainer, notes)
             if config.samples:
                 gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)

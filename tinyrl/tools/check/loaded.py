@@ -36,6 +36,7 @@ from tinyrl.training.model_checks import check_parts
 from tinyrl.training.session import Session
 from tinyrl.training.state import Sources
 
+MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
 TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 
@@ -101,29 +102,29 @@ def worst_step(trainer: Any) -> CheckSection:
     """Train one step of the longest rows, every response as long as it may be, and evaluate after it, in a session that
     is thrown away: its peak is the run's. The trainer is of no use afterwards.
     """
-    config, device = trainer.config, trainer.accelerator.device
-    steps = {"num_steps": max(2, config.run.num_steps), "eval_every": 1, "save_every": 0, "trackers": []}
-    changes: dict[str, Any] = {"run": config.run.model_copy(update=steps)}
+    config, device, change = trainer.config, trainer.accelerator.device, "A smaller generation.max_new_tokens."
+    run, changes = config.run.model_copy(update={"eval_every": 1, "save_every": 0, "trackers": []}), dict[str, Any]()
+    run.num_steps = max(2, run.num_steps)
+    if config.samples:
+        rows = max(config.on_policy.batch_size, MOST_EVAL_TOKENS // trainer.longest_response)
+        run.eval_prompts = min(run.eval_prompts, rows)
     if config.uses("critic"):
         changes["critic"] = config.critic.model_copy(update={"warmup": 0})
-    trainer.config = config.model_copy(update=changes)
+    trainer.config = config.model_copy(update={"run": run, **changes})
     if config.samples:
         longest = _longest_responses(trainer)
     else:
-        rows = sorted(trainer.train_rows, key=lambda row: -sum(map(len, trainer.texts(row))))[: trainer.batch_size]
-        trainer.train_rows = rows
+        trainer.train_rows.sort(key=lambda row: -sum(map(len, trainer.texts(row))))
+        trainer.train_rows = trainer.train_rows[: trainer.batch_size]
         trainer.forget()
-        longest = f"{len(rows)} rows of up to {sum(map(len, trainer.texts(rows[0])))} tokens"
+        most = sum(map(len, trainer.texts(trainer.train_rows[0])))
+        longest = f"{len(trainer.train_rows)} rows of up to {most} tokens"
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    room, display, change = (
-        memory_room(device),
-        Display(num_steps=1, silent=True),
-        "A smaller generation.max_new_tokens.",
-    )
+    room, display = memory_room(device), Display(num_steps=1, silent=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(display):
-        run = RunDir(Path(folder))
-        session = Session(trainer, run, evaluate=trainer.evaluate, display=display, sources=Sources)
+        made = RunDir(Path(folder))
+        session = Session(trainer, made, evaluate=trainer.evaluate, display=display, sources=Sources)
         session.until, session.state.phase = 1, "rollout"  # evaluated after the step alone
         try:
             with contextlib.closing(session), out_of_memory_stops("in the largest step"):
@@ -131,11 +132,12 @@ def worst_step(trainer: Any) -> CheckSection:
         except OutOfRoom as error:
             found = [Finding("not enough memory", f"{error}.", change, {})]
             return CheckSection("worst step", [str(error)], {}, found)
-        line = read_steps(run.metrics, [])[1]
+        line = read_steps(made.metrics, [])[1]
     seconds = {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
     peak, tokens = peak_memory_gb(device), trainer.micro_batches.tokens
-    phases = ", ".join(f"{name} {value:.2g}" for name, value in seconds.items() if name != "total")
-    lines = [f"{longest}, tried and thrown away: {seconds['total']:.2g} s ({phases})",
+    phases = ", ".join(f"{name} {seconds[name]:.2g}" for name in seconds if name not in ("total", "evaluation"))
+    evaluation = f"; an evaluation {seconds['evaluation']:.2g} s" if "evaluation" in seconds else ""
+    lines = [f"{longest}, tried and thrown away: {seconds['total']:.2g} s ({phases}){evaluation}",
              f"peak {peak:.2f} GB; {size(room)} are there; micro-batches of {tokens} tokens"]  # fmt: skip
     facts = {"seconds": seconds, "peak_gb": peak, "size": longest, "micro_batch_tokens": tokens, "room": room}
     found = [Finding("not enough memory", f"{lines[1]}.", change, {})] if peak * 1e9 > room else []
