@@ -18,6 +18,8 @@ NO_MEMORY = (  # messages of those that have no exception for it: torch's alloca
     "can't start new thread",
     "unable to mmap",
 )
+SEE_CHECK = "`tinyrl check` with the method and settings of this run (memory: --offline) shows more, and what to change"
+EXPLAINED = ("warning: reward: ", "warning: chat template: ")  # begin notes about which it says more
 MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the exceptions that carry them
 
 
@@ -43,6 +45,10 @@ class Interrupted(Stop):
     """SIGTERM, SIGINT or SIGUSR1: a checkpoint is written and the run can be resumed."""
 
     exit_code = 75
+
+
+class ExplainedByCheck(ValueError):
+    """A refusal at the start of a run about which `tinyrl check` says more."""
 
 
 def out_of_memory(when: str, error: BaseException) -> OutOfRoom:

@@ -9,10 +9,10 @@ import torch
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
+from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rewards.trial import GoldCheck, check_gold
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -28,6 +28,9 @@ REWARDS = """
 
     def constant(prompts, completions, **columns):
         return [None if c == "nothing" else 1.0 for c in completions]
+
+    def flat(prompts, completions, **columns):
+        return [1.0 for c in completions]
 
     def raises(prompts, completions, answer, **columns):
         return [1 / 0 for c in completions]
@@ -53,45 +56,40 @@ def scorer_of(folder: Path, weights: dict[str, float]) -> Scorer:
     )
 
 
-def checked(folder: Path, function: str, *, answer: str | None, others: int = 0) -> GoldCheck:
+def warning(folder: Path, function: str, *, answer: str | None, others: int = 0) -> str | None:
     scorer = scorer_of(folder, {function: 1.0})
     prompt = [{"role": "user", "content": "say a"}]
     rows = [{"prompt": prompt, "answer": answer}, *({"prompt": prompt, "answer": "b"} for _ in range(others))]
     try:
-        return check_gold(scorer, [PreparedPrompt(i, row, prompt, "say a", [1, 2], "") for i, row in enumerate(rows)])
+        return scorer.check_gold([PreparedPrompt(i, row, prompt, "say a", [1, 2], "") for i, row in enumerate(rows)])
     finally:
         scorer.close()
 
 
-def test_a_reward_that_takes_messages_for_text_is_named(tmp_path: Path) -> None:
-    check = checked(tmp_path, "in_text", answer="a")
-    assert check.gold == 0.0
-    assert check.warning is not None
-    assert check.warning.startswith("`in_text` compares a completion with text, but a completion is a list of messages")
-    assert check.warning.endswith('its text is completion[0]["content"]')
-
-
-def test_one_that_reads_the_message_is_not(tmp_path: Path) -> None:
-    check = checked(tmp_path, "in_message", answer="a")
-    assert (check.gold, check.empty, check.nonsense, check.warning) == (1.0, 0.0, 0.0, None)
-
-
-def test_what_a_function_raised_is_said(tmp_path: Path) -> None:
-    check = checked(tmp_path, "raises_on_gold", answer="a")
-    assert check.warning is not None
-    assert check.warning.startswith("the gold answer gets no score: `raises_on_gold` raised ZeroDivisionError")
-    assert "rewards.py, line" in check.warning
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("in_text", ["`in_text` compares a completion with text", 'its text is completion[0]["content"]']),
+        ("in_message", []),
+        ("flat", ["the gold answer scores 1, no more than an empty one (1) or nonsense (1)"]),
+        (
+            "raises_on_gold",
+            ["the gold answer gets no score: `raises_on_gold` raised ZeroDivisionError", "rewards.py, line"],
+        ),
+        ("raises_on_one_prompt", ["raised ZeroDivisionError"]),  # its row is at fault: nothing is refused
+    ],
+)
+def test_a_reward_that_cannot_be_learnt_from_is_warned_of(function: str, said: list[str], tmp_path: Path) -> None:
+    found = warning(tmp_path, function, answer="a", others=1)
+    assert (found is None) == (not said)
+    assert all(part in str(found) for part in said)
 
 
 @pytest.mark.parametrize("others", [0, 5])
 @pytest.mark.parametrize("answer", ["a", None])
 def test_one_that_always_raises_is_refused(others: int, answer: str | None, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the reward fails on .*nonsense.*: `raises` raised ZeroDivisionError"):
-        checked(tmp_path, "raises", answer=answer, others=others)
-
-
-def test_a_prompt_whose_row_is_at_fault_refuses_nothing(tmp_path: Path) -> None:
-    assert "raised ZeroDivisionError" in str(checked(tmp_path, "raises_on_one_prompt", answer="a", others=1).warning)
+    with pytest.raises(ExplainedByCheck, match=r"the reward fails on .*nonsense.*: `raises` raised ZeroDivisionError"):
+        warning(tmp_path, "raises", answer=answer, others=others)
 
 
 @pytest.mark.parametrize("metric", [0.0, 0.5])

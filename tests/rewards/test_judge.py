@@ -19,8 +19,8 @@ from tests.trainers.test_resume import assert_same
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.errors import ExplainedByCheck
 from tinyrl.rewards.judge import JudgeGone, JudgeReward
-from tinyrl.rewards.trial import try_judge
 from tinyrl.tasks import load_task
 
 ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
@@ -41,7 +41,7 @@ class Judge:
                     judge.most = max(judge.most, judge.now)
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 judge.asked.append(body)
-                judge.headers.append({**self.headers})
+                judge.headers.append({name.lower(): value for name, value in self.headers.items()})
                 system, user = (message["content"] for message in body["messages"])
                 said = judge.reply(system, [text for _, text in ANSWER.findall(user)])
                 with lock:
@@ -275,8 +275,11 @@ def test_the_key_comes_from_the_environment(serving: Any, tmp_path: Path, monkey
     monkeypatch.setenv("PLANTED_KEY", "secret-1")
     with_key.start()
     with_key(["p"], ["a"], {})
-    assert judge.headers[0]["Authorization"] == "Bearer secret-1"
+    assert judge.headers[0]["authorization"] == "Bearer secret-1"
     assert b"secret-1" not in (tmp_path / "cache.sqlite").read_bytes()
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
+    reward(judge.url, tmp_path)(["p"], ["b"], {})
+    assert "authorization" not in judge.headers[1]
 
 
 # ---- settings ----
@@ -323,27 +326,29 @@ def by_order(system: str, answers: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("reply", "auc"),
+    ("reply", "verdict"),
     [
-        (by_order, 0.83),
-        (lambda system, answers: '{"score": 5}', 0.5),
-        (lambda system, answers: "?", math.nan),
+        (by_order, "83%"),
+        (lambda system, answers: '{"score": 5}', "50%"),
+        (lambda system, answers: "?", "no reply of the judge could be read"),
     ],
 )
-def test_a_judge_is_tried_on_gold_answers(reply: Any, auc: float, serving: Any, tmp_path: Path) -> None:
-    task = load_task("sort")
-    trial = try_judge(reward(serving(reply).url, tmp_path), task, rows())
-    assert trial.is_weak == (not auc >= 0.6)
-    assert trial.auc == pytest.approx(auc, abs=0.01, nan_ok=True)
+def test_a_judge_is_tried_on_gold_answers(reply: Any, verdict: str, serving: Any, tmp_path: Path) -> None:
+    task, url = load_task("sort"), serving(reply).url
+    assert verdict in reward(url, tmp_path, allow_weak=True).check(task, rows())
+    if reply is not by_order:
+        with pytest.raises(ExplainedByCheck, match=verdict):
+            reward(url, tmp_path).check(task, rows())
 
 
-def test_a_judge_of_places_is_asked_in_both_orders(serving: Any, tmp_path: Path) -> None:
-    task = load_task("sort")
-    steady = try_judge(reward(serving(by_length).url, tmp_path, mode="rank"), task, rows())
-    assert steady.agreement == 1.0
-    first = serving(lambda system, answers: json.dumps({"order": [*range(1, len(answers) + 1)]}))
-    fickle = try_judge(reward(first.url, tmp_path, mode="rank", model="fickle"), task, rows())
-    assert fickle.agreement == 0.0
+def by_place(system: str, answers: list[str]) -> str:
+    return json.dumps({"order": [*range(1, len(answers) + 1)]})
+
+
+@pytest.mark.parametrize(("reply", "agree"), [(by_length, "100%"), (by_place, "0%")])
+def test_a_judge_of_places_is_asked_in_both_orders(reply: Any, agree: str, serving: Any, tmp_path: Path) -> None:
+    judge = reward(serving(reply).url, tmp_path, mode="rank", allow_weak=True)
+    assert f"in the opposite order {agree} of pairs agree" in judge.check(load_task("sort"), rows())
 
 
 # ---- runs ----
@@ -387,7 +392,7 @@ def test_a_rerun_and_a_resume_need_no_judge_and_are_equal(serving: Any, tiny: Ti
 def test_a_judge_that_is_gone_leaves_a_run_that_goes_on(
     serving: Any, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinyrl.rewards.judge.WAITS_S", (0.01,))
+    monkeypatch.setattr("tinyrl.rewards.judge.MAX_RETRIES", 0)
     judge = serving(by_letters)
     settings = config(tiny("llama"), judge, tmp_path)
     code, whole, _ = running.train(settings, tmp_path, name="whole")
@@ -414,7 +419,7 @@ def test_a_judge_that_is_gone_leaves_a_run_that_goes_on(
 def test_a_judge_that_refuses_everything_is_said_before_a_run(
     status: int, serving: Any, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinyrl.rewards.judge.WAITS_S", (0.01,))
+    monkeypatch.setattr("tinyrl.rewards.judge.MAX_RETRIES", 0)
     with pytest.raises(ValueError, match=str(status)):
         running.train(config(tiny("llama"), serving(lambda system, answers: status), tmp_path), tmp_path)
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,6 @@ from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.generation.engine import eos_token_ids
 from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.trial import check_gold
 from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.tasks.prompts import token_ids
 from tinyrl.tools.chat.speaker import load_speaker
@@ -158,7 +157,7 @@ def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
             parts.scorer(prompts, said)
         assert sorted(read) == sorted(learnt)
         read.clear()
-    check_gold(parts.scorer, prompts[:1])
+    parts.scorer.check_gold(prompts[:1])
     assert {tokens[-1] for tokens in read} == {text[-1] for text in learnt}
     parts.close()
 

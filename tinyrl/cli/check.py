@@ -45,30 +45,12 @@ def check(
 
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
-    begun = time.perf_counter()
+    begun, file, sections = time.perf_counter(), None if write is None else Path(write), []
     config = config_of(*method_of(words))
-    from tinyrl.tools.check import CheckSection, bytes_of, check_settings
     from tinyrl.tools.check import check as page_of
 
-    sections = list[CheckSection]()
-
-    if offline:
-        from tinyrl.models.device import make_accelerator, memory_room
-        from tinyrl.runs.resolve import resolve
-        from tinyrl.tools.check.offline import check_memory
-
-        config = resolve(config)
-        if memory is None:
-            device = make_accelerator(options.device, dtype=config.model.dtype).device
-            room, kind = float(memory_room(device)), device.type
-        else:
-            room, kind = bytes_of(memory), "cpu" if options.device == "cpu" else "cuda"
-        page = iter([check_settings(config), check_memory(config, device=kind, room=room)])
-    else:
-        file = None if write is None else Path(write)
-        how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": file}
-        page = page_of(config, options=options, quick=quick, **how)
-    for section in page:
+    how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": file}
+    for section in page_of(config, options=options, quick=quick, offline=offline, memory=memory, **how):
         sections.append(section)
         if not json_output:
             print(section.render(), flush=True)

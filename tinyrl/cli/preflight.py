@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 from tinyrl.config.schema import Config, as_written
-from tinyrl.config.sections import EMBEDDED, RewardFunctionConfig, starter_path
+from tinyrl.config.sections import EMBEDDED, starter_path
 from tinyrl.data.readers import hub_name, reader_of
 from tinyrl.data.rows import needed_data
 from tinyrl.evaluation.targets import Asked, check_asked, find
@@ -96,34 +96,39 @@ def go_offline_if_unreachable(config: Config) -> None:
 def _check_rewards(config: Config) -> None:
     if config.reward.model is not None:
         check_model_path("reward.model", config.reward.model)
+    run, own = config.run, config.own
+    evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
+    prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "refill_rounds", 0)) * run.num_steps
     for function in config.reward.functions:
         if not function.is_judge:
             parse_use(function.use)
             continue
         if not os.path.isfile(os.path.expanduser(function.rubric or "")):
             raise ValueError(f"reward.functions: rubric={function.rubric} is no file")
-        most, needed = function.most_requests, judge_requests(config, function)
+        group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
+        most, needed = function.most_requests, prompts * group + evaluations * run.eval_prompts
         if most is not None and needed > most:
             raise ValueError(f"reward.functions: most_requests={most}, and this run may ask its judge {needed:,} times")
 
 
-def judge_requests(config: Config, function: RewardFunctionConfig) -> int:
-    """How often a run asks a judge at most: for each completion, or in `rank` for each group."""
-    run, own = config.run, config.own
-    prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "refill_rounds", 0)) * run.num_steps
-    evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
-    each = getattr(own, "group_size", 1) if function.mode == "score" else 1
-    return prompts * each + evaluations * run.eval_prompts
-
-
 def _check_rows(config: Config) -> None:
     """Check that what rows are read from is there; the rows are checked where they are read."""
-    if config.samples:
-        _check_task(config)
-    else:
+    where, environment = config.task, config.environment
+    task = load_task(where.name or "rows", grading=where.grading)
+    if not config.samples:
         needed_data(config)
-    for source in (config.task.data, config.task.eval_data, config.ppo.ptx_data):
-        if source is not None and load_task(config.task.name or "rows").generate is None:
+    elif where.data is None and task.name == "rows":
+        raise ValueError(
+            "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl list "
+            "tasks`)"
+        )
+    elif task.environment == "search" and not (environment.use or environment.tools or environment.corpus):
+        raise ValueError(
+            f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
+            "retrieval server's URL"
+        )
+    for source in (where.data, where.eval_data, config.ppo.ptx_data):
+        if source is not None and task.generate is None:
             reader_of(source)
 
 
@@ -150,7 +155,7 @@ def check_model_path(key: str, path: str) -> None:
         return
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
-        names = _names_in(folder)
+        names = sorted(file.name for file in Path(folder).glob("*"))
         if not {"config.json", "adapter_config.json"} & {*names}:
             raise ValueError(f"{key}={path} is not a model folder: it has no config.json")
         pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
@@ -162,23 +167,21 @@ def check_model_path(key: str, path: str) -> None:
     elif os.path.exists(folder):
         raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), *EMBEDDED])
+        beside = sorted(file.name for file in Path(folder).parent.glob("*"))
+        meant = did_you_mean(os.path.basename(folder), [*beside, *EMBEDDED])
         raise ValueError(f"{key}={shortened(path, 300)}: there is no such folder, and a hub name is owner/name.{meant}")
 
 
 def _check_revisions(config: Config) -> None:
     """A pin holds for what comes from the hub and for nothing else, so that it is never ignored."""
     model, where = config.model, config.task
-    is_here = starter_path(model.path) is not None or os.path.isdir(os.path.expanduser(model.path))
-    if model.revision is not None and is_here:
+    if model.revision and (starter_path(model.path) or os.path.isdir(os.path.expanduser(model.path))):
         raise ValueError(f"model.revision={model.revision} is for a hub model, and model.path={model.path} is a folder")
-    if where.revision is None:
-        return
     names = {hub_name(source) for source in (where.data, where.eval_data) if source is not None} - {None}
-    if len(names) != 1:
-        said = f"they name {len(names)}" if names else "they name none"
+    if where.revision is not None and len(names) != 1:
         raise ValueError(
-            f"task.revision={where.revision} is for one hub data set in task.data and task.eval_data, and {said}"
+            f"task.revision={where.revision} is for one hub data set in task.data and task.eval_data, and they name "
+            f"{len(names) or 'none'}"
         )
 
 
@@ -188,26 +191,3 @@ def _is_run(key: str, path: str) -> bool:
     if run is not None and not any((run / "checkpoints").glob("step-*")):
         raise ValueError(f"{key}={path}: this run has no checkpoint yet")
     return run is not None
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
-def _check_task(config: Config) -> None:
-    where = config.task
-    task = load_task(where.name or "rows", grading=where.grading)
-    if where.data is None and task.name == "rows":
-        raise ValueError(
-            "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl list "
-            "tasks`)"
-        )
-    environment = config.environment
-    if task.environment == "search" and not (environment.use or environment.tools or environment.corpus):
-        raise ValueError(
-            f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
-            "retrieval server's URL"
-        )

@@ -12,6 +12,7 @@ import typer
 
 from tinyrl.cli.options import settings_argument
 from tinyrl.config.methods import METHODS, or_list
+from tinyrl.errors import SEE_CHECK, ExplainedByCheck, OutOfRoom
 from tinyrl.runs.launched import Options, launched
 
 if TYPE_CHECKING:
@@ -78,7 +79,10 @@ def train(
             check_new_run(folder, name=name, overwrite=overwrite)
         from tinyrl.training.launch import start
 
-        launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
+        try:
+            launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
+        except (ExplainedByCheck, OutOfRoom) as error:
+            raise type(error)(f"{error}\n{SEE_CHECK}") from error
     from tinyrl.tools.report import write_report
 
     return partial(launch.go, report=write_report, until=until)

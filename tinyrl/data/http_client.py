@@ -120,7 +120,7 @@ class HttpClient:
                 raise group.exceptions[0] from None
             return [call.result() for call in calls]
 
-        return _until_done(all_of_them())
+        return until_done(all_of_them())
 
     async def _answer(self, request: httpx2.Request, once_s: float | None) -> HttpAnswer:
         """Return the answer of the first try whose status needs no other, or of the last."""
@@ -176,7 +176,7 @@ def _loop(pid: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _until_done(work: Coroutine[Any, Any, Read]) -> Read:
+def until_done(work: Coroutine[Any, Any, Read]) -> Read:
     """Return the result of work in the loop's thread; a signal cancels it and raises Interrupted."""
     result = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))  # a fork has no threads
     try:

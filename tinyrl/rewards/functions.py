@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinyrl.data.messages import Prompt
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
 from tinyrl.workers import worker
@@ -79,6 +80,17 @@ def _reward_call(values: list[Any], failures: list[RowFailure], retried: str | N
     return RewardCall(scores, failures, retried, whys if any(whys) else [])
 
 
+def as_completion(text: str, prompt: Prompt) -> Any:
+    """Return a text as a completion in the data's form: a message where the prompt is a chat."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of the scores that there are; NaN of none."""
+    valid = [value for value in values if not math.isnan(value)]
+    return sum(valid) / len(valid) if valid else math.nan
+
+
 def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
     """Count the bad batches in a row (more than 20 % of the rows failed, or none got a reward), with this one.
 
@@ -100,7 +112,7 @@ def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, fir
     )
 
 
-def describe_failure(prompt: str | list[dict[str, str]], reason: str) -> str:
+def describe_failure(prompt: Prompt, reason: str) -> str:
     """Describe in one line which prompt's reward failed, and why. A chat is named by its last message."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
     return f"Prompt '{one_line(text, PROMPT_CHARS)}': {reason}"

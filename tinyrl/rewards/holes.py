@@ -22,6 +22,7 @@ import yaml
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments.trial import NONSENSE
+from tinyrl.rewards.functions import mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import (
     first_number,
@@ -53,8 +54,7 @@ class Attempt:
 
     @property
     def share(self) -> float:
-        tried = sum(not math.isnan(score) for score in self.scores)
-        return sum(self.high) / tried if tried else 0.0
+        return sum(self.high) / max(1, sum(not math.isnan(score) for score in self.scores))
 
     def example(self) -> tuple[str, int]:
         """Return a text that scores high, and its row."""
@@ -64,24 +64,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Attack:
-    """What was tried. right: each row's best score of a right answer in any form; low: its lowest score of all."""
+    """What was tried. right: each row's best score of a right answer in any form; holes: the worst attempt of each
+    family that scores high in a quarter of the rows, the worst first; is_blind: no right answer scores more than the
+    worst text of its row.
+    """
 
     right: list[float]
-    low: list[float]
     attempts: list[Attempt]
-
-    @property
-    def holes(self) -> list[Attempt]:
-        """The worst attempt of each family that scores high in a quarter of the rows, the worst first."""
-        least = max(1, LEAST_SHARE * len(self.right))
-        found = [attempt for attempt in self.attempts if sum(attempt.high) >= least]
-        found.sort(key=lambda attempt: (-attempt.share, attempt.name.count(" + "), len(attempt.example()[0])))
-        return list({attempt.family: attempt for attempt in reversed(found)}.values())[::-1]
-
-    @property
-    def is_blind(self) -> bool:
-        """Return whether no right answer scores more than the worst text of its row."""
-        return not any(right > low for right, low in zip(self.right, self.low, strict=True))
+    holes: list[Attempt]
+    is_blind: bool
 
 
 def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
@@ -89,10 +80,9 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
     answers to compare with.
     """
     right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
-    values = list(dict.fromkeys(right.values()))
+    where, values = [*right], list(dict.fromkeys(right.values()))
     if len(values) < 2:
         return None
-    where = list(right)
     fields = [_fields(as_messages(task.prompt(rows[i]))[-1]["content"], right[i], values) for i in where]
 
     def scored(many: list[Texts]) -> list[list[float]]:
@@ -100,51 +90,47 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
         places = [(n, r) for n, texts in enumerate(many) for r, text in enumerate(texts) if text is not None]
         found = np.full((len(many), len(where)), math.nan)
         if places:
-            texts = [many[n][r] or "" for n, r in places]
-            found[tuple(zip(*places, strict=True))] = score([where[r] for _, r in places], texts)
+            found[tuple(zip(*places, strict=True))] = score(
+                [where[r] for _, r in places], [str(many[n][r]) for n, r in places]
+            )
         return found.tolist()
 
-    def made(name: str, family: str, texts: Texts) -> list[Attempt]:
+    def attempt(name: str, family: str, texts: Texts) -> list[Attempt]:
         """Keep the texts that are wrong; no attempt where none is."""
-        wrong = [
-            t if t is not None and is_wrong(t, each["right"]) else None for t, each in zip(texts, fields, strict=True)
-        ]
+        pairs = zip(texts, fields, strict=True)
+        wrong = [text if text is not None and is_wrong(text, each["right"]) else None for text, each in pairs]
         return [Attempt(name, family, wrong)] if any(text is not None for text in wrong) else []
 
-    golds: list[Texts] = [[task.gold(rows[i]) for i in where]]
-    forms = [[_filled(form, {"value": each["right"]}) for each in fields] for form in HOLES["forms"].values()]
-    best = np.fmax.reduce(scored(golds + forms)).tolist()
-    new: list[Attempt] = []
+    forms = HOLES["forms"]
+    own = [[task.gold(rows[i]) for i in where]]
+    own += [[_filled(form, {"value": each["right"]}) for each in fields] for form in forms.values()]
+    best, new, attempts = np.fmax.reduce(scored(own)).tolist(), list[Attempt](), list[Attempt]()
     for name, template in HOLES["texts"].items():
-        new += made(name, name, [_filled(template, each) for each in fields])
+        new += attempt(name, name, [_filled(template, each) for each in fields])
     for name, template in HOLES["values"].items():
-        own = [_filled(template, each) for each in fields]
-        for form, around in HOLES["forms"].items():
-            new += made(f"{name}, {form}", name, [_filled(around, {"value": value}) for value in own])
-    attempts: list[Attempt] = []
+        for form, around in forms.items():
+            texts = [_filled(around, {"value": _filled(template, each)}) for each in fields]
+            new += attempt(f"{name}, {form}", name, texts)
     for _ in range(1 + ROUNDS):
-        for attempt, scores in zip(new, scored([attempt.texts for attempt in new]), strict=True):
-            attempt.scores = scores
+        for one, scores in zip(new, scored([one.texts for one in new]), strict=True):
+            one.scores = scores
         attempts += new
-        known = {attempt.name for attempt in attempts}
-        leading = sorted(attempts, key=lambda one: -_mean(one.scores))
-        new = []
-        for one, other in pairwise(leading[: BEST + 1]):
+        known, new = {one.name for one in attempts}, []
+        leading = sorted(attempts, key=lambda one: -np.nan_to_num(mean(one.scores), nan=-math.inf))[: BEST + 1]
+        for one, other in pairwise(leading):
             for what, template in HOLES["mutations"].items():
                 name = f"{one.name} + {other.name if what == 'and' else what}"
                 pairs = zip(one.texts, other.texts, strict=True)
                 texts = [None if a is None or b is None else _filled(template, _changes(a, b)) for a, b in pairs]
-                new += made(name, one.family, texts) if name not in known else []
-    low = np.fmin.reduce([attempt.scores for attempt in attempts]).tolist()
-    for attempt in attempts:
-        ends = zip(attempt.scores, best, low, strict=True)
-        attempt.high = [top > floor and score >= floor + HIGH * (top - floor) for score, top, floor in ends]
-    return Attack(best, low, attempts)
-
-
-def _mean(scores: list[float]) -> float:
-    valid = [score for score in scores if not math.isnan(score)]
-    return sum(valid) / len(valid) if valid else -math.inf
+                new += attempt(name, one.family, texts) if name not in known else []
+    low = np.fmin.reduce([one.scores for one in attempts]).tolist()
+    for one in attempts:
+        ends = zip(one.scores, best, low, strict=True)
+        one.high = [top > floor and score >= floor + HIGH * (top - floor) for score, top, floor in ends]
+    found = [one for one in attempts if sum(one.high) >= max(1, LEAST_SHARE * len(best))]
+    found.sort(key=lambda one: (-one.share, one.name.count(" + "), len(one.example()[0])))
+    holes = list({one.family: one for one in reversed(found)}.values())[::-1]
+    return Attack(best, attempts, holes, not any(top > floor for top, floor in zip(best, low, strict=True)))
 
 
 def right_value(task: Task, row: Row) -> str | None:

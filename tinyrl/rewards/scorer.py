@@ -15,22 +15,26 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import Episode, episode_text
+from tinyrl.environments.trial import NONSENSE
+from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.models.templates import DATE, asks_for_date
-from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
-from tinyrl.rewards.judge import JudgeReward, Usage
+from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
+from tinyrl.rewards.judge import JudgeGone, JudgeReward, Usage
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import as_ended
+from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 from tinyrl.workers.calls import RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
 # metrics of a run under reward/, beside the mean of each reward by its name
 METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts")
+FEW = 4  # prompts whose answers all fail before a run is refused: the row of one may be at fault
+JUDGED_PROMPTS = 8  # with gold answers, on which a judge is tried
 
 
 @dataclass
@@ -69,11 +73,9 @@ class Scorer:
         self.policy_format, self.micro_batches, self.environment = policy_format, micro_batches, environment
         seconds = config.timeout_s
         self.functions = [
-            JudgeReward(f, timeout_s=seconds, weight=f.weight)
-            if f.is_judge
-            else FunctionReward(f.use, timeout_s=seconds, weight=f.weight)
-            for f in config.functions
-        ]
+            (JudgeReward(f, timeout_s=seconds, weight=f.weight) if f.is_judge else
+             FunctionReward(f.use, timeout_s=seconds, weight=f.weight)) for f in config.functions
+        ]  # fmt: skip
         self.judges = [function for function in self.functions if isinstance(function, JudgeReward)]
         self.grader = FunctionReward(task.grader, timeout_s=seconds) if task.grader else None
         self.workers = [*self.functions, *([self.grader] if self.grader else [])]
@@ -95,19 +97,16 @@ class Scorer:
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"
             )
         self.environment_rewards = environment is not None and environment.rewards
-        named = [(f.name, f.weight) for f in self.functions]
-        named += [("model", 1.0)] if self.has_model else []
-        named += [(task.name, 1.0)] if self.uses_verifier else []
-        named += [("environment", 1.0)] if self.environment_rewards else []
-        first = [name for name, _ in named].index
-        self.names = [name if first(name) == i else f"{name}_{i + 1}" for i, (name, _) in enumerate(named)]
+        others = (("model", self.has_model), (task.name, self.uses_verifier), ("environment", self.environment_rewards))
+        named = [f.name for f in self.functions] + [name for name, there in others if there]
+        self.names = [name if named.index(name) == i else f"{name}_{i + 1}" for i, name in enumerate(named)]
         if taken := [name for name in self.names if name in METRICS]:
             raise ValueError(
                 f"reward.functions: `{taken[0]}` would overwrite the metric reward/{taken[0]} of a run; give the "
                 "function another name"
             )
         self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
-        self.weights = torch.tensor([weight for _, weight in named])
+        self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
 
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
         """Return the same rewards for completions of another model, with its tokenizer; closed with this scorer.
@@ -139,6 +138,47 @@ class Scorer:
         for function in self.workers:
             function.close()
 
+    def check(self, prompts: list[PreparedPrompt]) -> tuple[list[str], list[str]]:
+        """Try the rewards before step 1; return notes and warnings. Raises ExplainedByCheck where all completions would
+        fail or a judge does not tell gold answers from others, ValueError where a judge does not answer.
+        """
+        judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_PROMPTS]
+        try:
+            warning = self.check_gold(prompts) if self.names else None
+            notes = [judge.check(self.task, judged) for judge in self.judges if len(judged) > 1]
+        except JudgeGone as gone:
+            raise ValueError(str(gone)) from None
+        return notes, [f"warning: reward: {warning} (prompt {prompts[0].text[:60]!r})"] if warning else []
+
+    def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
+        """Score the first prompt's gold answer, an empty completion and nonsense, as training would; return what is
+        wrong: a function misreads completions, the gold answer gets no score or does not win. Raises ExplainedByCheck
+        where a function fails on all three, and on those of the next few prompts.
+        """
+        rewards, why, has_gold = list[float](), "", self.task.gold(prompts[0].row) is not None
+        for prompt in prompts[:FEW]:
+            how = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
+            gold = self.task.gold(prompt.row) or ""
+            tokens = [answer_tokens(self.tokenizer, prompt, text, **how) for text in (gold, "", NONSENSE)]
+            sheet = self([prompt] * 3, tokens)
+            failed = {failure.row: failure.reason for failure in reversed(sheet.failures)}
+            rewards, why = rewards or sheet.rewards.tolist(), why or failed.get(min(failed, default=0), "")
+            if len(failed) < 3 or not self.workers:
+                break
+        else:
+            what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
+            raise ExplainedByCheck(f"the reward fails on {what}, so no completion would have one: {why}")
+        hint = next((function.chat_hint for function in self.functions if function.chat_hint), None)
+        gold, empty, nonsense = rewards
+        if hint or not has_gold:
+            return hint
+        if math.isnan(gold):
+            return "the gold answer gets no score" + (f": {why}" if why else "")
+        if gold <= max((score for score in (empty, nonsense) if not math.isnan(score)), default=-math.inf):
+            rivals = f"an empty one ({empty:.3g}) or nonsense ({nonsense:.3g})"
+            return f"the gold answer scores {gold:.3g}, no more than {rivals}"
+        return None
+
     def __call__(
         self,
         prompts: list[PreparedPrompt],
@@ -159,11 +199,8 @@ class Scorer:
             texts, columns = [p.prompt for p in prompts], {**columns_of(prompts), "completion_ids": completions}
             calls = []
             for function in self.functions:
-                if isinstance(function, JudgeReward):
-                    calls.append(function(texts, answers, columns, group_size=group_size))
-                else:
-                    calls.append(function(texts, answers, columns))
-                    self._note_retried(function.name, calls[-1])
+                how: Any = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
+                calls.append(self._noted(function.name, function(texts, answers, columns, **how)))
             return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
         calls = _on_main(world, call)
@@ -207,13 +244,12 @@ class Scorer:
         texts, columns = [p.prompt for p in prompts], columns_of(prompts)
         if self.grader is None:
             return call_in_process(self.task.verify, self.task.name, texts, answers, columns)
-        call = self.grader(texts, answers, columns)
-        self._note_retried(self.grader.name, call)
-        return call
+        return self._noted(self.grader.name, self.grader(texts, answers, columns))
 
-    def _note_retried(self, name: str, call: RewardCall) -> None:
+    def _noted(self, name: str, call: RewardCall) -> RewardCall:
         if call.retried:
             self.retried.setdefault(name, call.retried)
+        return call
 
     def text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -225,15 +261,12 @@ class Scorer:
         agent's episode it is what the agent returned, as text or message by the data's form.
         """
         by_agents = self.environment is not None and self.environment.by_agents
-        if transcripts is not None and by_agents:
-            pairs = zip(prompts, transcripts, strict=True)
-            return [said[0]["content"] if isinstance(p.prompt, str) else said for p, said in pairs]
         if transcripts is not None:
-            return transcripts
-        pairs = [(p, self.text(tokens)) for p, tokens in zip(prompts, completions, strict=True)]
-        if self.environment is not None and not by_agents:
-            return [[{"role": "assistant", "content": p.opened + text}] for p, text in pairs]
-        return [p.completion_for_reward(text) for p, text in pairs]
+            pairs = zip(prompts, transcripts, strict=True)
+            return [said[0]["content"] if by_agents and isinstance(p.prompt, str) else said for p, said in pairs]
+        chat = self.environment is not None and not by_agents
+        texts = [p.opened + self.text(tokens) for p, tokens in zip(prompts, completions, strict=True)]
+        return [as_completion(text, [] if chat else p.prompt) for text, p in zip(texts, prompts, strict=True)]
 
     def _model_scores(
         self,
@@ -242,53 +275,47 @@ class Scorer:
         transcripts: list[Transcript] | None,
         world: World,
     ) -> list[float]:
-        model, text_format = self.model, self.model_format
-        if model is not None:
-            assert text_format is not None
-            tokens = []
-            for i, p in enumerate(prompts):
-                text = p.opened + self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
-                text = p.opened + text.removeprefix(p.opened)
-                how = {"text_format": text_format, "max_tokens": model.max_tokens}
-                tokens.append(reward_tokens(model.tokenizer, p.prompt, text, **how))
-            scores = model.scores(tokens, micro_batches=self.micro_batches, world=world)
+        if self.model is None:
+            scores = self._adapter_scores(prompts, completions, world)
         else:
-            tokenizer, room = self._adapter_tokenizer, positions_of(self.roles.causal.config.get_text_config())
-            end = (text_format or self.policy_format).end(tokenizer)
-            rows = []
-            for p, sampled in zip(prompts, completions, strict=True):
-                tokens = p.tokens
-                if text_format is not None:  # rendered as the adapter learnt to read it
-                    if p.text not in self._adapter_prompts:
-                        self._adapter_prompts[p.text] = text_format.render(tokenizer, p.prompt).tokens
-                    tokens = self._adapter_prompts[p.text]
-                rows.append(within(tokenizer, tokens, as_ended(tokenizer, sampled, end=end), room))
-            asked, answers = [prompt for prompt, _ in rows], [answer for _, answer in rows]
-            scores = adapter_scores(self.roles, asked, answers, micro_batches=self.micro_batches, world=world)
+            assert self.model_format is not None
+            how, tokens = {"text_format": self.model_format, "max_tokens": self.model.max_tokens}, []
+            for i, p in enumerate(prompts):
+                text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
+                text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
+                tokens.append(reward_tokens(self.model.tokenizer, p.prompt, text, **how))
+            scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)
         return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
 
+    @torch.inference_mode()
+    def _adapter_scores(self, prompts: list[PreparedPrompt], completions: list[list[int]], world: World) -> list[float]:
+        """Score rows by the reward adapter on the shared base, at each row's last token: token in, token out."""
+        roles, tokenizer, text_format = self.roles, self._adapter_tokenizer, self.model_format
+        room, end = (
+            positions_of(roles.causal.config.get_text_config()),
+            (text_format or self.policy_format).end(tokenizer),
+        )
+        asked, answers = list[list[int]](), list[list[int]]()
+        for p, sampled in zip(prompts, completions, strict=True):
+            tokens = p.tokens
+            if text_format is not None:  # rendered as the adapter learnt to read it
+                if p.text not in self._adapter_prompts:
+                    self._adapter_prompts[p.text] = text_format.render(tokenizer, p.prompt).tokens
+                tokens = self._adapter_prompts[p.text]
+            prompt, answer = within(tokenizer, tokens, as_ended(tokenizer, sampled, end=end), room)
+            asked.append(prompt)
+            answers.append(answer)
+        scores = torch.zeros(len(prompts), dtype=torch.float64)
 
-@torch.inference_mode()
-def adapter_scores(
-    roles: Roles,
-    prompts: list[list[int]],
-    completions: list[list[int]],
-    *,
-    micro_batches: MicroBatches,
-    world: World = ALONE,
-) -> list[float]:
-    """Score rows by the reward adapter on the shared base, read at each row's last token: token in, token out."""
-    scores = torch.zeros(len(prompts), dtype=torch.float64)
+        def run(rows: list[int]) -> None:
+            batch = roles.batch([asked[i] for i in rows], [answers[i] for i in rows], last_tokens=True)
+            scores[rows] = roles.scores(batch).double().cpu()
 
-    def run(rows: list[int]) -> None:
-        batch = roles.batch([prompts[i] for i in rows], [completions[i] for i in rows], last_tokens=True)
-        scores[rows] = roles.scores(batch).double().cpu()
-
-    sizes = RowSizes.of(prompts, [len(c) for c in completions], packed=roles.packs)
-    with roles.acting("reward"):
-        micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
-    world.sum(scores)
-    return scores.tolist()
+        sizes = RowSizes.of(asked, [len(answer) for answer in answers], packed=roles.packs)
+        with roles.acting("reward"):
+            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+        world.sum(scores)
+        return scores.tolist()
 
 
 def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:

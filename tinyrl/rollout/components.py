@@ -32,10 +32,8 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, load_roles, save_roles
 from tinyrl.models.templates import DATE, asks_for_date
-from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rewards.trial import check_gold, check_judges
 from tinyrl.rollout.sample import Sample, Tokens, batch_of, sizes_of
 from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
@@ -292,12 +290,7 @@ class SamplingParts(Parts):
             return []
         self.scorer.start()
         first = self.train_prompts[0]
-        try:
-            warning = check_gold(self.scorer, self.train_prompts).warning if self.scorer.names else None
-            judged = check_judges(self.scorer, self.train_prompts)
-        except JudgeGone as gone:
-            raise ValueError(str(gone)) from None
-        warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
+        judged, warnings = self.scorer.check(self.train_prompts)
         warnings += self.template_warnings() + self._few_held_out()
         notes = [*layout_notes(first.row), *self._engine_notes(), *self._episode_notes()]
         notes += filter(None, [*judged, unused_defaults(self.roles.causal, self.config.generation)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tinyrl.config.schema import Config
+from tinyrl.errors import EXPLAINED, SEE_CHECK
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
@@ -57,7 +58,7 @@ def start(
             sources = pool.submit(reading).result
             pool.shutdown(wait=False)
         session = Session(trainer, run, sources=sources)
-        for note in (f"run {run.path}", *notes):
+        for note in (f"run {run.path}", *notes, *[SEE_CHECK] * any(note.startswith(EXPLAINED) for note in notes)):
             session.display.note(note)
         undo.pop_all()
         return session

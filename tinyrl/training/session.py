@@ -34,8 +34,8 @@ from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.signals import stop_held
 from tinyrl.runs.show import summary
+from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.replicas import CHECK_EVERY, check_replicas

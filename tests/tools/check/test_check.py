@@ -12,10 +12,10 @@ from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config, packaged_recipes, read_recipe
 from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.rollout.components import trainer_of
 from tinyrl.starter import starter_path
-from tinyrl.tools.check import bytes_of
-from tinyrl.tools.check.loaded import load, worst_step
-from tinyrl.tools.check.offline import KNOWN_SHAPES, check_memory, estimate, read_shapes
+from tinyrl.tools.check.loaded import worst_step
+from tinyrl.tools.check.offline import KNOWN_SHAPES, bytes_of, check_memory, estimate, read_shapes
 
 # Of the model cards and the papers (2412.15115, 2505.09388), in billions.
 PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "1.7B": 1.721, "4B": 4.022, "1B": 1.236}
@@ -47,6 +47,35 @@ def test_a_run_that_cannot_learn_is_exit_3() -> None:
     assert "nothing ends" in {one["finding"] for one in page["findings"]}
 
 
+@pytest.mark.parametrize(("function", "points"), [("flat", True), ("bad", True), ("fine", False)])
+def test_a_run_points_to_it_where_it_explains_more(
+    function: str, points: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bodies = {
+        "flat": "1.0 for c in completions",
+        "bad": "1 / 0",
+        "fine": "float(a in c.replace(' ', '')) for a, c in zip(answer, completions)",
+    }
+    codes = [
+        f"def {name}(prompts, completions, answer, **columns):\n    return [{body}]\n" for name, body in bodies.items()
+    ]
+    Path("mine.py").write_text("".join(codes))
+    settings = [
+        "task.name=sort",
+        f"reward.functions=[{{use: mine.py:{function}}}]",
+        "grpo.num_prompts=2",
+        "run.num_steps=1",
+    ]
+    more = ["grpo.group_size=2", "run.eval_prompts=0", "run.threads=1", "generation.max_new_tokens=4"]
+    done = CliRunner().invoke(app, ["train", "grpo", "model.path=starter", *settings, *more, "--device", "cpu"])
+    assert done.exit_code == (2 if function == "bad" else 0), done.output
+    assert ("tinyrl check" in done.output) == points
+    if function == "bad":
+        page = checked("grpo", "model.path=starter", *settings, *more, "--device", "cpu", code=3)
+        assert {"rewards fail", "the run is refused"} <= {one["finding"] for one in page["findings"]}
+
+
 def test_quick_and_offline_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyrl.models.loading.load_tokenizer", None)
     assert list(checked("grpo", "--quick")) == ["settings", "rows", "reward", "findings"]
@@ -65,21 +94,23 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     sections = (
         {section: {"batch_size": 4}, "task": {"name": "rows", "data": str(tmp_path / "rows.jsonl")}} if section else {}
     )
-    trainer, _ = load(running.config(method, tiny("llama"), **sections), running.Options(device="cpu"))
+    config = running.config(method, tiny("llama"), **sections)
+    trainer = trainer_of(method)(config, options=running.Options(device="cpu"))
     weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.roles.parameters.items()}
     try:
-        step = worst_step(trainer)
+        step = worst_step(trainer).facts
     finally:
         trainer.close()
-    assert step.seconds["update"] > 0
-    assert step.peak_gb > 0
+    assert step["seconds"]["update"] > 0
+    assert step["seconds"]["evaluation"] > 0
+    assert step["peak_gb"] > 0
     for role, of in trainer.roles.parameters.items():  # its optimizer has stepped, so its state is part of the peak
         assert any(not p.equal(weights[role][name]) for name, p in of.items())
     if section is None:
-        assert "of 6 tokens" in step.size
+        assert "of 6 tokens" in step["size"]
     else:
         longest = max(sum(map(len, trainer.texts(row))) for row in trainer.train_rows)
-        assert step.size == f"4 rows of up to {longest} tokens"
+        assert step["size"] == f"4 rows of up to {longest} tokens"
 
 
 # ---- arithmetic ----
@@ -128,8 +159,8 @@ def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:
 
 def test_what_does_not_fit_is_found() -> None:
     config = load_config("grpo", "starter-grpo", overrides=[])
-    assert check_memory(config, device="cpu", room=8 * GB).findings == []
-    [finding] = check_memory(config, device="cpu", room=GB // 10).findings
+    assert check_memory(config, device="cpu", memory="8GB").findings == []
+    [finding] = check_memory(config, device="cpu", memory="0.1GB").findings
     assert "run.micro_batch_tokens" in finding.change
 
 

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tinyrl.config.recipe import load_config
 from tinyrl.tools.check.loaded import Answer
-from tinyrl.tools.check.policy import Seen, findings, section
+from tinyrl.tools.check.policy import figures, section, with_spread
 
 
-def planted(rewards: list[list[float]], *settings: str, texts: list[str] | None = None, **changes: Any) -> Seen:
-    """Answers in groups that have these rewards; `changes` are fields of Seen, or of every answer."""
-    of_answers = {name: changes.pop(name) for name in ("cut", "gold", "failed", "tokens") if name in changes}
-    answers = [
-        Answer(
-            "sort", texts[i] if texts else f"text {index} {i}", value,
-            **{"tokens": 4, "cut": False, "gold": None, "failed": None, "row": str(index), **of_answers},
-        )
+def groups_of(rewards: list[list[float]], texts: list[str] | None = None, **fields: Any) -> list[list[Answer]]:
+    fields = {"tokens": 4, "cut": False, "gold": None, "failed": None, **fields}
+    return [
+        [
+            Answer("sort", texts[i] if texts else f"text {index} {i}", value, row=str(index), **fields)
+            for i, value in enumerate(group)
+        ]
         for index, group in enumerate(rewards)
-        for i, value in enumerate(group)
-    ]  # fmt: skip
-    greedy = answers[:: len(rewards[0])]
+    ]
+
+
+def planted(groups: list[list[Answer]], *settings: str, **changes: Any) -> SimpleNamespace:
     config = load_config("grpo", "starter-grpo", overrides=list(settings))
-    return Seen(config, answers, changes.pop("greedy", greedy), len(rewards[0]), 100, **changes)
+    return figures(config, groups, changes.pop("greedy", [group[0] for group in groups]), num_there=100, **changes)
 
 
-def found(seen: Seen) -> dict[str, str]:
-    return {one.name: one.change for one in findings(seen)}
+def found(f: SimpleNamespace) -> dict[str, str]:
+    return {one.name: one.change for one in section(f).findings}
 
 
 MIXED = [[1.0, 0.0] * 4] * 16
@@ -53,62 +55,57 @@ SAME = [[0.5] * 8] * 16
     ],
 )  # fmt: skip
 def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) -> None:
-    said = found(planted(**seen))
-    assert change in said[name]
+    fields = {key: seen.pop(key) for key in [*seen] if key not in ("knows_gold", "step_seconds")}
+    assert change in found(planted(groups_of(**fields), **seen))[name]
 
 
 def test_groups_whose_rewards_differ_raise_no_alarm() -> None:
-    assert found(planted(MIXED)) == {}
+    assert found(planted(groups_of(MIXED))) == {}
 
 
 def test_cut_off_answers_get_a_longer_limit_within_the_positions() -> None:
-    rewards, half = MIXED, planted(MIXED, cut=True).answers[:40]
-    seen = planted(rewards, "generation.max_new_tokens=16", positions=100.0, longest_prompt=12)
-    mixed = Seen(seen.config, half + seen.answers[40:], seen.greedy, 8, 100, positions=100.0, longest_prompt=12)
-    assert "generation.max_new_tokens=32" in found(mixed)["cut off"]
-    short = Seen(seen.config, half + seen.answers[40:], seen.greedy, 8, 100, positions=20.0, longest_prompt=12)
+    groups = groups_of(MIXED[:5], cut=True) + groups_of(MIXED[5:])
+    seen = planted(groups, "generation.max_new_tokens=16", positions=88.0)
+    assert "generation.max_new_tokens=32" in found(seen)["cut off"]
+    short = planted(groups, "generation.max_new_tokens=16", positions=8.0)
     assert "generation.max_new_tokens" not in found(short)["cut off"]
 
 
 def test_a_group_that_is_too_small_is_found() -> None:
     """Prompts that are mostly wrong: groups of two hardly ever hold a right answer, of eight they do."""
-    seen = planted([[1.0] + [0.0] * 15] * 16, "grpo.group_size=2")
-    assert {name: change.split(",")[0] for name, change in found(seen).items()} == {
-        "group too small": "grpo.group_size=8"
-    }
-    assert [seen.with_spread(size) for size in (2, 4, 8, 16)] == pytest.approx([0.125, 0.25, 0.5, 1.0])
-    assert math.isnan(seen.with_spread(32))
+    groups = groups_of([[1.0] + [0.0] * 15] * 16)
+    changes = found(planted(groups, "grpo.group_size=2"))
+    assert {name: change.split(",")[0] for name, change in changes.items()} == {"group too small": "grpo.group_size=8"}
+    assert [with_spread(groups, size) for size in (2, 4, 8, 16)] == pytest.approx([0.125, 0.25, 0.5, 1.0])
+    assert math.isnan(with_spread(groups, 32))
 
 
 def test_a_reward_that_follows_length_is_found() -> None:
-    seen = planted([[float(i) for i in range(8)]] * 16)
-    longer = [Answer(**{**vars(a), "tokens": 3 + int(a.reward)}) for a in seen.answers]
-    assert "reward follows length" in found(Seen(seen.config, longer, seen.greedy, 8, 100))
+    groups = groups_of([[float(i) for i in range(8)]] * 16)
+    longer = [[replace(a, tokens=3 + int(a.reward)) for a in group] for group in groups]
+    assert "reward follows length" in found(planted(longer))
 
 
 def test_a_temperature_that_is_too_high_is_found() -> None:
-    seen = planted(MIXED, "generation.temperature=1.5")
-    best = [Answer(**{**vars(a), "reward": 1.0}) for a in seen.greedy]
-    assert found(Seen(seen.config, seen.answers, best, 8, 100)) == {
-        "temperature too high": "generation.temperature=1.0."
-    }
-    same = [Answer(**{**vars(a), "reward": 0.5}) for a in seen.greedy]
-    assert found(Seen(seen.config, seen.answers, same, 8, 100)) == {}
+    groups = groups_of(MIXED)
+    for reward, expected in ((1.0, {"temperature too high": "generation.temperature=1.0."}), (0.5, {})):
+        greedy = [replace(group[0], reward=reward) for group in groups]
+        assert found(planted(groups, "generation.temperature=1.5", greedy=greedy)) == expected
 
 
 def test_spread_is_that_of_groups_drawn_from_what_was_sampled() -> None:
-    seen = planted([[1.0, 1.0, 0.0, 0.0], [0.25, 0.5, 0.75, 1.0], [0.0] * 4, [math.nan] * 3 + [1.0]])
+    groups = groups_of([[1.0, 1.0, 0.0, 0.0], [0.25, 0.5, 0.75, 1.0], [0.0] * 4, [math.nan] * 3 + [1.0]])
     pairs = 1 - 2 / 6  # of two zeros and two ones
-    assert seen.with_spread(2) == pytest.approx((pairs + 1 + 0 + 0) / 4)
-    assert seen.pass_rates == [0.5, 0.25, 0.0, 1.0]
+    assert with_spread(groups, 2) == pytest.approx((pairs + 1 + 0 + 0) / 4)
+    assert planted(groups).pass_rates == [0.5, 0.25, 0.0, 1.0]
 
 
 def test_facts_hold_what_the_lines_do() -> None:
-    facts = section(planted(MIXED)).facts
+    facts = section(planted(groups_of(MIXED))).facts
     assert facts["pass_rates"] == {
         "never": 0, "to 25 %": 0, "to 50 %": 16, "to 75 %": 0, "over 75 %": 0, "always": 0
     }  # fmt: skip
     assert facts["groups_with_spread"] == 1.0
-    unknown = section(planted([[math.nan] * 4] * 4))
+    unknown = section(planted(groups_of([[math.nan] * 4] * 4)))
     assert unknown.facts["pass_rates"] is None
     assert math.isnan(unknown.facts["reward_mean"])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
-from tinyrl.environments import Reply, Transcript
+from tinyrl.environments import Reply
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.trial import NONSENSE, NOT_JSON, UNKNOWN_TOOL, asking_turn, tool_call
-from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
+from tinyrl.rewards.functions import FunctionReward, as_completion, call_in_process, mean
 from tinyrl.rewards.holes import find_holes
-from tinyrl.rewards.trial import as_the_data_has_it
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.findings import Rule
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import number, one_line, visible
@@ -29,135 +30,119 @@ REWARD_ROWS, ATTACKED_ROWS, EPISODES = 64, 8, 16
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
 SHOWN_HOLES, SHOWN = 6, 80
 CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
+CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
+REWARD = (
+    Rule("messages taken for text", lambda f: f.hint, "{hint}.", CALLED),
+    Rule("no rewards", lambda f: not f.hint and not f.known,
+        "No completion gets a score, not the gold answer either.", CALLED),
+    Rule("one reward for everything", lambda f: not f.hint and f.golds and f.low == f.high,
+        "Gold answers, nothing and nonsense all score {low:.4g}.", CALLED),
+    Rule("gold answers do not win", lambda f: not f.hint and f.low < f.high and f.beaten > MAX_FAILED_SHARE,
+        "In {beaten:.0%} of the rows the gold answer scores no more than nothing or nonsense.", CALLED),
+    Rule("rewards by chance", lambda f: f.known and not f.repeats,
+        "The same completions got other scores the second time.", "Draw random numbers from the row alone."),
+    Rule("rewards fail", lambda f: f.failed > MAX_FAILED_SHARE,
+        "{failed:.0%} of the calls' rows failed, the first so: {why}.",
+        "Mend the function; a run stops after three batches like that."),
+    Rule("holes in the reward", lambda f: f.holes,
+        "Wrong texts score nearly as much as right answers: {worst}.",
+        "Judge one marked answer, the last, and compare it whole."),
+    Rule("blind reward", lambda f: f.blind,
+        "No right answer scores more than the worst wrong text of its row, in any form that was tried.",
+        "Judge a right answer as the data has it by hand."),
+)  # fmt: skip
+ENVIRONMENT = (
+    Rule("the environment fails", lambda f: f.failed > MAX_FAILED_SHARE,
+        "{failed:.0%} of the rows failed, the first so: {why}.", "Mend it; a run stops after three batches like that."),
+    Rule("the environment is silent", lambda f: f.failed <= MAX_FAILED_SHARE and not f.longest,
+        "It answers none of the turns that were tried, so no episode has a second turn.",
+        "See what it expects a turn to hold."),
+    Rule("answers by chance", lambda f: f.unsteady,
+        "The same turns ({unsteady}) got other answers the second time, so a resumed run is another run.",
+        "Draw random numbers from the `seed` of an episode."),
+)  # fmt: skip
 
 
 def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
     """Score gold answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and reward
     models are left out: they are tried when the model is loaded.
     """
-    section, reward = CheckSection("reward"), config.reward
-    rows = rows[:REWARD_ROWS]
-    prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
-    messages = bool(config.environment.use or config.environment.tools or task.respond or task.environment)
-    functions = [
-        FunctionReward(f.use, weight=f.weight, timeout_s=reward.timeout_s) for f in reward.functions if not f.is_judge
-    ]
-    grader = FunctionReward(task.grader, timeout_s=reward.timeout_s) if task.grader and reward.is_verifier else None
+    section, reward, rows = CheckSection("reward"), config.reward, rows[:REWARD_ROWS]
+    used = [(f.use, f.weight) for f in reward.functions if not f.is_judge]
+    used += [(task.grader, 1.0)] if task.grader and reward.is_verifier else []
+    functions = [FunctionReward(use, weight=weight, timeout_s=reward.timeout_s) for use, weight in used]
     if not functions and (not reward.is_verifier or task.verify is None):
         section.lines = ["judged by a model; see below" if not reward.is_verifier else "none of its own"]
         return section
-    failures: list[str] = []
-
-    def call(function: FunctionReward | None, where: list[int], texts: list[str]) -> RewardCall:
-        asked = [prompts[i] for i in where]
-        said = [[{"role": "assistant", "content": t}] if messages else as_the_data_has_it(t, p)
-                for t, p in zip(texts, asked, strict=True)]  # fmt: skip
-        here = {name: [column[i] for i in where] for name, column in columns.items()}
-        if function is not None:
-            return function(asked, said, here)
-        assert task.verify is not None
-        return call_in_process(task.verify, task.name, asked, said, here)
+    ours = config.environment
+    chat = bool(ours.use or ours.tools or task.respond or task.environment)
+    prompts, columns, failures = [task.prompt(row) for row in rows], row_columns(rows), list[str]()
 
     def score(where: list[int], texts: list[str]) -> list[float]:
-        """Return the weighted sum over the functions; NaN where one fails or none applies."""
-        total, failed = [math.nan] * len(where), set[int]()
-        for function in functions or [grader]:
-            found = call(function, where, texts)
-            failed |= {failure.row for failure in found.failures if function is None or function.weight}
-            failures.extend(failure.reason for failure in found.failures)
-            weight = 1.0 if function is None else function.weight
-            for i, one in enumerate(found.scores):
-                if not math.isnan(one):
-                    total[i] = weight * one + (0.0 if math.isnan(total[i]) else total[i])
-        return [math.nan if i in failed else one for i, one in enumerate(total)]
+        """Return the weighted sum over the functions; NaN where one that weighs something fails or none applies."""
+        asked, here = [prompts[i] for i in where], {name: [of[i] for i in where] for name, of in columns.items()}
+        said = [as_completion(text, [] if chat else prompt) for text, prompt in zip(texts, asked, strict=True)]
+        calls = [(function(asked, said, here), function.weight) for function in functions]
+        if task.verify is not None and not calls:
+            calls = [(call_in_process(task.verify, task.name, asked, said, here), 1.0)]
+        scores = np.array([weight * np.array(call.scores) for call, weight in calls])
+        total = np.where(np.isnan(scores).all(0), math.nan, np.nansum(scores, 0))
+        for call, weight in calls:
+            failures.extend(failure.reason for failure in call.failures)
+            total[[failure.row for failure in call.failures if weight]] = math.nan
+        return total.tolist()
 
     golds = [task.gold(row) for row in rows]
-    kinds = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
-    kinds |= {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
+    texts = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
+    texts |= {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
     with ExitStack() as stack:
-        for function in [*functions, *([grader] if grader else [])]:
+        for function in functions:
             stack.enter_context(function).start()  # its imports are not part of a call's time
-        everywhere, begun = list(range(len(rows))), time.perf_counter()
-        scores = {what: score(everywhere, texts) for what, texts in kinds.items()}
-        first = next(iter(kinds))
-        again = score(everywhere, kinds[first])
-        seconds = (time.perf_counter() - begun) / (len(kinds) + 1)
-        names = " + ".join(f.name for f in functions) or task.name
-        means = ", ".join(f"{what} {_mean(values)}" for what, values in scores.items())
-        section.lines.append(f"{names}: {means}; {seconds * 1e3:.1f} ms for {len(rows)} rows")
-        failed = len(failures) / (4 * len(rows))
-        for what, values in scores.items():
-            section.facts[what] = statistics.fmean(v) if (v := [s for s in values if not math.isnan(s)]) else None
-        section.facts |= {"seconds": seconds, "failed": failed}
-        hint = next((function.chat_hint for function in functions if function.chat_hint), None)
-        section.findings += _reward_findings(scores, again == scores[first] or str(again) == str(scores[first]), hint)
-        if failed > MAX_FAILED_SHARE:
-            section.findings.append(Finding(
-                "rewards fail", f"{failed:.0%} of the calls' rows failed, the first so: {failures[0]}.",
-                "Mend the function; a run stops after three batches like that.", {"failed": failed},
-            ))  # fmt: skip
-        elif failures:
-            section.lines.append(f"warning: {failed:.0%} of the rows failed, the first so: {failures[0]}")
-        if functions and seconds < SLOW_CALL_S and not section.findings:
-            _attack(section, score, task, rows[:ATTACKED_ROWS])
+        everywhere, begun = [*range(len(rows))], time.perf_counter()
+        scores = {kind: score(everywhere, of) for kind, of in texts.items()}
+        first = next(iter(texts))
+        again = score(everywhere, texts[first])
+        seconds = (time.perf_counter() - begun) / (len(texts) + 1)
+        known = [one for of in scores.values() for one in of if not math.isnan(one)]
+        rivals = np.nan_to_num([scores["nothing"], scores["nonsense"]]).max(0)
+        f = SimpleNamespace(golds="gold" in scores, known=known)
+        f.low, f.high = min(known, default=math.nan), max(known, default=math.nan)
+        f.beaten = fmean(np.array(scores["gold"]) <= rivals) if f.golds else 0.0
+        f.repeats, f.failed = str(again) == str(scores[first]), len(failures) / (4 * len(rows))
+        f.hint = next((function.chat_hint for function in functions if function.chat_hint), "")
+        f.why, f.holes, f.blind = failures[0] if failures else "", [], False
+        means = {kind: mean(of) for kind, of in scores.items()}
+        said = ", ".join(f"{kind} {'no score' if math.isnan(one) else number(one)}" for kind, one in means.items())
+        names = " + ".join(function.name for function in functions) or task.name
+        section.lines.append(f"{names}: {said}; {seconds * 1e3:.1f} ms for {len(rows)} rows")
+        section.facts |= {kind: None if math.isnan(one) else one for kind, one in means.items()}
+        section.facts |= {"seconds": seconds, "failed": f.failed}
+        if 0 < f.failed <= MAX_FAILED_SHARE:
+            section.lines.append(f"warning: {f.failed:.0%} of the rows failed, the first so: {f.why}")
+        if reward.functions and seconds < SLOW_CALL_S and not any(rule.when(f) for rule in REWARD):
+            section.lines += _attack(f, score, task, rows[:ATTACKED_ROWS])
+            section.facts["holes"] = f.holes
+        section.findings = [rule.finding(f) for rule in REWARD if rule.when(f)]
         for function in functions:
             section.lines += [f"printed: {one_line(line, SHOWN)}" for line in list(function.printed.kept)[-2:]]
     return section
 
 
-def _mean(values: list[float]) -> str:
-    valid = [value for value in values if not math.isnan(value)]
-    return number(statistics.fmean(valid)) if valid else "no score"
-
-
-def _reward_findings(scores: dict[str, list[float]], repeats: bool, hint: str | None) -> list[Finding]:
-    found, valid = [], [s for values in scores.values() for s in values if not math.isnan(s)]
-    change = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
-    if hint:
-        found.append(Finding("messages taken for text", f"{hint}.", change, {}))
-    elif not valid:
-        found.append(Finding("no rewards", "No completion gets a score, not the gold answer either.", change, {}))
-    elif "gold" in scores and min(valid) == max(valid):
-        what = f"Gold answers, nothing and nonsense all score {valid[0]:.4g}."
-        found.append(Finding("one reward for everything", what, change, {"reward": valid[0]}))
-    elif "gold" in scores:
-        rivals = [max(0.0, *pair) if math.isnan(sum(pair)) else max(pair)
-                  for pair in zip(scores["nothing"], scores["nonsense"], strict=True)]  # fmt: skip
-        beaten = sum(gold <= rival for gold, rival in zip(scores["gold"], rivals, strict=True)) / len(rivals)
-        if beaten > MAX_FAILED_SHARE:
-            what = f"In {beaten:.0%} of the rows the gold answer scores no more than nothing or nonsense."
-            found.append(Finding("gold answers do not win", what, change, {"beaten": beaten}))
-    if not repeats and valid:
-        what = "The same completions got other scores when they were judged again."
-        found.append(Finding("rewards by chance", what, "Draw random numbers from the row alone.", {}))
-    return found
-
-
-def _attack(section: CheckSection, score: Any, task: Task, rows: list[Row]) -> None:
+def _attack(f: SimpleNamespace, score: Any, task: Task, rows: list[Row]) -> list[str]:
+    """Look for holes; return lines about them."""
     found = find_holes(score, task, rows)
     if found is None:
-        section.lines.append("holes: not looked for, which takes two rows with different right answers")
-        return
+        return ["holes: not looked for, which takes two rows with different right answers"]
     tried = sum(text is not None for attempt in found.attempts for text in attempt.texts)
-    about = f"{tried:,} wrong texts of {len(found.attempts)} kinds on {len(found.right)} rows"
-    section.lines.append(f"holes: {len(found.holes) or 'none'} found by {about}")
-    section.facts["holes"] = [
-        {"name": hole.name, "share": hole.share, "text": hole.example()[0]} for hole in found.holes
-    ]
-    for hole in found.holes[:SHOWN_HOLES]:
+    f.blind, f.worst = found.is_blind and not found.holes, ", ".join(hole.name for hole in found.holes[:3])
+    lines = [f"holes: {len(found.holes) or 'none'} found by {tried:,} wrong texts of {len(found.attempts)} kinds on "
+             f"{len(found.right)} rows"]  # fmt: skip
+    for hole in found.holes:
         text, row = hole.example()
         ends = f"{hole.scores[row]:.3g} of a right answer's {found.right[row]:.3g}"
-        section.lines.append(f"  {hole.name} ({hole.share:.0%} of the rows, {ends}): {one_line(text, SHOWN)!r}")
-    if found.holes:
-        what = f"Wrong texts score nearly as much as right answers: {', '.join(hole.name for hole in found.holes[:3])}."
-        change = "Judge one marked answer, the last, and compare it whole."
-        section.findings.append(Finding("holes in the reward", what, change, {"holes": float(len(found.holes))}))
-    elif found.is_blind:
-        what = "No right answer scores more than the worst wrong text of its row, in any form that was tried."
-        section.findings.append(Finding("blind reward", what, "Judge a right answer as the data has it by hand.", {}))
-
-
-# ---- environment ----
+        lines.append(f"  {hole.name} ({hole.share:.0%} of the rows, {ends}): {one_line(text, SHOWN)!r}")
+        f.holes.append({"name": hole.name, "share": hole.share, "text": text})
+    return lines[: 1 + SHOWN_HOLES]
 
 
 def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
@@ -165,69 +150,46 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     None where there is none, or an agent, which needs a model.
     """
     ours, section, rows = config.environment, CheckSection("environment"), rows[:EPISODES]
-    asked = ours.use or ours.tools or task.respond or task.environment
-    if not config.uses("environment") or ours.agent or not asked:
+    if not config.uses("environment") or ours.agent or not (ours.use or ours.tools or task.respond or task.environment):
         return None
-    prompts, columns = [task.prompt(row) for row in rows], {"seed": list(range(len(rows))), **row_columns(rows)}
+    prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     environment = Environment(
         ours, task=task.name, respond=task.respond, use=task.environment, stop=task.stop,
         length=lambda text: len(text) // CHARS_A_TOKEN,
     )  # fmt: skip
-    replies: dict[str, list[Reply | None]] = {}
-    failures, unsteady, seconds, shown = defaultdict[str, list[str]](list), list[str](), list[float](), ""
-    try:
+    f, seconds, shown, reasons = SimpleNamespace(unsteady="", longest=0), list[float](), "", list[str]()
+    with closing(environment):
         environment.start()
-        opening = environment.openings(prompts, {k: v for k, v in columns.items() if k != "seed"})[0]
-        for what, turns in _scripts(environment, task, rows, prompts).items():
-            transcripts: list[Transcript] = [[{"role": "assistant", "content": turn}] for turn in turns]
+        opening, columns = environment.openings(prompts, columns)[0], {"seed": [*range(len(rows))], **columns}
+        section.lines = [environment.describe()]
+        section.lines += [f"prompts end with {one_line(opening, SHOWN)!r}"] if opening else []
+        for kind, turns in _scripts(environment, task, rows, prompts).items():
+            transcripts: list[Any] = [[{"role": "assistant", "content": turn}] for turn in turns]
             begun = time.perf_counter()
             answers = environment.respond(prompts, transcripts, columns)
             seconds.append(time.perf_counter() - begun)
-            replies[what], failures[what] = answers.values, [failure.reason for failure in answers.failures]
             if not answers.failures and environment.respond(prompts, transcripts, columns).values != answers.values:
-                unsteady.append(what)
-            said = next((reply.text for reply in answers.values if reply and reply.text and not reply.done), "")
-            shown = shown or (f"{one_line(turns[0], SHOWN)!r} -> {one_line(said, SHOWN)!r}" if said else "")
-    finally:
-        environment.close()
-    section.lines = [environment.describe()]
-    section.lines += [f"prompts end with {one_line(opening, SHOWN)!r}"] if opening else []
-    for what, found in replies.items():
-        answered = [reply for reply in found if reply is not None and reply.text]
-        over = sum(reply is None or reply.done for reply in found) - len(failures[what])
-        rewards = [reply.reward for reply in found if reply is not None]
-        invalid = sum(reply is not None and reply.invalid for reply in found)
-        counts = f"{len(answered)} answered, {over} over, {invalid} invalid, {len(failures[what])} failed"
-        mean = f", mean reward {statistics.fmean(rewards):.4g}" if any(rewards) else ""
-        section.lines.append(f"  {what}: of {len(found)} {counts}{mean}")
-        section.facts[what] = {"answered": len(answered), "over": over, "failed": len(failures[what])}
-    section.lines += [shown, f"{1e3 * statistics.fmean(seconds):.1f} ms a call of {len(rows)} episodes"]
-    everything = [reply for found in replies.values() for reply in found if reply is not None]
-    longest = max((len(reply.text) for reply in everything), default=0)
-    if longest > CHARS_A_TOKEN * environment.max_observation_tokens:
+                f.unsteady = f.unsteady or kind
+            replies: list[Reply] = [reply for reply in answers.values if reply is not None]
+            asks = [reply.text for reply in replies if reply.text and not reply.done]
+            shown = shown or (f"{one_line(turns[0], SHOWN)!r} -> {one_line(asks[0], SHOWN)!r}" if asks else "")
+            reasons += [failure.reason for failure in answers.failures]
+            failed, invalid = len(answers.failures), sum(reply.invalid for reply in replies)
+            answered = sum(bool(reply.text) for reply in replies)
+            over = len(turns) - sum(not reply.done for reply in replies) - failed
+            f.longest = max([f.longest, *(len(reply.text) for reply in replies)])
+            counts = f"{answered} answered, {over} over, {invalid} invalid, {failed} failed"
+            rewarded = any(reply.reward for reply in replies)
+            paid = f", mean reward {fmean(reply.reward for reply in replies):.4g}" if rewarded else ""
+            section.lines.append(f"  {kind}: of {len(turns)} {counts}{paid}")
+            section.facts[kind] = {"answered": answered, "over": over, "failed": failed}
+    section.lines += [shown, f"{1e3 * fmean(seconds):.1f} ms a call of {len(rows)} episodes"]
+    if f.longest > CHARS_A_TOKEN * environment.max_observation_tokens:
         limit = f"environment.max_observation_tokens={environment.max_observation_tokens}"
-        section.lines.append(f"the longest reply, some {longest // CHARS_A_TOKEN:,} tokens, is cut at {limit}")
-    section.findings = _environment_findings(replies, failures, unsteady)
+        section.lines.append(f"the longest reply, some {f.longest // CHARS_A_TOKEN:,} tokens, is cut at {limit}")
+    f.failed, f.why = len(reasons) / (len(rows) * len(seconds)), visible(reasons[0]) if reasons else ""
+    section.findings = [rule.finding(f) for rule in ENVIRONMENT if rule.when(f)]
     return section
-
-
-def _environment_findings(
-    replies: dict[str, list[Reply | None]], failures: dict[str, list[str]], unsteady: list[str]
-) -> list[Finding]:
-    found, asked = list[Finding](), sum(map(len, replies.values()))
-    reasons = [reason for of_kind in failures.values() for reason in of_kind]
-    everything = [reply for of_kind in replies.values() for reply in of_kind]
-    if len(reasons) > MAX_FAILED_SHARE * asked:
-        what = f"{len(reasons) / asked:.0%} of the rows failed, the first so: {visible(reasons[0])}."
-        change = "Mend it; a run stops after three batches like that."
-        found.append(Finding("the environment fails", what, change, {"failed": len(reasons) / asked}))
-    elif not any(reply is not None and reply.text for reply in everything):
-        what = "It answers none of the turns that were tried, so no episode has a second turn."
-        found.append(Finding("the environment is silent", what, "See what it expects a turn to hold.", {}))
-    if unsteady:
-        what = f"The same turns ({unsteady[0]}) got other answers the second time, so a resumed run is another run."
-        found.append(Finding("answers by chance", what, "Draw random numbers from the `seed` of an episode.", {}))
-    return found
 
 
 def _scripts(environment: Environment, task: Task, rows: list[Row], prompts: list[Any]) -> dict[str, list[str]]:
@@ -244,4 +206,4 @@ def _scripts(environment: Environment, task: Task, rows: list[Row], prompts: lis
         scripts[f"call {schema['function']['name']}"] = [tool_call(schema, question) for question in questions]
     bad = {"nothing": "", "nonsense": NONSENSE}
     bad |= {"unknown tool": UNKNOWN_TOOL, "not JSON": NOT_JSON} if environment.schemas else {}
-    return scripts | {what: [turn] * len(rows) for what, turn in bad.items()}
+    return scripts | {kind: [turn] * len(rows) for kind, turn in bad.items()}

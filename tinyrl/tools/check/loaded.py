@@ -1,10 +1,9 @@
-"""What `tinyrl check` does with the models of a run: its checks before step 1, some answers, and its largest step.
-
-Everything that knows how a trainer and a session are made stands here.
-"""
+"""What `tinyrl check` does with the trainer of a run: its numbers, some answers, and its largest step."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import tempfile
 from dataclasses import dataclass, replace
@@ -13,23 +12,31 @@ from typing import Any
 
 import torch
 
-from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
+from tinyrl.errors import OutOfRoom
 from tinyrl.evaluation.evaluate import EVAL_STEP
-from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.engine import Completion
 from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.checks import ordinary_ids
-from tinyrl.models.device import peak_memory_gb
+from tinyrl.models.device import memory_room, peak_memory_gb
+from tinyrl.models.distributed import ALONE
+from tinyrl.rewards.functions import RewardCall
+from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collector import apply_length_rules, completion_text, sample_and_score
-from tinyrl.rollout.components import Options, resolve_threads, trainer_of
-from tinyrl.rollout.sample import Sample, rewards_of
+from tinyrl.runs.findings import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.training.model_checks import Check, check_parts
+from tinyrl.tools.check.offline import size
+from tinyrl.tools.check.page import CheckSection
+from tinyrl.training.launch import out_of_memory_stops
+from tinyrl.training.model_checks import check_parts
 from tinyrl.training.session import Session
 from tinyrl.training.state import Sources
+
+MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
+TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 
 @dataclass(frozen=True)
@@ -46,30 +53,6 @@ class Answer:
     gold: str | None
     row: str
     failed: str | None
-
-
-@dataclass(frozen=True)
-class Step:
-    """The largest step as it was tried: seconds by phase, the peak of the process in GB, and how large it was."""
-
-    seconds: dict[str, float]
-    peak_gb: float
-    size: str
-    micro_batch_tokens: int
-
-
-def load(config: Config, options: Options) -> tuple[Any, list[str]]:
-    """Load the trainer of a run and check what it checks before step 1; return it with its notes."""
-    trainer = trainer_of(config.method)(config, options=options)
-    try:
-        return trainer, [resolve_threads(trainer), *trainer.check()]
-    except BaseException:
-        trainer.close()
-        raise
-
-
-def check_numbers(trainer: Any) -> list[Check]:
-    return check_parts(trainer, getattr(trainer, "engine", None))
 
 
 def row_lines(trainer: Any) -> list[str]:
@@ -101,79 +84,95 @@ def answers(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy
     return found, logprob
 
 
-def worst_step(trainer: Any) -> Step:
-    """Train one step of the longest rows, every response as long as it may be, in a session that is thrown away: what
-    it holds and takes is what the largest step of the run will. The trainer is of no use afterwards.
+def check_model(trainer: Any, notes: list[str]) -> CheckSection:
+    """Compare the numbers of sampler, head, packing and reference; `notes`: what the run notes before step 1."""
+    checks = check_parts(trainer, getattr(trainer, "engine", None))
+    lines = [*notes, *(f"{one.result}: {one.name}: {one.said}" for one in checks if one.result != "ok")]
+    lines.append(f"ok: {', '.join(one.name for one in checks if one.result == 'ok')}")
+    change = "Another model, or model.dtype=float32."
+    found = [Finding(f"model: {c.name}", f"{c.said}.", change, {}) for c in checks if c.result == "wrong"]
+    faults = [note.removeprefix(TEMPLATE) for note in notes if note.startswith(TEMPLATE)]
+    found += [Finding("chat template", f"{fault}.", "Another template.", {}) for fault in faults]
+    return CheckSection("model", lines, {"checks": [vars(one) for one in checks], "notes": notes}, found)
+
+
+def worst_step(trainer: Any) -> CheckSection:
+    """Train one step of the longest rows, every response as long as it may be, and evaluate after it, in a session that
+    is thrown away: its peak is the run's. The trainer is of no use afterwards.
     """
-    config = trainer.config
-    section = config.run.model_copy(
-        update={"num_steps": max(2, config.run.num_steps), "eval_prompts": 0, "save_every": 0, "trackers": []}
-    )
-    changes: dict[str, Any] = {"run": section}
+    config, device, change = trainer.config, trainer.accelerator.device, "A smaller generation.max_new_tokens."
+    run, changes = config.run.model_copy(update={"eval_every": 1, "save_every": 0, "trackers": []}), dict[str, Any]()
+    run.num_steps = max(2, run.num_steps)
+    if config.samples:
+        rows = max(config.on_policy.batch_size, MOST_EVAL_TOKENS // trainer.longest_response)
+        run.eval_prompts = min(run.eval_prompts, rows)
     if config.uses("critic"):
         changes["critic"] = config.critic.model_copy(update={"warmup": 0})
-    trainer.config = config.model_copy(update=changes)
+    trainer.config = config.model_copy(update={"run": run, **changes})
     if config.samples:
-        count = config.on_policy.num_prompts
-        trainer.train_prompts = _longest(trainer, count)
-        trainer.collect = lambda prompts, step: _longest_samples(trainer, prompts, step)
-        size = f"{config.on_policy.batch_size} responses of {trainer.longest_response} tokens"
-        size += f" to prompts of up to {max(len(p.tokens) for p in trainer.train_prompts)}"
+        longest = _longest_responses(trainer)
     else:
-        rows = sorted(trainer.train_rows, key=lambda row: -sum(map(len, trainer.texts(row))))[: trainer.batch_size]
-        trainer.train_rows = rows
+        trainer.train_rows.sort(key=lambda row: -sum(map(len, trainer.texts(row))))
+        trainer.train_rows = trainer.train_rows[: trainer.batch_size]
         trainer.forget()
-        size = f"{len(rows)} rows of up to {sum(map(len, trainer.texts(rows[0])))} tokens"
-    device = trainer.accelerator.device
+        most = sum(map(len, trainer.texts(trainer.train_rows[0])))
+        longest = f"{len(trainer.train_rows)} rows of up to {most} tokens"
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    room = memory_room(device)
     with tempfile.TemporaryDirectory() as folder:
-        run = RunDir(Path(folder))
-        session = Session(trainer, run, sources=Sources, silent=True)
-        session.until = 1
+        made = RunDir(Path(folder))
+        session = Session(trainer, made, sources=Sources, silent=True)
+        session.until, session.state.phase = 1, "rollout"  # evaluated after the step alone
         try:
-            trainer.train(session)
-        finally:
-            session.close()
-        line = read_steps(run.metrics, [])[1]
+            with contextlib.closing(session), out_of_memory_stops("in the largest step"):
+                trainer.train(session)
+        except OutOfRoom as error:
+            found = [Finding("not enough memory", f"{error}.", change, {})]
+            return CheckSection("worst step", [str(error)], {}, found)
+        line = read_steps(made.metrics, [])[1]
     seconds = {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
-    return Step(seconds, peak_memory_gb(device), size, trainer.micro_batches.tokens)
+    peak, tokens = peak_memory_gb(device), trainer.micro_batches.tokens
+    phases = ", ".join(f"{name} {seconds[name]:.2g}" for name in seconds if name not in ("total", "evaluation"))
+    evaluation = f"; an evaluation {seconds['evaluation']:.2g} s" if "evaluation" in seconds else ""
+    lines = [f"{longest}, tried and thrown away: {seconds['total']:.2g} s ({phases}){evaluation}",
+             f"peak {peak:.2f} GB; {size(room)} are there; micro-batches of {tokens} tokens"]  # fmt: skip
+    facts = {"seconds": seconds, "peak_gb": peak, "size": longest, "micro_batch_tokens": tokens, "room": room}
+    found = [Finding("not enough memory", f"{lines[1]}.", change, {})] if peak * 1e9 > room else []
+    return CheckSection("worst step", lines, facts, found)
 
 
-def _longest(trainer: Any, count: int) -> list[PreparedPrompt]:
-    """Return the longest training prompts; of agents, which write their own, as long as those may be."""
-    longest = sorted(trainer.train_prompts, key=lambda prompt: -len(prompt.tokens))[:count]
-    if trainer.config.environment.agent is None:
-        return longest
-    most = trainer.config.generation.max_prompt_tokens
-    return [replace(p, tokens=(p.tokens * -(-most // len(p.tokens)))[:most]) for p in longest]
+class PlantedScorer(Scorer):
+    """Gives every second half of a group a reward, so that there is a gradient; only a reward model is asked."""
+
+    def __call__(self, prompts: Any, completions: Any, *, group_size: int | None = None, **_: Any) -> Scores:
+        if self.has_model:
+            self._model_scores(prompts, completions, None, ALONE)
+        rewards = (torch.arange(len(prompts)) // max(1, (group_size or 2) // 2) % 2).float()
+        return Scores(rewards.unsqueeze(1).expand(-1, len(self.names)).clone(), rewards)
+
+    def verify(self, prompts: Any, completions: Any, **_: Any) -> RewardCall:
+        return RewardCall([1.0] * len(prompts))
 
 
-def _longest_samples(trainer: Any, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
-    """Sample responses that nothing ends before they are as long as they may be. Every second one has a reward, so that
-    there is a gradient; only a reward model is asked for its own.
+def _longest_responses(trainer: Any) -> str:
+    """Let a trainer sample to its longest prompts, until responses are as long as they may be (an episode in one turn);
+    return how large a step is.
     """
-    engine, size, most = trainer.engine, trainer.config.on_policy.group_size, trainer.longest_response
-    requests = [Request(prompt.tokens, prompt_row=prompt.index) for prompt in prompts]
-    if hasattr(engine, "eos"):
-        settings, eos = engine.settings, engine.eos
-        engine.settings = replace(settings, max_new_tokens=most, stop=[])
-        engine.eos = eos[:0] if isinstance(eos, torch.Tensor) else set()
-        try:
-            groups = engine.sample(requests, size, seed=trainer.config.run.seed, step=step)
-        finally:
-            engine.settings, engine.eos = settings, eos
-    else:  # of a server, whose memory is elsewhere
+    config, most, engine = trainer.config, trainer.longest_response, trainer.engine
+    longest = sorted(trainer.train_prompts, key=lambda prompt: -len(prompt.tokens))[: config.on_policy.num_prompts]
+    if config.environment.agent is not None:  # an agent writes its own prompts
+        limit = config.generation.max_prompt_tokens
+        longest = [replace(p, tokens=(p.tokens * -(-limit // len(p.tokens)))[:limit]) for p in longest]
+    trainer.train_prompts, trainer.runner = longest, None
+    trainer.scorer = copy.copy(trainer.scorer)
+    trainer.scorer.__class__ = PlantedScorer
+    if config.generation.engine == "server":  # its memory is elsewhere
         ids = ordinary_ids(len(trainer.tokenizer), most)
-        groups = [[Completion(ids, [math.log(0.5)] * most, "length")] * size for _ in requests]
-    completions = [completion for group in groups for completion in group]
-    repeated, names = [prompt for prompt in prompts for _ in range(size)], trainer.scorer.names
-    if trainer.scorer.has_model:
-        trainer.scorer._model_scores(repeated, [completion.tokens for completion in completions], None, trainer.world)
-    samples = []
-    for i, (prompt, completion) in enumerate(zip(repeated, completions, strict=True)):
-        reward = float(i // max(1, size // 2) % 2)
-        scores = [reward] * len(names)
-        samples.append(Sample.of(prompt.tokens, completion, row=prompt.index, episode=i, reward=reward, scores=scores))
-    trainer.tried.look(prompts, rewards_of(samples))
-    return samples
+        completion = Completion(ids, [math.log(0.5)] * most, "length")
+        engine.sample = lambda requests, count, **_: [[completion] * count for _ in requests]
+    else:
+        engine.settings = replace(engine.settings, max_new_tokens=most, stop=[])
+        engine.eos = set()
+    size = f"{config.on_policy.batch_size} responses of {most} tokens"
+    return f"{size} to prompts of up to {len(longest[0].tokens)}"

@@ -8,6 +8,7 @@ a run whose completions end early takes less.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,18 +89,12 @@ def read_shapes(path: str) -> Shapes:
     try:
         width = facts.get("hidden_size") or facts["n_embd"]
         heads = facts.get("num_attention_heads") or facts["n_head"]
-        size = facts.get("head_dim") or width // heads
-        return Shapes(
-            width,
-            inner=facts.get("intermediate_size") or facts.get("n_inner") or 4 * width,
-            layers=facts.get("num_hidden_layers") or facts["n_layer"],
-            queries=heads * size,
-            keys=(facts.get("num_key_value_heads") or heads) * size,
-            vocabulary=facts["vocab_size"],
-            tied=facts.get("tie_word_embeddings", True),
-        )
+        size, inner = facts.get("head_dim") or width // heads, facts.get("intermediate_size") or facts.get("n_inner")
+        layers, keys = facts.get("num_hidden_layers") or facts["n_layer"], facts.get("num_key_value_heads") or heads
+        vocabulary, tied = facts["vocab_size"], facts.get("tie_word_embeddings", True)
     except KeyError as error:
         raise ValueError(f"{path}: its config.json does not name its sizes as usual ({error})") from None
+    return Shapes(width, inner or 4 * width, layers, heads * size, keys * size, vocabulary, tied=tied)
 
 
 def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str, float]]:
@@ -151,8 +146,15 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     return {"always": always, "updating": updating, "sampling": {"copy": copy, "cache": min(cache, free)}}
 
 
-def check_memory(config: Config, *, device: str, room: float) -> CheckSection:
-    """Compare the estimate with the memory there is, and its checkpoints with the free disk."""
+def check_memory(config: Config, *, device: str, memory: str | None = None) -> CheckSection:
+    """Compare the estimate with `memory` or what this machine has, and the checkpoints with the disk."""
+    if memory is None:
+        from tinyrl.models.device import make_accelerator, memory_room
+
+        here = make_accelerator(device, dtype=config.model.dtype).device
+        device, room = here.type, float(memory_room(here))
+    else:
+        device, room = "cpu" if device == "cpu" else "cuda", bytes_of(memory)
     parts = estimate(config, device=device, room=room)
     always, phases = sum(parts["always"].values()), {k: sum(v.values()) for k, v in parts.items() if k != "always"}
     highest = max(phases, key=lambda name: phases[name])
@@ -164,19 +166,23 @@ def check_memory(config: Config, *, device: str, room: float) -> CheckSection:
         listed = ", ".join(f"{part} {size(count)}" for part, count in sorted(of.items(), key=lambda p: -p[1]) if count)
         lines.append(f"  {name}: {listed}")
     lines.append(f"disk: checkpoints take about {size(needed)}; {size(free)} are free")
-    found = []
-    if peak > room:
-        what = f"It takes about {size(peak)}, and {size(room)} are there."
-        change = (
-            "A smaller run.micro_batch_tokens or generation.max_new_tokens; model.gradient_checkpointing=true; "
-            "model.quantization=4bit (LoRA); a smaller model."
-        )
-        found.append(Finding("not enough memory", what, change, {"peak": peak, "room": room}))
-    if needed > free:
-        what = f"Checkpoints take about {size(needed)}, and {size(free)} are free."
-        found.append(Finding("not enough disk", what, "Fewer of them: run.keep_checkpoints.", {"needed": needed}))
+    rules = (
+        ("not enough memory", peak, room, "It takes", "A smaller run.micro_batch_tokens or generation.max_new_tokens; "
+         "model.gradient_checkpointing=true; model.quantization=4bit (LoRA); a smaller model."),
+        ("not enough disk", needed, free, "Checkpoints take", "Fewer of them: run.keep_checkpoints."),
+    )  # fmt: skip
+    found = [Finding(name, f"{what} about {size(most)}, and {size(there)} are there.", change, {"needed": most})
+             for name, most, there, what, change in rules if most > there]  # fmt: skip
     return CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts}, found)
 
 
 def size(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def bytes_of(text: str) -> float:
+    """Parse an amount of memory, such as 24GB. Raises ValueError for other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ValueError(f"--memory {text}: an amount such as 24GB")
+    return float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +23,11 @@ class CheckSection:
 
     def render(self) -> str:
         """Return the section as at most MOST_LINES lines of the terminal, its name on the left."""
-        wrapped = [line for text in self.lines if text for line in _wrapped(text)]
+        wrapped = list[str]()
+        for line in "\n".join(filter(None, self.lines)).split("\n"):
+            indent = " " * (2 + len(line) - len(line.lstrip()))
+            wrap = textwrap.TextWrapper(columns() - INDENT, subsequent_indent=indent, break_on_hyphens=False)
+            wrapped += wrap.wrap(visible(line))
         if len(wrapped) > MOST_LINES:
             wrapped = [*wrapped[: MOST_LINES - 1], f"... {len(wrapped) - MOST_LINES + 1} more lines"]
         return "\n".join(f"{self.name if i == 0 else '':{INDENT}}{line}" for i, line in enumerate(wrapped or ["-"]))
-
-
-def _wrapped(text: str) -> Iterator[str]:
-    for line in visible(text).split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()))
-        wrap = textwrap.TextWrapper(columns() - INDENT, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
-        yield from wrap.wrap(line)

@@ -1,6 +1,7 @@
 """What the policy makes of some training prompts before a run, and whether it can learn from them.
 
-Findings are pure functions of `Seen`: what is wrong, with figures, and one thing to change.
+Findings are lines of TABLE, as those of a run (runs/findings.py): name, condition, a sentence with figures, one thing
+to change.
 """
 
 from __future__ import annotations
@@ -10,191 +11,161 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import PASS_RATE, keyed_order, row_key
-from tinyrl.evaluation.statistics import mean, numbers
-from tinyrl.runs.findings import Finding
+from tinyrl.evaluation.statistics import grouped, mean, numbers
+from tinyrl.runs.findings import Rule
 from tinyrl.runs.records import number as to_number
 from tinyrl.runs.run_dir import finite, write_whole
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.text import number, one_line
+from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.page import CheckSection
 from tinyrl.tools.report.outcome import show_seconds
-
-if TYPE_CHECKING:
-    from tinyrl.tools.check.loaded import Answer
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
 LONG_RUN_S = 48 * 3600
 SHOWN, BAR = 60, 24
 RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 75 %": 1 - 1e-9, "always": 1.0}
-LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to gold answers."
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Answers to some prompts, the `samples` of a prompt together, and one greedy answer to each prompt.
-
-    num_there: training prompts in all; knows_gold: the reward gives full marks to gold answers; entropy in nats a
-    token; step_seconds: of a step's rollout with answers as long as these; positions: tokens that a prompt, the longest
-    of which has longest_prompt, and its answer may have together.
+def look(
+    trainer: Any, *, num_prompts: int, samples: int | None, minutes: float, knows_gold: bool
+) -> tuple[CheckSection, dict[str, float]]:
+    """Sample answers to up to `num_prompts` training prompts, for about so many minutes. No weight is changed. Returns
+    the section, and the pass rates of the rows by their keys.
     """
-
-    config: Config
-    answers: list[Answer]
-    greedy: list[Answer]
-    samples: int
-    num_there: int
-    knows_gold: bool = False
-    entropy: float = math.nan
-    seconds: float = 0.0
-    step_seconds: float = 0.0
-    positions: float = math.inf
-    longest_prompt: int = 0
-
-    @cached_property
-    def groups(self) -> list[list[Answer]]:
-        return [self.answers[i : i + self.samples] for i in range(0, len(self.answers), self.samples)]
-
-    @cached_property
-    def rewards(self) -> list[float]:
-        return rewards_of(self.answers)
-
-    def is_right(self, answer: Answer) -> bool:
-        return answer.reward >= self.config.task.solved_reward
-
-    @cached_property
-    def pass_rates(self) -> list[float]:
-        """Return the share of right answers of each prompt; NaN where none of them has a reward."""
-        solved = self.config.task.solved_reward
-        return [mean([reward >= solved for reward in rewards_of(group)]) for group in self.groups]
-
-    @property
-    def knows_right(self) -> bool:
-        """Return whether some reward is that of a right answer, so that pass rates mean something."""
-        return self.knows_gold or any(map(self.is_right, self.answers))
-
-    def share(self, what: Callable[[Answer], object]) -> float:
-        return mean([bool(what(answer)) for answer in self.answers])
-
-    def with_spread(self, group_size: int) -> float:
-        """Return the expected share of groups of this size whose rewards differ, drawn from the answers there are
-        without putting back; NaN where there are fewer.
-        """
-        if group_size > self.samples:
-            return math.nan
-        shares = []
-        for group in self.groups:
-            known = rewards_of(group)
-            size = min(group_size, len(known))
-            alike = sum(math.comb(count, size) for count in Counter(known).values())
-            shares.append(0.0 if size < 2 else 1 - alike / math.comb(len(known), size))
-        return mean(shares)
-
-    @property
-    def spread(self) -> float:
-        """Return `with_spread` of the run's groups; without groups, of all answers to a prompt."""
-        size = self.config.on_policy.group_size
-        return self.with_spread(size if size > 1 else self.samples)
-
-
-def rewards_of(answers: list[Answer]) -> list[float]:
-    return numbers([answer.reward for answer in answers])
-
-
-def look(trainer: Any, *, num_prompts: int, samples: int | None, minutes: float, knows_gold: bool) -> Seen:
-    """Sample answers to up to `num_prompts` training prompts, for about so many minutes. No weight is changed."""
-    from tinyrl.tools.check.loaded import answers
-
     config, there = trainer.config, trainer.train_prompts
     samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
     chosen = [there[i] for i in keyed_order(f"probe {config.run.seed}", len(there))[:num_prompts]]
     at_a_time = max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))
-    sampled, greedy = list["Answer"](), list["Answer"]()
-    logprobs, last, started = 0.0, 0.0, time.perf_counter()
+    groups, greedy, logprobs = list[list[Answer]](), list[Answer](), 0.0
+    a_row, last, started = 0.0, 0.0, time.perf_counter()
     for i in range(0, len(chosen), at_a_time):
         before = time.perf_counter()
         if i and before - started + last > 60 * minutes:
             break
         found, summed = answers(trainer, chosen[i : i + at_a_time], samples, greedy=False)
-        last = (time.perf_counter() - before) / len(found)
-        sampled, logprobs = sampled + found, logprobs + summed
+        a_row = (time.perf_counter() - before) / len(found)
+        groups, logprobs = groups + grouped(found, samples), logprobs + summed
         greedy += answers(trainer, chosen[i : i + at_a_time], 1, greedy=True)[0]
-        last *= len(found)
-    a_row = last / min(len(sampled), at_a_time * samples)
-    return Seen(
-        config,
-        sampled,
-        greedy,
-        samples,
-        len(there),
-        knows_gold,
-        entropy=-logprobs / max(1, sum(answer.tokens for answer in sampled)),
-        seconds=time.perf_counter() - started,
-        step_seconds=a_row * config.on_policy.batch_size,
-        positions=trainer.positions,
-        longest_prompt=max(len(prompt.tokens) for prompt in there),
-    )
+        last = time.perf_counter() - before
+    f = figures(
+        config, groups, greedy, knows_gold=knows_gold, logprobs=logprobs, num_there=len(there),
+        seconds=time.perf_counter() - started, step_seconds=a_row * config.on_policy.batch_size,
+        positions=trainer.positions - max(len(prompt.tokens) for prompt in there),
+    )  # fmt: skip
+    return section(f), dict(zip([group[0].row for group in groups], f.pass_rates, strict=True))
 
 
 # ---- findings ----
 
 
-def findings(seen: Seen) -> list[Finding]:
-    return [found for check in (_of_rewards, _of_texts, _of_groups, _of_sampling) for found in check(seen)]
+def figures(
+    config: Config,
+    groups: list[list[Answer]],
+    greedy: list[Answer],
+    *,
+    knows_gold: bool = False,
+    logprobs: float = math.nan,
+    num_there: int = 0,
+    seconds: float = 0.0,
+    step_seconds: float = 0.0,
+    positions: float = math.inf,
+) -> SimpleNamespace:
+    """Compute what the section shows and TABLE needs; NaN, for which no condition holds, where it is not known.
+
+    groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
+    answers; logprobs: of all tokens sampled; positions: of an answer behind the longest prompt.
+    """
+    everything = [answer for group in groups for answer in group]
+    drawn, solved = config.generation, config.task.solved_reward
+    f = SimpleNamespace(num_there=num_there, section=config.trains.own, limit=drawn.max_new_tokens)
+    f.prompts, f.samples, f.sample_seconds, f.step_seconds = len(groups), len(groups[0]), seconds, step_seconds
+    rewards = numbers([answer.reward for answer in everything])
+    f.reward, f.greedy = mean(rewards), mean([answer.reward for answer in greedy])
+    f.pass_rates = [mean([answer.reward >= solved for answer in rewarded(group)]) for group in groups]
+    f.pass_rate, f.knows_right = mean(f.pass_rates), knows_gold or any(rate > 0 for rate in f.pass_rates)
+    f.lengths = [answer.tokens for answer in everything]
+    f.entropy = -logprobs / max(1, sum(f.lengths))
+    f.ends = [of(rewarded(everything), key=lambda answer: answer.reward) for of in (max, min) if rewards]
+
+    f.dropped = (1 - len(rewards) / len(everything)) * config.trains.rewarded
+    reasons = [answer.failed for answer in everything if answer.failed]
+    f.why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
+    f.truncated, f.empty = mean([a.cut for a in everything]), mean([not a.text.strip() for a in everything])
+    ended, cut = (mean([a.reward for a in everything if a.cut == it]) for it in (False, True))
+    known = not math.isnan(ended + cut)
+    f.beside = f"; their mean reward is {cut:.3g}, of those that end {ended:.3g}" if known else ""
+    f.room = int(min(2 * f.limit, positions))
+    f.texts = len({answer.text for answer in everything})
+    f.constant = len({*rewards}) == 1 and f.texts >= len(everything) / 8  # too easy and too hard aside
+    f.constant = f.constant and not knows_gold and f.truncated < 0.98
+    missed = [a for a in everything if a.gold and not a.reward >= solved and _holds(a.text, str(a.gold))]
+    f.missed, gold = len(missed) / len(everything) * knows_gold, str(missed[0].gold) if missed else ""
+    f.form = f"{'...' * (len(gold) > SHOWN)}{gold[-SHOWN:]!r}"
+
+    beside = list[tuple[float, float]]()  # of rewards and lengths, from the means of their groups
+    for whole in ([a for a in rewarded(group) if not a.cut] for group in groups):
+        reward, tokens = mean([a.reward for a in whole]), mean([a.tokens for a in whole])
+        beside += [(a.reward - reward, a.tokens - tokens) for a in whole]
+    varied = len(beside) >= 32 and min(math.fsum(x * x for x in column) for column in zip(*beside, strict=True)) > 1e-9
+    f.correlation = statistics.correlation(*zip(*beside, strict=True)) if varied else math.nan
+    f.way = "longer" if f.correlation > 0 else "shorter"
+
+    f.size = config.on_policy.group_size if config.on_policy.group_size > 1 else f.samples
+    f.spread = with_spread(groups, f.size)
+    f.larger, f.flat = f.size, 1 - f.spread
+    while 2 * f.larger <= f.samples and with_spread(groups, f.larger) < 0.5:
+        f.larger *= 2
+    f.spread_then = with_spread(groups, f.larger)
+    f.too_small = f.spread < 0.5 and f.spread_then >= max(1.5 * f.spread, 0.25)
+    f.decided = f.knows_right and f.spread <= 0.25 and not f.constant and not f.too_small
+    f.hard, f.easy = f.pass_rate <= 0.2 and f.spread < 0.05, f.pass_rate >= 0.9
+
+    distinct = [len({answer.text for answer in group}) for group in groups]
+    f.distinct = mean(distinct) / f.samples
+    f.repeated = 1 - f.distinct
+    wider = ["generation.temperature=1.0"] * (drawn.temperature < 0.7)
+    wider += ["generation.top_k=0"] * (0 < drawn.top_k < 5) + ["generation.top_p=1.0"] * (drawn.top_p < 0.9)
+    f.wider = " ".join(wider) or "generation.temperature=1.3; or begin from a model trained for less long"
+    f.alike = mean([count == 1 for count in distinct]) >= 0.75 or (bool(wider) and f.repeated >= 0.5)
+
+    f.temperature = drawn.temperature
+    lost = numbers([best.reward - mean([a.reward for a in group]) for best, group in zip(greedy, groups, strict=True)])
+    lowest = min([*rewards, *(answer.reward for answer in rewarded(greedy))], default=math.nan)
+    f.lost, f.least_lost = math.nan, math.inf
+    if len(lost) >= 8:
+        f.lost, noise = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost))
+        f.least_lost = max(3 * noise, 0.1 * (max(rewards) - lowest))
+    f.steps, f.seconds = config.run.num_steps, step_seconds * config.run.num_steps
+    f.lasting = show_seconds(f.seconds)
+    return f
 
 
-def _of_rewards(seen: Seen) -> Iterator[Finding]:
-    """Yield what is wrong with rewards by themselves: missing, or the same for everything."""
-    unrewarded = 1 - len(seen.rewards) / len(seen.answers)
-    if seen.config.trains.rewarded and unrewarded >= 0.25:
-        first = next((answer.failed for answer in seen.answers if answer.failed), None)
-        why = f"its functions failed, at first: {first}" if first else "its functions say that they do not apply"
-        what = f"{unrewarded:.0%} of the completions have no reward: {why}."
-        yield Finding("rewards dropped", what, LOOK, {"dropped": unrewarded})
-    if is_constant(seen):
-        texts, value = {answer.text for answer in seen.answers}, seen.rewards[0]
-        what = f"All {len(seen.rewards)} completions, {len(texts)} of them different, have the reward {value:.3g}."
-        yield Finding("one reward for everything", what, LOOK, {"reward": value, "distinct": float(len(texts))})
-    wrong = [answer for answer in seen.answers if answer.gold and not seen.is_right(answer)]
-    missed = [answer for answer in wrong if _holds(answer.text, str(answer.gold))]
-    if seen.knows_gold and len(missed) >= 0.2 * len(seen.answers):
-        gold = str(missed[0].gold)
-        what = (
-            f"{len(missed) / len(seen.answers):.0%} of the completions hold the gold answer and are not scored as "
-            f"right: the reward reads it as in {'...' * (len(gold) > SHOWN)}{gold[-SHOWN:]!r}."
-        )
-        change = "Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft."
-        yield Finding("right answers in another form", what, change, {"missed": len(missed) / len(seen.answers)})
-    pairs = list[tuple[float, float]]()
-    for group in seen.groups:
-        ended = [answer for answer in group if not answer.cut and not math.isnan(answer.reward)]
-        rewards, tokens = [answer.reward for answer in ended], [float(answer.tokens) for answer in ended]
-        pairs += [(r - mean(rewards), t - mean(tokens)) for r, t in zip(rewards, tokens, strict=True)]
-    spread = [math.fsum(x * x for x in column) for column in zip(*pairs, strict=True)] if pairs else [0.0]
-    if len(pairs) >= 32 and min(spread) > 1e-9:
-        correlation = math.fsum(r * t for r, t in pairs) / math.sqrt(math.prod(spread))
-        if abs(correlation) >= 0.8:
-            way = "longer" if correlation > 0 else "shorter"
-            what = f"Among completions of one prompt the {way} get more (correlation {correlation:.2f})."
-            yield Finding("reward follows length", what, "Do not pay for length alone.", {"correlation": correlation})
+def rewarded(answers: list[Answer]) -> list[Answer]:
+    return [answer for answer in answers if not math.isnan(answer.reward)]
 
 
-def is_constant(seen: Seen) -> bool:
-    """Return whether different completions all have one reward, which is neither too easy nor too hard to get."""
-    if len(set(seen.rewards)) != 1 or len({a.text for a in seen.answers}) < len(seen.answers) / 8:
-        return False
-    return not seen.knows_gold and seen.share(lambda answer: answer.cut) < 0.98
+def with_spread(groups: list[list[Answer]], size: int) -> float:
+    """Return the expected share of groups of this size whose rewards differ, drawn from the answers there are without
+    putting back; NaN where there are fewer.
+    """
+    shares = []
+    for group in groups if size <= len(groups[0]) else []:
+        known = numbers([answer.reward for answer in group])
+        drawn = min(size, len(known))
+        alike = sum(math.comb(count, drawn) for count in Counter(known).values())
+        shares.append(0.0 if drawn < 2 else 1 - alike / math.comb(len(known), drawn))
+    return mean(shares)
 
 
 def _holds(text: str, gold: str) -> bool:
@@ -205,135 +176,89 @@ def _holds(text: str, gold: str) -> bool:
     return len(words) > 2 and words in normalised_text(text)
 
 
-def _of_texts(seen: Seen) -> Iterator[Finding]:
-    """Yield what is wrong with completions: cut off, or empty."""
-    share, most = seen.share(lambda answer: answer.cut), seen.config.generation.max_new_tokens
-    if share >= 0.2:
-        whole, cut = (mean(rewards_of([a for a in seen.answers if a.cut == it])) for it in (False, True))
-        beside = "" if math.isnan(whole + cut) else f"; their mean reward is {cut:.3g}, of those that end {whole:.3g}"
-        room = int(min(2 * most, seen.positions - seen.longest_prompt))
-        change = f"Raise the limit: generation.max_new_tokens={room}."
-        if share >= 0.98:
-            change = (
-                "See whether the model's end of text, above, is one that it writes; a base model ends where "
-                "generation.stop says, such as generation.stop=['\\n']."
-            )
-        elif room < 1.5 * most:
-            change = "Ask for shorter answers (task.system_prompt), or take a model with more positions."
-        name = "nothing ends" if share >= 0.98 else "cut off"
-        what = f"{share:.0%} of the completions are cut off at {most} tokens (generation.max_new_tokens){beside}."
-        yield Finding(name, what, change, {"truncated": share, "reward_cut": cut, "reward_whole": whole})
-    empty = seen.share(lambda answer: not answer.text.strip())
-    if empty >= 0.2:
-        what = f"{empty:.0%} of the completions hold no text: the policy ends its turn at once."
-        change = "Look at how the prompt ends, above: task.chat and task.chat_template decide on that."
-        yield Finding("empty completions", what, change, {"empty": empty})
+LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to gold answers."
+CUT = "{truncated:.0%} of the completions are cut off at {limit} tokens (generation.max_new_tokens){beside}."
+FLAT = "{flat:.0%} of the groups would have one reward for all, which teaches nothing; {pass_rate:.1%} of the "
+FLAT += "completions are right."
+TABLE = (
+    Rule("rewards dropped", lambda f: f.dropped >= 0.25,
+        "{dropped:.0%} of the completions have no reward: {why}.", LOOK),
+    Rule("one reward for everything", lambda f: f.constant,
+        "All completions, {texts} different texts, have the reward {reward:.3g}.", LOOK),
+    Rule("right answers in another form", lambda f: f.missed >= 0.2,
+        "{missed:.0%} of the completions hold the gold answer and are not scored as right: the reward reads it as in "
+        "{form}.", "Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft."),
+    Rule("reward follows length", lambda f: abs(f.correlation) >= 0.8,
+        "Among completions of one prompt the {way} get more (correlation {correlation:.2f}).",
+        "Do not pay for length alone."),
+    Rule("nothing ends", lambda f: f.truncated >= 0.98, CUT,
+        "See whether the model's end of text, above, is one that it writes; a base model ends where generation.stop "
+        "says, such as generation.stop=['\\n']."),
+    Rule("cut off", lambda f: 0.2 <= f.truncated < 0.98 and f.room >= 1.5 * f.limit, CUT,
+        "Raise the limit: generation.max_new_tokens={room}."),
+    Rule("cut off", lambda f: 0.2 <= f.truncated < 0.98 and f.room < 1.5 * f.limit, CUT,
+        "Ask for shorter answers (task.system_prompt), or take a model with more positions."),
+    Rule("empty completions", lambda f: f.empty >= 0.2,
+        "{empty:.0%} of the completions hold no text: the policy ends its turn at once.",
+        "Look at how the prompt ends, above: task.chat and task.chat_template decide on that."),
+    Rule("group too small", lambda f: f.too_small,
+        "{spread:.0%} of groups of {size} would have rewards that differ, and {spread_then:.0%} of groups of {larger}.",
+        "{section}.group_size={larger}, with as many prompts fewer for the same time."),
+    Rule("too hard", lambda f: f.decided and f.hard, FLAT,
+        "Easier prompts, some steps of tinyrl train sft on worked answers, or a reward given in steps."),
+    Rule("too easy", lambda f: f.decided and f.easy, FLAT,
+        "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."),
+    Rule("prompts that are decided", lambda f: f.decided and not (f.hard or f.easy), FLAT,
+        "Draw the prompts that teach: task.sampler=difficulty, from rates of --write ROWS.jsonl with "
+        "task.data=ROWS.jsonl."),
+    Rule("all completions alike", lambda f: f.alike and not (f.knows_right and f.pass_rate > 0.8),
+        "{repeated:.0%} of the completions repeat another of their prompt (entropy {entropy:.2g} nats a token).",
+        "Sample more widely: {wider}."),
+    Rule("temperature too high", lambda f: f.temperature > 1 and f.lost > 0 and f.lost >= f.least_lost,
+        "At temperature {temperature:g} the mean reward is {reward:.3g}, greedily it is {greedy:.3g}.",
+        "generation.temperature=1.0."),
+    Rule("a long run", lambda f: f.seconds >= LONG_RUN_S,
+        "The rollouts of {steps:,} steps alone take about {lasting}.",
+        "Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N."),
+)  # fmt: skip
 
 
-def _of_groups(seen: Seen) -> Iterator[Finding]:
-    """Yield what is wrong with groups: no spread, too hard, too easy, too small, all alike."""
-    size, spread, own = seen.config.on_policy.group_size, seen.spread, seen.config.trains.own
-    now, larger = seen.with_spread(size), size
-    while 2 * larger <= seen.samples and seen.with_spread(larger) < 0.5:
-        larger *= 2
-    if size > 1 and now < 0.5 and seen.with_spread(larger) >= max(1.5 * now, 0.25):
-        then = seen.with_spread(larger)
-        what = f"{now:.0%} of groups of {size} would have rewards that differ, and {then:.0%} of groups of {larger}."
-        change = f"{own}.group_size={larger}, with as many prompts fewer for the same time."
-        yield Finding("group too small", what, change, {"with_spread": now, "with_spread_then": then})
-    elif seen.knows_right and spread <= 0.25 and not is_constant(seen):
-        rate = mean(seen.pass_rates)
-        name, change = "prompts that are decided", "Draw the prompts that teach: task.sampler=difficulty, from rates "
-        change += "of --write ROWS.jsonl with task.data=ROWS.jsonl."
-        if rate <= 0.2 and spread < 0.05:
-            name = "too hard"
-            change = "Easier prompts, some steps of tinyrl train sft on worked answers, or a reward given in steps."
-        elif rate >= 0.9:
-            name = "too easy"
-            change = "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."
-        what = f"{1 - spread:.0%} of the groups would have one reward for all, which teaches nothing; {rate:.1%} of the"
-        figures = {"with_spread": spread, "pass_rate": rate}
-        yield Finding(name, f"{what} completions are right.", change, figures)
-    generation = seen.config.generation
-    distinct = [len({answer.text for answer in group}) for group in seen.groups]
-    same, repeated = mean([float(count == 1) for count in distinct]), 1 - mean(distinct) / seen.samples
-    narrow = ["generation.temperature=1.0"] * (generation.temperature < 0.7)
-    narrow += ["generation.top_k=0"] * (0 < generation.top_k < 5) + ["generation.top_p=1.0"] * (generation.top_p < 0.9)
-    solved = seen.knows_right and mean(seen.pass_rates) > 0.8
-    if not solved and (same >= 0.75 or (narrow and repeated >= 0.5)):
-        what = f"{repeated:.0%} of the completions repeat another of their prompt (entropy {seen.entropy:.2g} nats a"
-        change = " ".join(narrow) or "generation.temperature=1.3; or begin from a model trained for less long"
-        figures = {"repeated": repeated, "entropy": seen.entropy}
-        yield Finding("all completions alike", f"{what} token).", f"Sample more widely: {change}.", figures)
-
-
-def _of_sampling(seen: Seen) -> Iterator[Finding]:
-    """Yield what is wrong with temperature and length of the run."""
-    temperature = seen.config.generation.temperature
-    pairs = zip(seen.greedy, seen.groups, strict=True)
-    lost = numbers([greedy.reward - mean(rewards_of(group)) for greedy, group in pairs])
-    if temperature > 1.0 and len(lost) >= 8:
-        gap, noise, greedily = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost)), rewards_of(seen.greedy)
-        if gap > 0 and gap >= max(3 * noise, 0.1 * (max(seen.rewards) - min([*seen.rewards, *greedily]))):
-            sampled, best = mean(seen.rewards), mean(greedily)
-            what = f"At temperature {temperature:g} the mean reward is {sampled:.3g}, greedily it is {best:.3g}."
-            change = "generation.temperature=1.0."
-            yield Finding("temperature too high", what, change, {"sampled": sampled, "greedy": best})
-    steps = seen.config.run.num_steps
-    if seen.step_seconds * steps >= LONG_RUN_S:
-        what = f"The rollouts of {steps:,} steps alone take about {show_seconds(seen.step_seconds * steps)}."
-        change = "Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N."
-        yield Finding("a long run", what, change, {"seconds": seen.step_seconds * steps})
-
-
-# ---- the section ----
-
-
-def section(seen: Seen) -> CheckSection:
+def section(f: SimpleNamespace) -> CheckSection:
     """Return pass rates, rewards, lengths and the answers with the highest and the lowest reward."""
-    config, size = seen.config, seen.config.on_policy.group_size
-    lengths, different = [answer.tokens for answer in seen.answers], [len({a.text for a in g}) for g in seen.groups]
-    cut, rates = seen.share(lambda answer: answer.cut), None
-    lines = [f"{len(seen.groups)} of {seen.num_there:,} prompts, {seen.samples} completions each, in "
-             f"{show_seconds(seen.seconds)}"]  # fmt: skip
-    if seen.knows_right:
+    took = show_seconds(f.sample_seconds)
+    lines, rates = [f"{f.prompts} of {f.num_there:,} prompts, {f.samples} completions each, in {took}"], None
+    if f.knows_right:
         edges = pairwise([-1.0, *RATES.values()])
-        rates = {name: sum(low < rate <= high for rate in seen.pass_rates)
-                 for name, (low, high) in zip(RATES, edges, strict=True)}  # fmt: skip
-        most = max(rates.values()) or 1
-        lines += [f"pass rate {n:9} {c:4} {'#' * math.ceil(BAR * c / most)}" for n, c in rates.items()]
-    if seen.rewards:
-        lines.append(
-            f"reward {number(mean(seen.rewards))} on average, greedily {number(mean(rewards_of(seen.greedy)))}"
-        )
-        lines.append(f"{seen.spread:.0%} of groups of {size if size > 1 else seen.samples} have rewards that differ")
-        for answer in sorted((a for a in seen.answers if not math.isnan(a.reward)), key=lambda a: -a.reward)[:: max(
-            1, len(seen.rewards) - 1)]:  # fmt: skip
-            lines.append(f"  reward {number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
-    lines.append(f"{mean(lengths):.1f} tokens on average, at most {max(lengths)}; {cut:.0%} cut off at "
-                 f"{config.generation.max_new_tokens}")  # fmt: skip
-    lines.append(f"entropy {seen.entropy:.2g} nats a token; {mean(different) / seen.samples:.0%} of a prompt's "
-                 f"completions are different; {seen.step_seconds:.2g} s to sample a step like this")  # fmt: skip
+        counts = [sum(low < rate <= high for rate in f.pass_rates) for low, high in edges]
+        rates = dict(zip(RATES, counts, strict=True))
+        bars = {name: "#" * math.ceil(BAR * count / (max(counts) or 1)) for name, count in rates.items()}
+        lines += [f"pass rate {name:9} {count:4} {bars[name]}" for name, count in rates.items()]
+    if f.ends:
+        lines += [f"reward {number(f.reward)} on average, greedily {number(f.greedy)}",
+                  f"{f.spread:.0%} of groups of {f.size} have rewards that differ"]  # fmt: skip
+        lines += [f"  reward {number(answer.reward)}: {one_line(answer.text, SHOWN)!r}" for answer in f.ends]
+    length, longest = mean(f.lengths), max(f.lengths)
+    lines += [f"{length:.1f} tokens on average, at most {longest}; {f.truncated:.0%} cut off at {f.limit}",
+              f"entropy {f.entropy:.2g} nats a token; {f.distinct:.0%} of a prompt's completions are different; "
+              f"{f.step_seconds:.2g} s to sample a step like this"]  # fmt: skip
     facts = {
-        "prompts": len(seen.groups), "prompts_there": seen.num_there, "samples": seen.samples, "pass_rates": rates,
-        "pass_rate": mean(seen.pass_rates) if seen.knows_right else None, "groups_with_spread": seen.spread,
-        "reward_mean": mean(seen.rewards), "reward_greedy": mean(rewards_of(seen.greedy)),
-        "mean_length": mean(lengths), "longest": max(lengths), "truncated": cut, "entropy": seen.entropy,
-        "distinct": mean(different) / seen.samples, "seconds": seen.seconds, "rollout_seconds": seen.step_seconds,
+        "prompts": f.prompts, "prompts_there": f.num_there, "samples": f.samples, "pass_rates": rates,
+        "pass_rate": f.pass_rate if f.knows_right else None, "groups_with_spread": f.spread, "reward_mean": f.reward,
+        "reward_greedy": f.greedy, "mean_length": length, "longest": longest, "truncated": f.truncated,
+        "entropy": f.entropy, "distinct": f.distinct, "seconds": f.sample_seconds, "rollout_seconds": f.step_seconds,
     }  # fmt: skip
-    return CheckSection("policy", lines, facts, findings(seen))
+    return CheckSection("policy", lines, facts, [rule.finding(f) for rule in TABLE if rule.when(f)])
 
 
-def write_rates(path: Path, seen: Seen) -> str:
+def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
     """Write the rows of task.data, or a task's own, with a column `pass_rate` for those that were tried. Read as
     task.data they fall into the same training and held-out rows as before.
     """
-    where = seen.config.task
+    where = config.task
     if load_task(where.name or "rows").generate is not None:
         raise ValueError("--write: rows that are made have no file to put rates into")
-    rates = {group[0].row: rate for group, rate in zip(seen.groups, seen.pass_rates, strict=True)}
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
-    rows: list[Row] = load_split(seen.config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
+    rows: list[Row] = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
     rated = [{**row, PASS_RATE: finite(to_number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"
