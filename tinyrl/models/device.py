@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.errors import MAY_BE_MEMORY, no_memory
-from tinyrl.models.distributed import join, world
+from tinyrl.models.parallel import join, world
 
 HALVES = (torch.bfloat16, torch.float16)
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}

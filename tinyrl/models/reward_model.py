@@ -23,7 +23,6 @@ from transformers import (
 
 from tinyrl.models.batches import backbone_of, last_states, make_batch
 from tinyrl.models.checks import few_tokens
-from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
@@ -42,6 +41,7 @@ from tinyrl.models.lora import (
     read_lora_config,
 )
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reading import MODEL_FILES, reading
 from tinyrl.models.roles import Roles, load_head
 

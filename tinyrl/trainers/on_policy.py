@@ -15,8 +15,8 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import count_bad_batches, describe_failure
 from tinyrl.rollout.buffer import Rollout

@@ -36,10 +36,10 @@ from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
+from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
 from tinyrl.rollout.components import Parts

@@ -27,6 +27,7 @@ from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
+from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.components import Parts
 from tinyrl.runs import checkpoint as checkpoints
@@ -39,7 +40,6 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
-from tinyrl.training.replicas import CHECK_EVERY, check_replicas
 from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 
