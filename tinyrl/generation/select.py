@@ -27,9 +27,8 @@ from tinyrl.models.device import HALVES, free_bytes
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
-from tinyrl.models.memory import weight_bytes
 from tinyrl.models.reward_model import positions_of
-from tinyrl.models.roles import Roles
+from tinyrl.models.roles import Roles, weight_bytes
 from tinyrl.text import first_line, masked
 
 COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take

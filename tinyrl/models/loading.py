@@ -7,7 +7,6 @@ library fills missing weights with random numbers and goes on, so noise would be
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +28,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
 from tinyrl.config.sections import starter_path
-from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading
+from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES, reading
 from tinyrl.text import did_you_mean, shortened
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -77,18 +75,16 @@ def load_tokenizer(
 
     Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
     """
-    resolved, what = resolve_model_path(path), f"cannot load a tokenizer from {path!r}"
     options: dict[str, Any] = {"revision": revision or HUB_DEFAULT}
-    with reading(what, folder=resolved, files=TOKENIZER_FILES, otherwise="tokenizer_config.json or tokenizer.json"):
+    resolved = resolve_model_path(path)
+    with reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved):
         # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
         # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
         named = get_tokenizer_config(resolved, **options).get("tokenizer_class")
         kind = PreTrainedTokenizerFast if named in PLAIN_TOKENIZERS else AutoTokenizer
         tokenizer = kind.from_pretrained(resolved, trust_remote_code=trust_remote_code, **options)
-        if not isinstance(tokenizer.model_max_length, int | float) or tokenizer.model_max_length < 1:
-            raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}; it must be a number of at least 1")
-        if tokenizer.vocab_size < 1:
-            raise ValueError("it has no tokens")
+        if tokenizer.model_max_length < 1:
+            raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}; it must be at least 1")
         tokenizer.decode(tokenizer("a b")["input_ids"])
     if tokenizer.eos_token_id is None and needs_eos:
         raise ValueError(f"the tokenizer of {path!r} has no EOS token, so a completion could never end")
@@ -115,11 +111,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
 
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a model's config.json. Raises ValueError when it cannot be read."""
-    resolved, what = resolve_model_path(path), f"cannot load a model from {path!r}"
-    with reading(what, folder=resolved, files=("config.json",), otherwise="config.json"):
-        return AutoConfig.from_pretrained(
-            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
-        )
+    resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
+    with reading(f"cannot load a model from {path!r} (config.json)", resolved):
+        return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_causal_lm(
@@ -137,7 +131,7 @@ def load_causal_lm(
     attention `sdpa` falls back to eager for the few models that scaled_dot_product_attention cannot compute: those
     with a soft-cap or sinks (Gemma-2, gpt-oss). random_init draws the weights from torch's generator.
     """
-    resolved = resolve_model_path(path)
+    resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": None if attention == "sdpa" else attention,  # None: sdpa where it is supported
@@ -145,8 +139,7 @@ def load_causal_lm(
     }
     if quantization is not None:
         options["quantization_config"] = quantization_config(quantization, dtype)
-    what, revision = f"cannot load a causal language model from {path!r}", revision or HUB_DEFAULT
-    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+    with reading(f"cannot load a causal language model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         if random_init:
             return AutoModelForCausalLM.from_config(config, **options).eval()
@@ -159,12 +152,9 @@ def load_causal_lm(
         )
     model, found = loaded
     check_weights(model, found, path=path)
-    if (
-        quantization == "4bit"
-    ):  # bitsandbytes would repack the weights for a CPU with AVX512-BF16 when it first samples,
-        for module in model.modules():  # and the product with repacked weights has no gradient
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
+    for module in model.modules():  # bitsandbytes would repack 4-bit weights for a CPU with AVX512-BF16 when it first
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient
+            module.support_avx512bf16_for_cpu = False
     return model.eval()
 
 
@@ -174,9 +164,8 @@ def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
         from transformers import BitsAndBytesConfig
     except ImportError:
-        raise ValueError(
-            f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'"
-        ) from None
+        message = f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'"
+        raise ValueError(message) from None
     if quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -195,18 +184,13 @@ def check_vocabulary(
     """Raise ValueError when EOS, a token of ordinary text, or an added token that another model can sample (it has
     `sampled` rows) has no row in the model's embedding.
     """
-    rows, eos = embedding_rows(model), tokenizer.eos_token_id
-    without = {str(tokenizer.eos_token): eos} if isinstance(eos, int) and eos >= rows else {}
-    if len(tokenizer) > rows:
-        added = tokenizer.added_tokens_decoder
-        without |= {
-            token: i for token, i in tokenizer.get_vocab().items() if i >= rows and (i < sampled or i not in added)
-        }
-    for token, number in without.items():
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "
-            f"there is none for {shortened(token)!r} (token {number})"
-        )
+    rows, added = embedding_rows(model), tokenizer.added_tokens_decoder
+    for token, number in tokenizer.get_vocab().items():
+        if number >= rows and (number < sampled or number not in added or number == tokenizer.eos_token_id):
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "
+                f"there is none for {shortened(token)!r} (token {number})"
+            )
 
 
 def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -232,47 +216,34 @@ def check_weights(model: PreTrainedModel, found: dict[str, Any], *, path: str) -
     Left-over weights are refused where they show that config.json is of another model: of kinds that the model has in
     other layers, and biases of layers that have none. Other heads and towers may be left over.
     """
-    mismatched = sorted(found["mismatched_keys"])
-    if mismatched:
-        name, in_file, in_model = mismatched[0]
-        there, wanted = (" x ".join(map(str, shape)) or "()" for shape in (in_file, in_model))
-        more = _and_more(len(mismatched))
-        raise ValueError(f"{path!r} has {name} in shape {there}, and config.json asks for {wanted}{more}")
-    missing, left_over = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    if missing:
-        instead = f"; it has {left_over[0]} instead" if left_over else ""
-        raise ValueError(
-            f"{path!r} lacks {missing[0]}{_and_more(len(missing))}, which config.json asks for and which would be "
-            f"random noise{instead}"
-        )
     kinds = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
     modules = model.named_modules()
     no_bias = {f"{n}.bias" for n, m in modules if hasattr(m, "weight") and getattr(m, "bias", ...) is None}
-    foreign = [name for name in left_over if re.sub(r"\d+", "*", name) in kinds or name in no_bias]
-    if foreign:
-        raise ValueError(f"{path!r} has {foreign[0]}{_and_more(len(foreign))}, which config.json has no place for")
-
-
-def _and_more(count: int) -> str:
-    return f" (and {count - 1} more)" if count > 1 else ""
+    wrong = [
+        f"has {name} in shape {' x '.join(map(str, there))}, and config.json asks for {' x '.join(map(str, wanted))}"
+        for name, there, wanted in sorted(found["mismatched_keys"])
+    ]
+    lacking = "which config.json asks for and which would be random noise"
+    wrong += [f"lacks {name}, {lacking}" for name in sorted(found["missing_keys"])]
+    for name in sorted(found["unexpected_keys"]):
+        if re.sub(r"\d+", "*", name) in kinds or name in no_bias:
+            wrong.append(f"has {name}, which config.json has no place for")
+    if wrong:
+        raise ValueError(f"{path!r} {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""))
 
 
 def check_size(config: PretrainedConfig, resolved: str) -> None:
     """Raise ValueError where config.json describes a model that is larger by far than the weights in a local folder: it
     would be built, for hours or beyond the memory, before a comparison could show it.
     """
-    shapes: list[list[int]] = []
-    for file in sorted(Path(resolved).glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            shapes += [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+    numbers = 2 * sum(
+        file.stat().st_size for file in Path(resolved).glob("*.safetensors")
+    )  # a 4-bit one is half a byte
     text: Any = config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", None)
-    if shapes and layers is not None and not 1 <= layers <= len(shapes):
-        raise ValueError(f"config.json: num_hidden_layers={layers}, and the weights are of 1 to {len(shapes)} layers")
-    if getattr(config, "quantization_config", None) is not None or hasattr(text, "embedding_size"):
-        return  # packed or factored weights have other sizes
-    numbers, width = sum(map(math.prod, shapes)), text.hidden_size
-    if shapes and width * max(text.vocab_size, getattr(text, "intermediate_size", None) or 0) > numbers:
+    layers, width = getattr(text, "num_hidden_layers", 1), text.hidden_size
+    wide = width * max(text.vocab_size, getattr(text, "intermediate_size", None) or 0)
+    if numbers and (layers < 1 or max(layers, wide) > numbers):
         raise ValueError(
-            f"config.json: with hidden_size={width} a weight is larger than the {numbers:,} numbers there are"
+            f"config.json: num_hidden_layers={layers}, hidden_size={width} and vocab_size={text.vocab_size} are not of "
+            f"the weights, which are at most {numbers:,} numbers"
         )

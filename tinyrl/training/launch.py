@@ -17,8 +17,8 @@ import torch
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory
-from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.parallel import World, check_alike
+from tinyrl.models.roles import checkpoint_bytes
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell
