@@ -178,7 +178,11 @@ def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_c
         roles.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
     assert roles.value_head is not None
     if head is not None:
-        roles.value_head.copy_from(*head)
+        weight, bias = head
+        with torch.no_grad():
+            roles.value_head.weight.copy_(weight)
+            if bias is not None:
+                roles.value_head.bias.copy_(bias)
     if run is None or path is None:
         return
     if not run.trains.policy:  # a reward model of adapters

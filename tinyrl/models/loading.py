@@ -34,7 +34,7 @@ from tinyrl.text import did_you_mean, shortened
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then reports which weights are missing or of another shape, instead of an error that names none of them.
-FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
@@ -56,14 +56,16 @@ def resolve_model_path(path: str) -> str:
             siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
             raise ValueError(f"model path {path!r} does not exist.{did_you_mean(folder.name, [*siblings, 'starter'])}")
         return path
-    names = {p.name for p in folder.iterdir()}
-    if "config.json" not in names and ADAPTER_FILES[0] in names:
-        raise ValueError(f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path")
+    names = sorted(p.name for p in folder.iterdir())
     if "config.json" not in names:
-        there = ", ".join(sorted(names)[:8]) or "nothing"
+        if ADAPTER_FILES[0] in names:
+            raise ValueError(
+                f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path"
+            )
+        there = ", ".join(names[:8]) or "nothing"
         raise ValueError(f"{folder} is not a model folder: it has no config.json (it has: {there})")
-    pickled = sorted(n for n in names - {"training_args.bin"} if n.endswith(PICKLED))
-    if pickled and not any(n.endswith(".safetensors") for n in names):
+    pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
+    if pickled and not any(name.endswith(".safetensors") for name in names):
         raise ValueError(f"{folder}: {pickled[0]} is pickled and can execute code when read; convert it to safetensors")
     return str(folder)
 
@@ -120,25 +122,19 @@ def load_causal_lm(
     path: str,
     *,
     dtype: torch.dtype,
-    attention: str = "sdpa",
     quantization: str | None = None,
     random_init: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM in `dtype`, with every dropout off. Raises ValueError when it cannot be read, or is incomplete.
-
-    attention `sdpa` falls back to eager for the few models that scaled_dot_product_attention cannot compute: those
-    with a soft-cap or sinks (Gemma-2, gpt-oss). random_init draws the weights from torch's generator.
+    random_init draws the weights from torch's generator.
     """
     resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": None if attention == "sdpa" else attention,  # None: sdpa where it is supported
-        "trust_remote_code": trust_remote_code,
-    }
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     if quantization is not None:
-        options["quantization_config"] = quantization_config(quantization, dtype)
+        options["quantization_config"] = _quantization_config(quantization, dtype)
     with reading(f"cannot load a causal language model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         if random_init:
@@ -147,10 +143,7 @@ def load_causal_lm(
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolved, revision=revision, use_safetensors=True, **options, **FULL_REPORT
-        )
-    model, found = loaded
+        model, found = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
     check_weights(model, found, path=path)
     for module in model.modules():  # bitsandbytes would repack 4-bit weights for a CPU with AVX512-BF16 when it first
         if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient
@@ -158,14 +151,15 @@ def load_causal_lm(
     return model.eval()
 
 
-def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
+def _quantization_config(quantization: str, dtype: torch.dtype) -> Any:
     """Configure bitsandbytes: NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)."""
     try:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
         from transformers import BitsAndBytesConfig
     except ImportError:
-        message = f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'"
-        raise ValueError(message) from None
+        raise ValueError(
+            f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'"
+        ) from None
     if quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

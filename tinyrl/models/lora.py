@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,9 +151,9 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config = copy.copy(model.peft_config[name])
+    config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
-    if isinstance(config, LoraConfig) and isinstance(config.target_modules, set):
+    if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # else in another order in every process
     config.save_pretrained(str(folder))
 
@@ -211,18 +211,13 @@ def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
 @contextmanager
 def merged_layers(layers: Sequence[LoraLayer], adapter: str) -> Iterator[None]:
     """Have the layers compute with merged copies in place of base and branch. No gradients."""
-    originals: list[tuple[LoraLayer, nn.Module, str, Tensor]] = []
-    try:
-        for layer in layers:
-            if adapter in layer.lora_A:
-                base, name = adapted_parameter(layer)
-                original: Tensor = getattr(base, name)
-                originals.append((layer, base, name, original))
-                weight = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
-                setattr(base, name, nn.Parameter(weight.to(original.dtype), requires_grad=False))
-                layer._disable_adapters = True
+    with ExitStack() as undo:
+        for layer in [layer for layer in layers if adapter in layer.lora_A]:
+            base, name = adapted_parameter(layer)
+            original: Tensor = getattr(base, name)
+            undo.callback(setattr, base, name, original)
+            undo.callback(setattr, layer, "_disable_adapters", False)
+            weight = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
+            setattr(base, name, nn.Parameter(weight.to(original.dtype), requires_grad=False))
+            layer._disable_adapters = True
         yield
-    finally:
-        for layer, base, name, original in originals:
-            setattr(base, name, original)
-            layer._disable_adapters = False

@@ -1,11 +1,8 @@
 """The processes of a run: what they exchange, and how they end together. The only file with torch.distributed.
 
 Data parallel: every process (rank) runs the same program on the same rows, rollout and weights. Costly work is shared
-out and its results are exchanged, so that all decide alike; rank 0 calls reward functions and writes. Losses divide by
-the counts of the whole minibatch, so gradients and metrics of the shares add up to those of a single process.
-
-A process may leave at any moment, since what rank 0 holds between two optimizer steps is whole by itself: whoever waits
-for one that has left gets Interrupted, and rank 0 saves. An exchange has no time limit, for a reward may be slow.
+out and its results are exchanged, so that all decide alike; rank 0 calls reward functions and writes. A process may
+leave at any moment: whoever waits for it gets Interrupted, and rank 0, whose state is whole between two steps, saves.
 """
 
 from __future__ import annotations
@@ -42,9 +39,7 @@ Item = TypeVar("Item")
 
 class World:
     """The processes of a run, each of which calls the same methods in the same order; by default a single one, which
-    exchanges nothing. Values that are exchanged are JSON.
-
-    State: the key-value store of the launch, and why a process has left, which a thread waits for.
+    exchanges nothing. Values are JSON. State: the key-value store of the launch; why a process has left, by a thread.
     """
 
     def __init__(self, launch: Launched | None = None, store: Store | None = None) -> None:
@@ -97,9 +92,9 @@ class World:
                 if self.why_left:
                     raise Interrupted(self.why_left)
             work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             time.sleep(ARRIVES_S)
             raise Interrupted(self.why_left or f"another process has gone ({error})"[:200]) from error
 
@@ -134,7 +129,7 @@ ALONE = _world = World()
 
 
 def world() -> World:
-    """Return the processes of this launch; a single one before `join` and where nothing launched several."""
+    """Return the processes of this launch; a single one before `join`."""
     return _world
 
 
@@ -208,11 +203,8 @@ def check_replicas(world: World, parameters: dict[str, dict[str, nn.Parameter]])
     """Raise GuardStop, on every process, where trained weights differ from rank 0's in a single bit."""
     if world.size == 1:
         return
-    kinds, sums = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}, {}
-    for role, of_role in parameters.items():
-        for name, p in of_role.items():  # the sum of the bits as whole numbers, each counting by its place
-            bits = p.detach().contiguous().view(kinds[p.element_size()]).reshape(-1).long()
-            sums[f"{role} {name}"] = int((bits * torch.arange(1, len(bits) + 1, device=p.device)).sum())
+    named = {f"{role} {name}": p for role, of_role in parameters.items() for name, p in of_role.items()}
+    sums = {name: int(torch.hash_tensor(p.detach())) for name, p in named.items()}
     advice = "Are they on unlike devices or versions? The last checkpoint is that of process 0"
     check_alike(world, sums, what="checksums of weights", advice=advice, error=GuardStop)
 

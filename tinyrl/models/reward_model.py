@@ -122,7 +122,7 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
         check_size(config, resolved)
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                resolved, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **FULL_REPORT
+                resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT
             )
     if loaded is None:
         raise NoHead(f"{path!r} is no reward model: {type(config).__name__} has no classification model")

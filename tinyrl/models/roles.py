@@ -51,6 +51,7 @@ from tinyrl.models.batches import (
     response_states,
 )
 from tinyrl.models.checks import check_head, packs_exactly
+from tinyrl.models.device import autocast_dtype
 from tinyrl.models.loading import embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
@@ -90,12 +91,12 @@ class Roles:
         self.teacher_model: PreTrainedModel | None = None
         self.value_head: ValueHead | None = None
         self.score_head: ValueHead | None = None
-        self.lora_dropout = False
+        self.lora_dropout = False  # on in training passes (supervised and preference training); no other ever is
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
         if self.peft is None:
             if reference:
-                self.reference_model = frozen_copy(self.causal, device=device)
+                self.reference_model = self._frozen_copy()
             self.causal.float()
         self._collect_adapters()
         policy = self.adapter_parameters(POLICY_ADAPTER) if self.peft else dict(self.causal.named_parameters())
@@ -105,6 +106,17 @@ class Roles:
         self.packs = packs_exactly(self.backbone("policy"))
 
     # ---- building roles ----
+
+    def _frozen_copy(self) -> PreTrainedModel:
+        """Copy the model in the dtype that it has now, never to be trained. Under autocast it computes what the model
+        will with float32 weights: embeddings are read in float32, so the sums between layers are too.
+        """
+        copied: Any = copy.deepcopy(self.causal).requires_grad_(False).to(self.device).eval()  # pyright: ignore
+        if copied.dtype != torch.float32:
+            copied.get_input_embeddings().register_forward_hook(
+                lambda _layer, _ids, embedded: embedded.float() if autocast_dtype(embedded.device.type) else embedded
+            )
+        return copied
 
     def adapter_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """Return the LoRA parameters of one adapter, by their names in the base model."""
@@ -169,14 +181,14 @@ class Roles:
         self.teacher_model = placed.eval().requires_grad_(False)
         self.packs = self.packs and packs_exactly(self.backbone("teacher"))
 
-    def train_score_head(self) -> None:
-        """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model)."""
+    def train_score_head(self, *, bias: bool = True) -> None:
+        """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model). In
+        a difference of two scores the bias has no gradient but rounding's, and can be left at 0.
+        """
         self.score_head = ValueHead(self.hidden_size("policy")).to(self.device)
-        self.parameters["policy"] |= {f"score_head.{n}": p for n, p in self.score_head.named_parameters()}
-
-    def fix_score_bias(self) -> None:
-        """Leave the score head's bias at 0: in a difference of two scores it has no gradient but rounding's."""
-        self.parameters["policy"].pop("score_head.bias").requires_grad_(False)
+        self.score_head.bias.requires_grad_(bias)
+        heads = {f"score_head.{n}": p for n, p in self.score_head.named_parameters() if p.requires_grad}
+        self.parameters["policy"] |= heads
 
     def keep_trainable(self) -> None:
         """Undo what libraries do to gradients: exactly the roles' own parameters are trainable, and all rows of them
@@ -306,10 +318,6 @@ class Roles:
 
     # ---- how they compute ----
 
-    def use_lora_dropout(self) -> None:
-        """Turn LoRA's dropout on in training passes (supervised and preference training); no other dropout ever is."""
-        self.lora_dropout = True
-
     def check_gradient_checkpointing(self) -> None:
         """Check early that `gradient_checkpointing` can be used. Raises ValueError where the model cannot."""
         for model in self._trained_models():
@@ -354,20 +362,6 @@ def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> A
             layer.training = was
 
     return checkpoint(without_dropout, *args, use_reentrant=False)
-
-
-def frozen_copy(model: PreTrainedModel, *, device: torch.device) -> PreTrainedModel:
-    """Copy a model in the dtype that it has now, never to be trained.
-
-    Under autocast it computes what the model will with float32 weights: embeddings are read in float32, so the sums
-    between layers are too.
-    """
-    copied = copy.deepcopy(model).requires_grad_(False).to(device).eval()  # pyright: ignore[reportArgumentType]
-    if model.dtype != torch.float32:
-        copied.get_input_embeddings().register_forward_hook(
-            lambda _layer, _ids, embedded: embedded.float() if torch.is_autocast_enabled(device.type) else embedded
-        )
-    return copied
 
 
 # ---- memory ----

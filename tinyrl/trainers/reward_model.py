@@ -71,12 +71,10 @@ class RewardModel(RowTrainer):
 
     def read(self, rows: list[Row], held_out: list[Row]) -> tuple[list[JudgedTokens], list[JudgedTokens]]:
         """Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn."""
-        self.roles.train_score_head()
         with_adapter = self.roles.peft is not None
         self.room = self.positions if with_adapter else classifier_max_tokens(self.roles.causal.config, self.tokenizer)
         objective = self.objective = objective_of(rows[0])
-        if objective == "pairs":
-            self.roles.fix_score_bias()
+        self.roles.train_score_head(bias=objective != "pairs")
         self.notes += described(rows, objective)
         splits = [[(row, judged(row, objective)) for row in watched(part)] for part in (rows, held_out)]
         values = [[one.value for _, one in split] for split in splits]

@@ -84,7 +84,7 @@ class RowTrainer(Trainer):
         return min(size, len(self.train_rows))
 
     def train(self, session: Session) -> None:
-        self.roles.use_lora_dropout()
+        self.roles.lora_dropout = True
         seed, size, count = self.config.run.seed, self.batch_size, len(self.train_rows)
         for step in session.steps():
             rows = batch_indices(seed, step, num_prompts=size, num_rows=count)
