@@ -18,7 +18,7 @@ from tests.distributed.ranks import Ranks
 from tests.tiny_models import tiny_model
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.schema import Config
-from tinyrl.models.distributed import leave
+from tinyrl.models.parallel import leave
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
 from tinyrl.training import update

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import Work
+from torch._C._distributed_c10d import TCPStore
 
 from tests import running
 from tests.distributed.ranks import Ranks
@@ -24,11 +20,11 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.models.distributed import ALONE, HERE, Processes, World, join
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.parallel import ALONE, World, check_alike, join, sum_step
 from tinyrl.runs.launched import Launched
+from tinyrl.training.launch import _check_alike
 from tinyrl.training.optim import RoleOptimizer
-from tinyrl.training.replicas import check_settings, sum_step
 
 
 def try_exchange(folder: Path) -> None:
@@ -41,12 +37,9 @@ def try_exchange(folder: Path) -> None:
     learnt.grad = torch.tensor([mine, -2 * mine])
     elsewhere.grad = torch.tensor([5.0, 7.0]) if world.rank else None
     metrics = sum_step(world, {"a": mine, **({"b": 3.0} if world.rank else {})}, [learnt, unused, elsewhere])
-    try:
-        world.agree("the rows", "same")
-        world.agree("the settings", f"{mine}")
-        problem = None
-    except ValueError as error:
-        problem = str(error)
+    check_alike(world, {"rows": "same"}, what="inputs", advice="")
+    with pytest.raises(ValueError, match=r"processes 0 and 1 have 1 different inputs: rows \(1\.0 and 2\.0\)"):
+        check_alike(world, {"rows": mine, "prompts": 3}, what="inputs", advice="")
     got = {
         "own": world.own("abcde"),
         "merged": world.merge([letter.upper() for letter in world.own("abcde")]),
@@ -55,28 +48,27 @@ def try_exchange(folder: Path) -> None:
         "sums": [tensor.tolist(), whole.tolist()],
         "gradients": [None if p.grad is None else p.grad.tolist() for p in (learnt, unused, elsewhere)],
         "metrics": metrics,
-        "problem": problem,
     }
     (folder / f"{world.rank}.json").write_text(json.dumps(got))
 
 
-class NeverDone(Work):
-    """An exchange whose broken connection gloo has missed."""
+def test_a_process_that_leaves_or_takes_the_store_with_it_is_not_waited_for() -> None:
+    """In the middle of an exchange whose broken connection gloo has missed."""
+    for leaves, message in ((True, r"process 1 has left \(SIGTERM\)"), (False, "holds the store, has gone")):
+        master = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        two = World(Launched(0, 2, 0, 2), TCPStore("127.0.0.1", master.port, None, is_master=False))
+        if leaves:
+            other = World(Launched(1, 2, 1, 2), TCPStore("127.0.0.1", master.port, None, is_master=False))
+            other.announce("SIGTERM")
+        else:
+            del master
+        with pytest.raises(Interrupted, match=message):
+            two._exchange(lambda async_op: NeverDone())
 
+
+class NeverDone:
     def is_completed(self) -> bool:
         return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="whether a process has ended is read from /proc")
-def test_a_process_that_ended_without_a_word_is_not_waited_for() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    store = HashStore()
-    for rank, pid in enumerate([os.getpid(), ended.pid]):
-        store.set(f"{HERE}{rank}", f"{platform.node()} {pid}")
-    processes = Processes(Launched(0, 2, 0, 2), store)
-    with pytest.raises(Interrupted, match="process 1 has gone"):
-        processes._finish(NeverDone())
 
 
 @pytest.mark.slow
@@ -96,7 +88,6 @@ def test_what_processes_exchange(tmp_path: Path) -> None:
         assert math.isnan(second)
         assert got["gradients"] == [[3.0, -6.0], None, [5.0, 7.0]]
         assert got["metrics"] == {"a": 3.0, "b": 3.0}
-        assert got["problem"].startswith(f"the settings of process {rank} and of process {1 - rank} differ")
 
 
 def test_a_process_by_itself_exchanges_nothing() -> None:
@@ -162,9 +153,8 @@ def test_the_gradient_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
 class Two(World):
     """Two processes, of which the other one has what `theirs` says."""
 
-    size = 2
-
     def __init__(self, theirs: dict[str, Any]) -> None:
+        super().__init__(Launched(0, 2, 0, 2))
         self.theirs = theirs
 
     def gather(self, value: Any) -> list[Any]:
@@ -172,9 +162,10 @@ class Two(World):
 
 
 def test_settings_that_differ_are_named() -> None:
-    config = Config.model_validate({"method": "grpo", "run": {"seed": 1}})
-    check_settings(Two({}), config)
-    with pytest.raises(ValueError, match=r"processes 0 and 1 .*run\.seed \(1 and 7\)\."):
-        check_settings(Two({"run.seed": 7}), config)
-    with pytest.raises(ValueError, match="different settings: method"):
-        check_settings(Two({"method": "ppo"}), config)
+    trainer: Any = SimpleNamespace(config=Config.model_validate({"method": "grpo", "run": {"seed": 1}}))
+    trainer.row_fingerprints, trainer.world = {}, Two({})
+    _check_alike(trainer, "")
+    for theirs, named in (({"run.seed": 7}, r"run\.seed \(1 and 7\)\."), ({"method": "ppo"}, "method")):
+        trainer.world = Two(theirs)
+        with pytest.raises(ValueError, match=f"processes 0 and 1 have 1 different settings or inputs: {named}"):
+            _check_alike(trainer, "")

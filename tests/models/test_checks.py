@@ -167,7 +167,7 @@ def test_dropout_is_left_to_the_library_for_as_long_as_it_is_on(tiny: TinyModels
     roles = lora_roles(tiny("llama"), dropout=0.5)
     backbone = roles.backbone("policy")
     assert supports_fused_layers(backbone)
-    roles.use_lora_dropout()
+    roles.lora_dropout = True
     with roles.acting("policy"), torch.no_grad():
         assert not supports_fused_layers(backbone)  # dropout is on for a block that was entered with gradients on
     with torch.no_grad(), roles.acting("policy"):

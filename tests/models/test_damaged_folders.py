@@ -108,7 +108,7 @@ OTHER_FILES: dict[str, tuple[Damage, str | None]] = {
     "index null": (written("model.safetensors.index.json", "null"), HARMLESS),  # beside a whole file it is not read
     "hidden_size a text": (in_json("config.json", hidden_size="abc"), "hidden_size"),
     "num_attention_heads 3": (in_json("config.json", num_attention_heads=3), ""),
-    "pad_token_id beyond": (in_json("config.json", pad_token_id=258), r"config\.json: .*Padding_idx"),
+    "pad_token_id beyond": (in_json("config.json", pad_token_id=258), r"config\.json.*Padding_idx"),
     "auto_map to code": (in_json("config.json", auto_map={"AutoConfig": "code.Config"}), HARMLESS),  # not run
     "tokenizer cut": (cut("tokenizer.json", 0.5), r"tokenizer\.json"),
     "tokenizer one word more": (in_vocabulary, r"'zzzz' \(token 258\)"),

@@ -56,7 +56,7 @@ def test_the_gradient_is_the_same(tiny: TinyModels, with_lora: bool, kind, role:
 def test_lora_dropout_drops_the_same_when_recomputed(tiny: TinyModels):
     roles = lora_roles(tiny("llama"), dropout=0.5)
     stir(roles.parameters["policy"])
-    roles.use_lora_dropout()
+    roles.lora_dropout = True
     torch.manual_seed(0)
     stored, _ = gradients(roles, "policy", recompute=False)
     torch.manual_seed(0)

@@ -141,7 +141,7 @@ def test_an_adapter_of_another_base_is_refused(tiny: TinyModels, tmp_path: Path)
         load_start_adapter(load_causal_lm(str(tiny("gpt2")), dtype=torch.float32), str(folder))
     narrow = AutoConfig.from_pretrained(tiny("llama"))
     narrow.intermediate_size = 48
-    with pytest.raises(ValueError, match="does not fit this base model: size mismatch"):
+    with pytest.raises(ValueError, match=r"does not fit this base model: .*size mismatch"):
         load_start_adapter(AutoModelForCausalLM.from_config(narrow), str(folder))
 
 

@@ -2,8 +2,7 @@
 
 from tests.models.building import lora_roles, roles_with_critic
 from tests.tiny_models import HIDDEN, TinyModels
-from tinyrl.models.memory import bytes_by_role
-from tinyrl.models.roles import Roles
+from tinyrl.models.roles import Roles, bytes_by_role
 
 
 def base_bytes(roles: Roles) -> int:

@@ -11,13 +11,13 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora, lora_roles, stir
 from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.models.batches import make_batch
+from tinyrl.models.build import attach_reward_adapter
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import save_adapter, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SequenceRewardModel,
-    attach_reward_adapter,
     find_label,
     is_reward_adapter,
     load_classifier,
@@ -65,7 +65,7 @@ def test_one_label_of_several(tiny: TinyModels):
     for label, index in ((1, 1), ("good", 1), ("best", 2), (0, 0)):
         scores = scores_of(load(folder, label), ["some text"])
         assert scores == pytest.approx([by_hand(folder, "some text", index)], abs=1e-5)
-    with pytest.raises(ValueError, match=r"reward.model_label: choose one of 0 \(bad\), 1 \(good\), 2 \(best\)"):
+    with pytest.raises(ValueError, match=r"reward.model_label=None is not one of 0 \(bad\), 1 \(good\), 2 \(best\)"):
         load(folder)
     for wrong in ("Good", 3, -1):
         with pytest.raises(ValueError, match=f"reward.model_label={wrong!r} is not one of"):

@@ -181,7 +181,7 @@ def test_dropout_is_off_in_every_role(tiny: TinyModels, tmp_path: Path):
 def test_lora_dropout_is_on_in_training_passes_when_asked_for(tiny: TinyModels):
     roles = lora_roles(tiny("gpt2"), dropout=0.5)
     off = logprobs(roles, "policy")
-    roles.use_lora_dropout()
+    roles.lora_dropout = True
     first, second = two_passes(roles)
     assert torch.equal(first, off)  # B is zero: no dropout but LoRA's is on
     stir(roles.parameters["policy"])

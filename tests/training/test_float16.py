@@ -13,7 +13,7 @@ from tests.distributed.ranks import Ranks
 from tests.tiny_models import sharp_model
 from tinyrl.config.schema import Config
 from tinyrl.models.device import make_accelerator, resolve_dtype
-from tinyrl.models.distributed import World, join
+from tinyrl.models.parallel import World, join
 from tinyrl.runs.run_dir import open_run
 from tinyrl.training import update
 from tinyrl.training.state import read_state

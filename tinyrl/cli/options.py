@@ -91,7 +91,7 @@ def exit_all_ranks() -> Iterator[None]:
         code = end.exit_code
         raise
     finally:
-        distributed = sys.modules.get("tinyrl.models.distributed")  # absent where an error came before torch
+        distributed = sys.modules.get("tinyrl.models.parallel")  # absent where an error came before torch
         if distributed is not None and distributed.world().size > 1:
             if code is None:  # a bug, whose traceback would be lost
                 traceback.print_exc()

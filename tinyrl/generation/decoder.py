@@ -31,7 +31,7 @@ from tinyrl.models.device import to_device
 from tinyrl.models.layers import apply_rope
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
-from tinyrl.models.memory import weight_bytes
+from tinyrl.models.roles import weight_bytes
 
 RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast kernels want
 Held = Literal["merged", "apart", "packed"]

@@ -21,8 +21,7 @@ from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter
-from tinyrl.models.memory import weight_bytes
-from tinyrl.models.roles import Roles
+from tinyrl.models.roles import Roles, weight_bytes
 
 # Rows are dropped when fewer than this share of the batch is still going: copying the cache costs about one token.
 COMPACT_BELOW = 0.8

@@ -129,12 +129,12 @@ class _Rows:
     def __init__(self, backbone: Any) -> None:
         device = next(backbone.parameters()).device
         ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
-        rows = [(ids[:4], ids[6:9]), (ids[:4], ids[9:10]), (ids[:4], ids[2:8]), (ids[4:6], ids[10:14])]
+        rows = [ids[:4] + ids[6:9], ids[:4] + ids[9:10], ids[:4] + ids[2:8], ids[4:6] + ids[10:14]]
         self.new = [7, 1, 6, 6]
-        self.separate = [torch.tensor([prompt + response], device=device) for prompt, response in rows]
-        positions = [torch.arange(row.shape[1], device=device) for row in self.separate]
-        self.ids = torch.cat([row[:, -n:] for row, n in zip(self.separate, self.new, strict=True)], 1)
-        self.positions = torch.cat([p[-n:] for p, n in zip(positions, self.new, strict=True)]).unsqueeze(0)
+        self.separate = [torch.tensor([row], device=device) for row in rows]
+        own = list(zip(rows, self.new, strict=True))
+        self.ids = torch.tensor([[token for row, n in own for token in row[-n:]]], device=device)
+        self.positions = torch.tensor([[i for row, n in own for i in range(len(row) - n, len(row))]], device=device)
         self.packing: Packing = pack([(4, [3, 1, 6]), (2, [4])], device=device)
 
     def library_states(self, backbone: nn.Module) -> Tensor:
@@ -164,10 +164,9 @@ def packs_exactly(backbone: Any) -> bool:
         return False
     rows = _Rows(backbone)
     try:
-        packed = rows.library_states(backbone)
+        return _alike([rows.library_states(backbone)], lambda: [rows.separate_states(backbone)], backbone)
     except CannotPack:
         return False
-    return _alike([packed], lambda: [rows.separate_states(backbone)], backbone)
 
 
 _compared: WeakKeyDictionary[nn.Module, dict[torch.dtype | None, bool]] = WeakKeyDictionary()
@@ -189,28 +188,21 @@ def supports_fused_layers(backbone: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _same_as_the_library(backbone: nn.Module) -> bool:
-    """Compare the states of all layers, and the derivatives of a few."""
-    rows = _Rows(backbone)
+def _same_as_the_library(backbone: Any) -> bool:
+    """Compare the states of all layers, and the derivatives of the first ones, none of which is recomputed."""
+    rows, few = _Rows(backbone), copy.copy(backbone)
+    layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
     try:
-        ours, few = [rows.our_states(backbone)], _first_layers(backbone)
-        return _alike(ours, lambda: [rows.library_states(backbone)], backbone) and _alike(
+        return _alike([rows.our_states(backbone)], lambda: [rows.library_states(backbone)], backbone) and _alike(
             _gradients(rows.our_states, few), lambda: _gradients(rows.library_states, few), few
         )
     except torch.OutOfMemoryError:
         raise
     except NOT_LIKE_LLAMA:  # parts of the same names and another shape
         return False
-
-
-def _first_layers(backbone: Any) -> nn.Module:
-    """Return the decoder with its first layers only, the same modules, none of which is recomputed."""
-    few = copy.copy(backbone)
-    layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
-    return few
 
 
 def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Tensor]:
@@ -227,8 +219,7 @@ def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Ten
     try:  # saved_tensors_hooks: weights as they are while a layer runs, which in_float32 changes
         with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             found = states(backbone).float()
-            weights = torch.arange(found.numel(), device=found.device).cos().view_as(found)
-            loss = (found * weights).sum()
+            loss = (found * torch.arange(found.numel(), device=found.device).cos().view_as(found)).sum()
     finally:
         hook.remove()
     trained = [p for p in backbone.parameters() if p.requires_grad]
@@ -240,19 +231,18 @@ def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn
     """Return whether `ours` are the numbers of the library: equal in float32, as near to float32 in half precision.
     Tensors are (K, n); the error of a row is relative to its norm.
     """
+
+    def errors(found: list[Tensor], exact: list[Tensor]) -> Tensor:
+        gaps = torch.cat([(x.float() - y.float()).norm(dim=1) for x, y in zip(found, exact, strict=True)])
+        norms = torch.cat([x.float().norm(dim=1) for x in exact])
+        return gaps / norms.clamp(min=SMALL * float(norms.max()))  # what should be zero is what rounding leaves
+
     kind, theirs = ours[0].device.type, library()
     if autocast_dtype(kind) is None and ours[0].dtype == torch.float32:
-        return bool((_errors(ours, theirs) <= MOST_IN_FLOAT32).all())
+        return bool((errors(ours, theirs) <= MOST_IN_FLOAT32).all())
     with torch.autocast(kind, enabled=False), in_float32(backbone):
         exact = library()
-    error, of_library = (float(_errors(x, exact).mean()) for x in (ours, theirs))
-    return as_exact(error, of_library)
-
-
-def _errors(found: list[Tensor], exact: list[Tensor]) -> Tensor:
-    gaps = torch.cat([(x.float() - y.float()).norm(dim=1) for x, y in zip(found, exact, strict=True)])
-    norms = torch.cat([x.float().norm(dim=1) for x in exact])
-    return gaps / norms.clamp(min=SMALL * float(norms.max()))  # what should be zero is what rounding leaves
+    return as_exact(float(errors(ours, exact).mean()), float(errors(theirs, exact).mean()))
 
 
 # ---- policy and reference ----
@@ -265,8 +255,7 @@ def check_reference(
     if not roles.has_reference:
         return
     shortened = [prompt[:32] for prompt in prompts[:4]]
-    batch = roles.batch(shortened, [prompt[-8:] for prompt in shortened])
-    logprobs = []
+    batch, logprobs = roles.batch(shortened, [prompt[-8:] for prompt in shortened]), []
     for role in ("policy", "reference"):
         with torch.no_grad(), roles.acting(role), autocast():
             logprobs.append(roles.logprobs(role, batch, temperature=temperature)[0])

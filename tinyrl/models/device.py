@@ -1,7 +1,4 @@
-"""Device and dtype of a run, torch's thread count, and memory on the device.
-
-Several launched processes are connected before the device is chosen; each takes the GPU of its number on its machine.
-"""
+"""Device and dtype of a run, torch's thread count, and memory on the device."""
 
 from __future__ import annotations
 
@@ -18,14 +15,10 @@ import torch
 from torch import Tensor
 
 from tinyrl.errors import MAY_BE_MEMORY, no_memory
-from tinyrl.models.distributed import join, world
+from tinyrl.models.parallel import join, world
 
 HALVES = (torch.bfloat16, torch.float16)
-PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-KEPT_BYTES = 1 << 30
-WIDE = 256  # hidden size from which a layer is worth more than one thread
-THREAD_WIDTH = 64  # hidden size for each thread
+WIDE, THREAD_WIDTH = 256, 64  # hidden size from which a layer is worth more than one thread, and for each thread
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}  # run.micro_batch_tokens=auto; on a GPU until one was measured
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
 
@@ -39,7 +32,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        return PRECISION[self.dtype]
+        return {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -52,10 +45,9 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device!r}: allowed are auto, cpu, cuda")
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if device == "cuda" and on_cpu:
         raise ValueError("--device cuda: torch sees no CUDA device (is this a CPU build?); use --device auto or cpu")
-    on_cpu = device == "cpu" or not has_cuda
     join(on_cpu=on_cpu)
     if on_cpu:
         keep_freed_memory()
@@ -69,8 +61,8 @@ def keep_freed_memory() -> None:
     to the kernel, which clears every page again.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        for threshold in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+            mallopt(threshold, 1 << 30)
 
 
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
@@ -134,8 +126,8 @@ def memory_room(device: torch.device) -> int:
     its share of the launch, and at most a container's limit.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    room = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+        return free_bytes(device) + torch.cuda.memory_allocated(device)
+    room = free_bytes(device) + psutil.Process().memory_info().rss
     with contextlib.suppress(OSError, ValueError):  # there is no container, or its limit is "max"
         room = min(room, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return room // world().local_size

@@ -70,8 +70,7 @@ def product(
     """
     wider = dtype not in (None, a.dtype)
     if a.dtype in HALVES and a.device.type == "cpu" and (wider or not multiplies_in(a.dtype)):
-        x, y = a.float(), b.float()
-        found = torch.mm(x, y) if onto is None else torch.addmm(onto.float(), x, y, alpha=scale)
+        found = product(a.float(), b.float(), onto=None if onto is None else onto.float(), scale=scale)
         return found.to(dtype or a.dtype) if out is None else out.copy_(found)
     if onto is not None:
         return torch.addmm(onto, a, b, alpha=scale, out=out)
@@ -87,7 +86,8 @@ def linears(
     joined = _joined_a(layers, h.dtype)
     low = None if joined is None else product(h, joined.t())
     outputs = []
-    for (weight, bias, _, b), part, scale in zip(_each(layers), _by_layer(low, layers), scales, strict=True):
+    for i, (part, scale) in enumerate(zip(_by_layer(low, layers), scales, strict=True)):
+        weight, bias, _, b = layers[EACH * i : EACH * (i + 1)]
         assert weight is not None
         first = residual if bias is None else bias.to(h.dtype)
         out = product(h, weight.to(h.dtype).t(), onto=first)
@@ -111,9 +111,10 @@ def linears_backward(
     d_low = None if low is None else torch.empty_like(low)
     parts, d_parts = _by_layer(low, layers), _by_layer(d_low, layers)
     found: list[Tensor | None] = []
-    for i, ((weight, bias, _, b), grad, scale) in enumerate(zip(_each(layers), grads, scales, strict=True)):
-        assert weight is not None
+    for i, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
+        weight, bias, _, b = layers[EACH * i : EACH * (i + 1)]
         needs_weight, needs_bias, _, needs_b = needed[EACH * i : EACH * (i + 1)]
+        assert weight is not None
         dw = product(grad.t(), h, dtype=weight.dtype) if needs_weight else None
         d_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and needs_bias else None
         db, part, d_part = None, parts[i], d_parts[i]
@@ -132,10 +133,6 @@ def linears_backward(
         dh = product(grad, weight.to(h.dtype), onto=dh, out=dh)
     joined = _joined_a(layers, h.dtype)
     return dh if d_low is None or joined is None else product(d_low, joined, onto=dh, out=dh), found
-
-
-def _each(layers: Tensors) -> list[Tensors]:
-    return [layers[i : i + EACH] for i in range(0, len(layers), EACH)]
 
 
 def _joined_a(layers: Tensors, dtype: torch.dtype) -> Tensor | None:
@@ -313,28 +310,26 @@ def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple
 # ---- the decoder ----
 
 
-def reads_like_llama(backbone: nn.Module) -> bool:
+def reads_like_llama(backbone: Any) -> bool:
     """Return whether the decoder has the parts of Llama's. Whether they compute the same is compared on numbers (of few
     and early positions) in checks.py.
     """
-    layers: Any = getattr(backbone, "layers", None)
-    if layers is None or not all(hasattr(backbone, name) for name in ("embed_tokens", "norm", "rotary_emb")):
+    if not all(hasattr(backbone, name) for name in ("layers", "embed_tokens", "norm", "rotary_emb")):
         return False
-    config: Any = backbone.config
-    rope: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope: dict[str, Any] = getattr(backbone.config.get_text_config(), "rope_parameters", None) or {}
     by_kind = [own for own in rope.values() if isinstance(own, dict)]  # where layers differ
-    if not all({*own} <= ROTATION for own in by_kind or [rope]):
-        return False
     parts = {"input_layernorm", "post_attention_layernorm", *PROJECTIONS}
-    return all(parts <= {name for name, _ in layer.named_modules()} for layer in layers)
+    return all({*own} <= ROTATION for own in by_kind or [rope]) and all(
+        parts <= {name for name, _ in layer.named_modules()} for layer in backbone.layers
+    )
 
 
-def has_known_parts(backbone: nn.Module) -> bool:
+def has_known_parts(backbone: Any) -> bool:
     """Return whether every part of the decoder is of a kind that this file computes."""
     if not reads_like_llama(backbone):
         return False
-    config: Any = backbone.config.get_text_config()  # pyright: ignore
-    plain = all(type(_base(module)) is nn.Linear for layer in backbone.layers for module in _projections(layer))  # pyright: ignore
+    config: Any = backbone.config.get_text_config()
+    plain = all(type(_base(module)) is nn.Linear for layer in backbone.layers for module in _projections(layer))
     return plain and getattr(config, "hidden_act", None) in ("silu", "swish") and hasattr(config, "rms_norm_eps")
 
 
@@ -387,14 +382,12 @@ def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
     tensors: list[Tensor | None] = []
     scales: list[float] = []
     for module in _projections(layer):
-        base: Any = _base(module)
-        adapter = module._active_adapter[0] if isinstance(module, LoraLayer) and not module._disable_adapters else None
-        if adapter is not None and adapter in module.lora_A:
-            tensors += [base.weight, base.bias, module.lora_A[adapter].weight, module.lora_B[adapter].weight]
-            scales.append(module.scaling[adapter])
-        else:
-            tensors += [base.weight, base.bias, None, None]
-            scales.append(0.0)
+        base, adapter = _base(module), None
+        if isinstance(module, LoraLayer) and not module._disable_adapters:
+            adapter = next((name for name in module._active_adapter[:1] if name in module.lora_A), None)
+        a, b = (None, None) if adapter is None else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
+        tensors += [base.weight, base.bias, a, b]
+        scales.append(0.0 if adapter is None else module.scaling[adapter])
     return tensors, scales
 
 
@@ -402,5 +395,5 @@ def _projections(layer: Any) -> list[Any]:
     return [layer.get_submodule(name) for name in PROJECTIONS]
 
 
-def _base(module: nn.Module) -> nn.Module:
+def _base(module: Any) -> Any:
     return module.get_base_layer() if isinstance(module, LoraLayer) else module

@@ -7,7 +7,6 @@ library fills missing weights with random numbers and goes on, so noise would be
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,13 +28,13 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
 from tinyrl.config.sections import starter_path
-from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading
+from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES, reading
 from tinyrl.text import did_you_mean, shortened
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then reports which weights are missing or of another shape, instead of an error that names none of them.
-FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
@@ -58,14 +56,16 @@ def resolve_model_path(path: str) -> str:
             siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
             raise ValueError(f"model path {path!r} does not exist.{did_you_mean(folder.name, [*siblings, 'starter'])}")
         return path
-    names = {p.name for p in folder.iterdir()}
-    if "config.json" not in names and ADAPTER_FILES[0] in names:
-        raise ValueError(f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path")
+    names = sorted(p.name for p in folder.iterdir())
     if "config.json" not in names:
-        there = ", ".join(sorted(names)[:8]) or "nothing"
+        if ADAPTER_FILES[0] in names:
+            raise ValueError(
+                f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path"
+            )
+        there = ", ".join(names[:8]) or "nothing"
         raise ValueError(f"{folder} is not a model folder: it has no config.json (it has: {there})")
-    pickled = sorted(n for n in names - {"training_args.bin"} if n.endswith(PICKLED))
-    if pickled and not any(n.endswith(".safetensors") for n in names):
+    pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
+    if pickled and not any(name.endswith(".safetensors") for name in names):
         raise ValueError(f"{folder}: {pickled[0]} is pickled and can execute code when read; convert it to safetensors")
     return str(folder)
 
@@ -77,18 +77,16 @@ def load_tokenizer(
 
     Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
     """
-    resolved, what = resolve_model_path(path), f"cannot load a tokenizer from {path!r}"
     options: dict[str, Any] = {"revision": revision or HUB_DEFAULT}
-    with reading(what, folder=resolved, files=TOKENIZER_FILES, otherwise="tokenizer_config.json or tokenizer.json"):
+    resolved = resolve_model_path(path)
+    with reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved):
         # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
         # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
         named = get_tokenizer_config(resolved, **options).get("tokenizer_class")
         kind = PreTrainedTokenizerFast if named in PLAIN_TOKENIZERS else AutoTokenizer
         tokenizer = kind.from_pretrained(resolved, trust_remote_code=trust_remote_code, **options)
-        if not isinstance(tokenizer.model_max_length, int | float) or tokenizer.model_max_length < 1:
-            raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}; it must be a number of at least 1")
-        if tokenizer.vocab_size < 1:
-            raise ValueError("it has no tokens")
+        if tokenizer.model_max_length < 1:
+            raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}; it must be at least 1")
         tokenizer.decode(tokenizer("a b")["input_ids"])
     if tokenizer.eos_token_id is None and needs_eos:
         raise ValueError(f"the tokenizer of {path!r} has no EOS token, so a completion could never end")
@@ -115,38 +113,29 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
 
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a model's config.json. Raises ValueError when it cannot be read."""
-    resolved, what = resolve_model_path(path), f"cannot load a model from {path!r}"
-    with reading(what, folder=resolved, files=("config.json",), otherwise="config.json"):
-        return AutoConfig.from_pretrained(
-            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
-        )
+    resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
+    with reading(f"cannot load a model from {path!r} (config.json)", resolved):
+        return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_causal_lm(
     path: str,
     *,
     dtype: torch.dtype,
-    attention: str = "sdpa",
     quantization: str | None = None,
     random_init: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM in `dtype`, with every dropout off. Raises ValueError when it cannot be read, or is incomplete.
-
-    attention `sdpa` falls back to eager for the few models that scaled_dot_product_attention cannot compute: those
-    with a soft-cap or sinks (Gemma-2, gpt-oss). random_init draws the weights from torch's generator.
+    random_init draws the weights from torch's generator.
     """
-    resolved = resolve_model_path(path)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": None if attention == "sdpa" else attention,  # None: sdpa where it is supported
-        "trust_remote_code": trust_remote_code,
-    }
+    resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     if quantization is not None:
-        options["quantization_config"] = quantization_config(quantization, dtype)
-    what, revision = f"cannot load a causal language model from {path!r}", revision or HUB_DEFAULT
-    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+        options["quantization_config"] = _quantization_config(quantization, dtype)
+    with reading(f"cannot load a causal language model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         if random_init:
             return AutoModelForCausalLM.from_config(config, **options).eval()
@@ -154,21 +143,15 @@ def load_causal_lm(
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolved, revision=revision, use_safetensors=True, **options, **FULL_REPORT
-        )
-    model, found = loaded
+        model, found = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
     check_weights(model, found, path=path)
-    if (
-        quantization == "4bit"
-    ):  # bitsandbytes would repack the weights for a CPU with AVX512-BF16 when it first samples,
-        for module in model.modules():  # and the product with repacked weights has no gradient
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
+    for module in model.modules():  # bitsandbytes would repack 4-bit weights for a CPU with AVX512-BF16 when it first
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient
+            module.support_avx512bf16_for_cpu = False
     return model.eval()
 
 
-def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
+def _quantization_config(quantization: str, dtype: torch.dtype) -> Any:
     """Configure bitsandbytes: NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)."""
     try:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
@@ -195,18 +178,13 @@ def check_vocabulary(
     """Raise ValueError when EOS, a token of ordinary text, or an added token that another model can sample (it has
     `sampled` rows) has no row in the model's embedding.
     """
-    rows, eos = embedding_rows(model), tokenizer.eos_token_id
-    without = {str(tokenizer.eos_token): eos} if isinstance(eos, int) and eos >= rows else {}
-    if len(tokenizer) > rows:
-        added = tokenizer.added_tokens_decoder
-        without |= {
-            token: i for token, i in tokenizer.get_vocab().items() if i >= rows and (i < sampled or i not in added)
-        }
-    for token, number in without.items():
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "
-            f"there is none for {shortened(token)!r} (token {number})"
-        )
+    rows, added = embedding_rows(model), tokenizer.added_tokens_decoder
+    for token, number in tokenizer.get_vocab().items():
+        if number >= rows and (number < sampled or number not in added or number == tokenizer.eos_token_id):
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "
+                f"there is none for {shortened(token)!r} (token {number})"
+            )
 
 
 def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -232,47 +210,34 @@ def check_weights(model: PreTrainedModel, found: dict[str, Any], *, path: str) -
     Left-over weights are refused where they show that config.json is of another model: of kinds that the model has in
     other layers, and biases of layers that have none. Other heads and towers may be left over.
     """
-    mismatched = sorted(found["mismatched_keys"])
-    if mismatched:
-        name, in_file, in_model = mismatched[0]
-        there, wanted = (" x ".join(map(str, shape)) or "()" for shape in (in_file, in_model))
-        more = _and_more(len(mismatched))
-        raise ValueError(f"{path!r} has {name} in shape {there}, and config.json asks for {wanted}{more}")
-    missing, left_over = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    if missing:
-        instead = f"; it has {left_over[0]} instead" if left_over else ""
-        raise ValueError(
-            f"{path!r} lacks {missing[0]}{_and_more(len(missing))}, which config.json asks for and which would be "
-            f"random noise{instead}"
-        )
     kinds = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
     modules = model.named_modules()
     no_bias = {f"{n}.bias" for n, m in modules if hasattr(m, "weight") and getattr(m, "bias", ...) is None}
-    foreign = [name for name in left_over if re.sub(r"\d+", "*", name) in kinds or name in no_bias]
-    if foreign:
-        raise ValueError(f"{path!r} has {foreign[0]}{_and_more(len(foreign))}, which config.json has no place for")
-
-
-def _and_more(count: int) -> str:
-    return f" (and {count - 1} more)" if count > 1 else ""
+    wrong = [
+        f"has {name} in shape {' x '.join(map(str, there))}, and config.json asks for {' x '.join(map(str, wanted))}"
+        for name, there, wanted in sorted(found["mismatched_keys"])
+    ]
+    lacking = "which config.json asks for and which would be random noise"
+    wrong += [f"lacks {name}, {lacking}" for name in sorted(found["missing_keys"])]
+    for name in sorted(found["unexpected_keys"]):
+        if re.sub(r"\d+", "*", name) in kinds or name in no_bias:
+            wrong.append(f"has {name}, which config.json has no place for")
+    if wrong:
+        raise ValueError(f"{path!r} {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""))
 
 
 def check_size(config: PretrainedConfig, resolved: str) -> None:
     """Raise ValueError where config.json describes a model that is larger by far than the weights in a local folder: it
     would be built, for hours or beyond the memory, before a comparison could show it.
     """
-    shapes: list[list[int]] = []
-    for file in sorted(Path(resolved).glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            shapes += [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+    numbers = 2 * sum(
+        file.stat().st_size for file in Path(resolved).glob("*.safetensors")
+    )  # a 4-bit one is half a byte
     text: Any = config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", None)
-    if shapes and layers is not None and not 1 <= layers <= len(shapes):
-        raise ValueError(f"config.json: num_hidden_layers={layers}, and the weights are of 1 to {len(shapes)} layers")
-    if getattr(config, "quantization_config", None) is not None or hasattr(text, "embedding_size"):
-        return  # packed or factored weights have other sizes
-    numbers, width = sum(map(math.prod, shapes)), text.hidden_size
-    if shapes and width * max(text.vocab_size, getattr(text, "intermediate_size", None) or 0) > numbers:
+    layers, width = getattr(text, "num_hidden_layers", 1), text.hidden_size
+    wide = width * max(text.vocab_size, getattr(text, "intermediate_size", None) or 0)
+    if numbers and (layers < 1 or max(layers, wide) > numbers):
         raise ValueError(
-            f"config.json: with hidden_size={width} a weight is larger than the {numbers:,} numbers there are"
+            f"config.json: num_hidden_layers={layers}, hidden_size={width} and vocab_size={text.vocab_size} are not of "
+            f"the weights, which are at most {numbers:,} numbers"
         )

@@ -199,13 +199,3 @@ class ValueHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(device_type=input.device.type, enabled=False):
             return super().forward(input.float()).squeeze(-1)
-
-    def copy_from(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Start from a one-label head, weight (1, H), for instance a reward model's."""
-        if weight.shape != self.weight.shape:
-            shapes = f"{tuple(weight.shape)} does not fit a value head of shape {tuple(self.weight.shape)}"
-            raise ValueError(f"a head of shape {shapes}")
-        with torch.no_grad():
-            self.weight.copy_(weight)
-            if bias is not None:
-                self.bias.copy_(bias)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tinyrl.models.reading import ADAPTER_FILES, damage_in, reading
+from tinyrl.models.reading import ADAPTER_FILES, reading
 from tinyrl.text import first_line
 
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
@@ -57,23 +58,22 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
         return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
     except ValueError as error:
-        there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name, _ in linear_layers(model)}))
-        wanted = (
-            config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
-        )
+        there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name, _ in _linear_layers(model)}))
+        targets: Any = config.target_modules
+        wanted = targets if isinstance(targets, str) else sorted(targets)
         message = f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers there are: {there}"
         raise ValueError(message) from error
 
 
 def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None:
     """Raise ValueError for a rank above that of every layer, which only costs memory (at 10^9, all there is)."""
-    most = max((min(layer.get_parameter("weight").shape) for _, layer in linear_layers(model)), default=0)
+    most = max((min(layer.get_parameter("weight").shape) for _, layer in _linear_layers(model)), default=0)
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     if rank > most > 0:
         raise ValueError(f"{what}={rank} is more than the rank of any layer of this model, which is {most} at most")
 
 
-def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
@@ -82,10 +82,10 @@ def load_start_adapter(model: PreTrainedModel, path: str, *, dropout: float = 0.
     config = read_lora_config(path, model)
     config.lora_dropout = dropout
     config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
-    with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
-        wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
-    load_adapter_weights(wrapped, POLICY_ADAPTER, Path(path).expanduser() / ADAPTER_FILE)  # pyright: ignore[reportArgumentType]
-    return wrapped  # pyright: ignore[reportReturnType]
+    with reading(f"model.adapter={path}: {ADAPTER_CONFIG} does not fit this base model"):
+        wrapped: Any = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
+    load_adapter_weights(wrapped, POLICY_ADAPTER, Path(path).expanduser() / ADAPTER_FILE)
+    return wrapped
 
 
 # ---- files ----
@@ -101,21 +101,17 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
     for name in ADAPTER_FILES:
         if not (folder / name).is_file():
             raise ValueError(f"adapter {path!r}: {name} is missing (a folder with {' and '.join(ADAPTER_FILES)})")
-    damage = damage_in(folder, (ADAPTER_CONFIG,))
-    if damage is not None:
-        raise ValueError(f"adapter {path!r}: {damage}")
-    values = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    if values.get("peft_type") != "LORA":
-        raise ValueError(f"adapter {path!r} is of type {values.get('peft_type')}; tinyrl knows LORA")
-    for key, harmless in CHANGES_BASE.items():
-        if values.get(key) not in (harmless, None, []):
-            raise ValueError(f"adapter {path!r} has {key}={values[key]}; tinyrl needs one of LoRA matrices only")
-    drawn = values.get("init_lora_weights", True)
-    if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
-        raise ValueError(f"adapter {path!r} has init_lora_weights={drawn}, which changes the base")
-    with reading(f"adapter {path!r}", folder=folder, files=ADAPTER_FILES, otherwise=ADAPTER_CONFIG):
-        config = LoraConfig.from_pretrained(str(folder))
-        assert isinstance(config, LoraConfig)
+    with reading(f"adapter {path!r} ({ADAPTER_CONFIG})", folder):
+        values = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if values.get("peft_type") != "LORA":
+            raise ValueError(f"it is of type {values.get('peft_type')}; tinyrl knows LORA")
+        for key, harmless in CHANGES_BASE.items():
+            if values.get(key) not in (harmless, None, []):
+                raise ValueError(f"it has {key}={values[key]}; tinyrl needs one of LoRA matrices only")
+        drawn = values.get("init_lora_weights", True)
+        if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
+            raise ValueError(f"it has init_lora_weights={drawn}, which changes the base")
+        config: Any = LoraConfig.from_pretrained(str(folder))
         config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
         check_rank(model, config, what="r")
     return config
@@ -136,7 +132,7 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Read a safetensors file. Raises ValueError where it is damaged."""
-    with reading(f"cannot read {str(file.parent)!r}", folder=file.parent, files=(file.name,), otherwise=file.name):
+    with reading(f"cannot read {str(file)!r}"):
         return load_file(file)
 
 
@@ -155,9 +151,9 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config = copy.copy(model.peft_config[name])
+    config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
-    if isinstance(config, LoraConfig) and isinstance(config.target_modules, set):
+    if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # else in another order in every process
     config.save_pretrained(str(folder))
 
@@ -215,18 +211,13 @@ def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
 @contextmanager
 def merged_layers(layers: Sequence[LoraLayer], adapter: str) -> Iterator[None]:
     """Have the layers compute with merged copies in place of base and branch. No gradients."""
-    originals: list[tuple[LoraLayer, nn.Module, str, Tensor]] = []
-    try:
-        for layer in layers:
-            if adapter in layer.lora_A:
-                base, name = adapted_parameter(layer)
-                original: Tensor = getattr(base, name)
-                originals.append((layer, base, name, original))
-                weight = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
-                setattr(base, name, nn.Parameter(weight.to(original.dtype), requires_grad=False))
-                layer._disable_adapters = True
+    with ExitStack() as undo:
+        for layer in [layer for layer in layers if adapter in layer.lora_A]:
+            base, name = adapted_parameter(layer)
+            original: Tensor = getattr(base, name)
+            undo.callback(setattr, base, name, original)
+            undo.callback(setattr, layer, "_disable_adapters", False)
+            weight = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
+            setattr(base, name, nn.Parameter(weight.to(original.dtype), requires_grad=False))
+            layer._disable_adapters = True
         yield
-    finally:
-        for layer, base, name, original in originals:
-            setattr(base, name, original)
-            layer._disable_adapters = False

@@ -14,8 +14,8 @@ import torch
 
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory
-from tinyrl.models.distributed import World
 from tinyrl.models.packing import shared_start
+from tinyrl.models.parallel import World
 from tinyrl.runs.signals import check_stop, watched
 
 MOST_TOKENS = 131_072  # that a measurement may come to

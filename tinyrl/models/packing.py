@@ -161,16 +161,6 @@ class _Read(torch.autograd.Function):
         return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
-def _into_blocks(flat: Tensor, packing: Packing) -> list[Tensor]:
-    """(N, heads, d) -> for each block (rows, heads, width, d), 0 where no token stands."""
-    sizes = [block.num_rows * block.width for block in packing.blocks]
-    padded = flat.new_zeros(sum(sizes), *flat.shape[1:]).index_copy(0, packing.slots, flat)
-    return [
-        part.view(block.num_rows, block.width, *flat.shape[1:]).transpose(1, 2)
-        for block, part in zip(packing.blocks, padded.split(sizes), strict=True)
-    ]
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -191,33 +181,32 @@ def packed_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    """Attend with flat queries (N, heads, d) to keys and values (N, kv heads, d); return (N, heads, d)."""
-    queries, keys, values = (_into_blocks(x, packing) for x in (query, key, value))
+    """Attend with flat queries (N, heads, d) to keys and values (N, kv heads, d); return (N, heads, d). Query i of a
+    block attends to the keys in front of the rows and to keys 0..i of its row; padding is last.
+    """
+    sizes, laid = [block.num_rows * block.width for block in packing.blocks], []
+    for x in (query, key, value):  # for each block (rows, heads, width, d), 0 where no token stands
+        padded = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, packing.slots, x)
+        parts = zip(packing.blocks, padded.split(sizes), strict=True)
+        laid.append([part.unflatten(0, (-1, block.width)).transpose(1, 2) for block, part in parts])
     pieces = [x.split(packing.pieces) for x in (key, value)]
     outputs = []
-    for i, block in enumerate(packing.blocks):
-        k, v = keys[i], values[i]
+    for i, (block, q, k, v) in enumerate(zip(packing.blocks, *laid, strict=True)):
         if block.behind:
             shape = (block.num_rows, -1, -1, -1)  # keys (P, heads, d) that stand in front of every row
             in_front = [[x[piece].transpose(0, 1).expand(shape) for piece in block.behind] for x in pieces]
             k, v = (torch.cat([*front, own], 2) for front, own in zip(in_front, (k, v), strict=True))
-        outputs.append(_attend(queries[i], k, v, scaling, packing, i).transpose(1, 2).flatten(0, 1))
+        if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
+            heads = q.shape[1]
+            k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+        if not block.behind:
+            options["is_causal"] = True
+        else:  # on a GPU flash kernels know this shape without a mask
+            on_gpu = causal_lower_right(q.shape[2], k.shape[2]) if q.is_cuda else None
+            options["attn_mask"] = on_gpu if q.is_cuda else packing.mask(i, q.dtype)
+        outputs.append(scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Packing, index: int) -> Tensor:
-    """Attend with query i of a block to the keys in front of the rows and to keys 0..i of its row; padding is last."""
-    if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
-        heads = q.shape[1]
-        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
-    shared_heads = q.shape[1] != k.shape[1]
-    if not packing.blocks[index].behind:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared_heads)
-    if q.is_cuda:  # flash kernels know this shape without a mask
-        mask: Any = causal_lower_right(q.shape[2], k.shape[2])
-    else:
-        mask = packing.mask(index, q.dtype)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=shared_heads)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

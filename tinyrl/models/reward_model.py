@@ -23,7 +23,6 @@ from transformers import (
 
 from tinyrl.models.batches import backbone_of, last_states, make_batch
 from tinyrl.models.checks import few_tokens
-from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
@@ -34,16 +33,9 @@ from tinyrl.models.loading import (
     load_tokenizer,
     resolve_model_path,
 )
-from tinyrl.models.logprobs import ValueHead
-from tinyrl.models.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    load_adapter_weights,
-    read_lora_config,
-)
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
-from tinyrl.models.reading import MODEL_FILES, reading
-from tinyrl.models.roles import Roles, load_head
+from tinyrl.models.parallel import ALONE, World
+from tinyrl.models.reading import ADAPTER_FILES, reading
 
 SCORE_HEAD = "score_head.safetensors"
 SCORE_OFFSET = "tinyrl_score_offset"  # in a classification model's config: added, so that training pairs average 0
@@ -112,30 +104,25 @@ def classifier_max_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> in
 
 def find_label(config: Any, label: int | str | None) -> int:
     """Return the index of `reward.model_label` (an index or a name); a one-label model needs none."""
-    names = {int(i): str(name) for i, name in (getattr(config, "id2label", None) or {}).items()}
-    count = int(getattr(config, "num_labels", len(names)))
-    if label is None and count == 1:
-        return 0
-    for index in range(count):
-        if label == index or label == names.get(index):
+    names = {int(i): str(name) for i, name in (config.id2label or {}).items()}
+    for index in range(config.num_labels):
+        if label in (index, names.get(index)) or (label is None and config.num_labels == 1):
             return index
-    what = ": choose one of" if label is None else f"={label!r} is not one of"
-    raise ValueError(f"reward.model_label{what} {', '.join(f'{i} ({names.get(i, i)})' for i in range(count))}")
+    allowed = ", ".join(f"{i} ({names.get(i, i)})" for i in range(config.num_labels))
+    raise ValueError(f"reward.model_label={label!r} is not one of {allowed}")
 
 
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a sequence-classification model from safetensors. Raises ValueError when it cannot be read or is incomplete,
     and its subclass NoHead when the folder holds a language model.
     """
-    resolved = resolve_model_path(path)
-    what = f"cannot load a classification model from {path!r}"
-    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+    resolved, loaded = resolve_model_path(path), None
+    with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
         check_size(config, resolved)
-        loaded: Any = None
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            loaded = AutoModelForSequenceClassification.from_pretrained(
-                resolved, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **FULL_REPORT
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT
             )
     if loaded is None:
         raise NoHead(f"{path!r} is no reward model: {type(config).__name__} has no classification model")
@@ -154,28 +141,10 @@ def load_reward_model(
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)
     reward_model = SequenceRewardModel(model, tokenizer, label=label, device=device)
-    few_tokens(reward_model.model, path=path)
+    few_tokens(model, path=path)
     return reward_model
 
 
 def is_reward_adapter(path: str) -> bool:
     """Return whether `reward.model` is an adapter for the shared base rather than a model of its own."""
-    return (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
-
-
-def attach_reward_adapter(roles: Roles, path: str) -> None:
-    """Put a reward adapter and its head (written by `tinyrl train reward`) on the policy's base, frozen."""
-    config = read_lora_config(path, roles.causal)
-    folder = Path(path).expanduser()
-    head_file = folder / SCORE_HEAD
-    if not head_file.is_file():
-        raise ValueError(f"reward.model={path}: {SCORE_HEAD} is missing, so this adapter is a policy")
-    if roles.peft is None:
-        raise ValueError(f"reward.model={path} is an adapter: it needs lora.enabled=true, on its own base")
-    with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
-        roles.add_adapter("reward", config=config)
-    head = ValueHead(roles.hidden_size("policy"))
-    load_adapter_weights(roles.peft, "reward", folder / ADAPTER_FILE)
-    load_head(head, head_file)
-    roles.score_head = head.to(roles.device).requires_grad_(False)
-    roles.keep_trainable()
+    return (Path(path).expanduser() / ADAPTER_FILES[0]).is_file()

@@ -61,8 +61,7 @@ class TextFormat:
     def of_adapter(cls, folder: str) -> TextFormat | None:
         """Read the format from an adapter's score head; None where it has none: it read the policy's prompts."""
         file = Path(folder).expanduser() / SCORE_HEAD
-        what = f"cannot read {folder!r}"
-        with reading(what, folder=file.parent, files=(file.name,)), safe_open(file, framework="pt") as opened:
+        with reading(f"cannot read {str(file)!r}"), safe_open(file, framework="pt") as opened:
             stored = (opened.metadata() or {}).get(TEXT_FORMAT)
         return None if stored is None else cls._read(stored, str(file))
 

@@ -17,8 +17,8 @@ from tinyrl.environments import Transcript
 from tinyrl.environments.environment import Episode, episode_text
 from tinyrl.environments.trial import NONSENSE
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.models.templates import DATE, asks_for_date

@@ -25,12 +25,11 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.checks import check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
-from tinyrl.models.distributed import World, world
 from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
-from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.parallel import World, world
 from tinyrl.models.reward_model import positions_of
-from tinyrl.models.roles import Role, load_roles, save_roles
+from tinyrl.models.roles import Role, bytes_by_role, load_roles, save_roles
 from tinyrl.models.templates import DATE, asks_for_date
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer

@@ -16,7 +16,7 @@ from tinyrl.data.rows import keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
-from tinyrl.models.distributed import ALONE, World
+from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.roles import Role
 from tinyrl.rewards.functions import count_bad_batches, describe_failure
 from tinyrl.rollout.collector import (

@@ -27,9 +27,9 @@ from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.distributed import ALONE
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.packing import common_length
+from tinyrl.models.parallel import ALONE
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
 from tinyrl.rollout.components import Options
@@ -47,10 +47,8 @@ class RewardModel(RowTrainer):
     def __init__(self, config: Config, *, options: Options) -> None:
         self._cut: list[bool] = []  # for each text
         super().__init__(config, options=options)
-        self.roles.train_score_head()
-        if self.objective == "pairs":
-            self.roles.fix_score_bias()
-        else:
+        self.roles.train_score_head(bias=self.objective != "pairs")
+        if self.objective != "pairs":
             self._take_labels()
         if any(self._cut):
             self.notes.append(

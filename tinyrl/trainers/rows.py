@@ -118,7 +118,7 @@ class RowTrainer(Trainer):
         return min(size, len(self.train_rows))
 
     def train(self, session: Session) -> None:
-        self.roles.use_lora_dropout()
+        self.roles.lora_dropout = True
         for step in session.steps():
             rows = batch_indices(self.config.run.seed, step, num_prompts=self.batch_size, num_rows=len(self.train_rows))
             one_pass, metrics = self.batch(rows, session)

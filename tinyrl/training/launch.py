@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,13 +13,13 @@ import torch
 
 from tinyrl.config.schema import Config
 from tinyrl.errors import EXPLAINED, SEE_CHECK
-from tinyrl.models.memory import checkpoint_bytes
+from tinyrl.models.parallel import check_alike
+from tinyrl.models.roles import checkpoint_bytes
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session, out_of_memory_stops
 from tinyrl.training.state import Sources, read_sources
 from tinyrl.training.trainer import Trainer
@@ -69,8 +71,24 @@ def load(config: Config, *, options: Options, undo: contextlib.ExitStack, also: 
     with out_of_memory_stops("before the first step"):
         trainer: Trainer = trainer_of(config.method)(config, options=options)
         undo.callback(trainer.close)
-        check_alike(trainer, also=also)
+        if trainer.world.size > 1:
+            _check_alike(trainer, also)
     return trainer
+
+
+def _check_alike(trainer: Trainer, checkpoint: str) -> None:
+    """Raise ValueError, on every process, where one has read other settings, rows or prompts than rank 0."""
+    sections = {name: own for name, own in trainer.config.written().items() if isinstance(own, dict)}
+    prompts = [p.tokens for kind in ("train_prompts", "eval_prompts") for p in getattr(trainer, kind, ())]
+    inputs = {
+        "method": trainer.config.method,
+        **{f"{section}.{name}": value for section, own in sections.items() for name, value in own.items()},
+        "rows": trainer.row_fingerprints,
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "checkpoint": checkpoint,
+    }
+    advice = "Start all with the same command, files and versions; no environment may open its episodes at random"
+    check_alike(trainer.world, inputs, what="settings or inputs", advice=advice)
 
 
 def write_environment(run: RunDir, trainer: Trainer, *, options: Options, command: list[str]) -> None:

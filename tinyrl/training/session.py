@@ -26,6 +26,7 @@ from torch import Tensor
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, cores_here, peak_memory_gb
+from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
@@ -38,7 +39,6 @@ from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
-from tinyrl.training.replicas import CHECK_EVERY, check_replicas
 from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 

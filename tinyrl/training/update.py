@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.models.device import Accelerator, free_bytes
-from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.parallel import ALONE, World, sum_step
 from tinyrl.models.roles import Role, Roles
 from tinyrl.runs.rng_state import restore_torch_rng, torch_rng
 from tinyrl.training.optim import RoleOptimizer
-from tinyrl.training.replicas import sum_step
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops

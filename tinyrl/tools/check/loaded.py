@@ -20,7 +20,7 @@ from tinyrl.generation.engine import Completion
 from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
-from tinyrl.models.distributed import ALONE
+from tinyrl.models.parallel import ALONE
 from tinyrl.rewards.functions import RewardCall
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collector import apply_length_rules, completion_text, sample_and_score

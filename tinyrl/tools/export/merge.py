@@ -21,7 +21,7 @@ from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.build import load_base
 from tinyrl.models.loading import load_causal_lm, load_model_config, save_tokenizer
 from tinyrl.models.lora import load_start_adapter
-from tinyrl.models.memory import weight_bytes
+from tinyrl.models.roles import weight_bytes
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.checkpoint import check_room
 from tinyrl.runs.records import samples_of
