@@ -13,8 +13,7 @@ import pytest
 
 from tinyrl.data import http_client
 from tinyrl.environments import search
-from tinyrl.environments.corpus import SearchFailed
-from tinyrl.environments.search import SearchServer
+from tinyrl.environments.search import SearchFailed, SearchServer
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 

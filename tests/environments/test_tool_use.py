@@ -91,9 +91,7 @@ class TestCalls:
             ('<tool_call>{"name": "add"', "<tool_call> without </tool_call>"),
             ('<tool_call>["add"]</tool_call>', "a call is an object with 'name' and 'arguments'"),
             ('<tool_call>{"arguments": {}}</tool_call>', "the call has no 'name'"),
-            ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the call has no 'name'"),
             ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add: 'arguments' must be an object"),
-            ('<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>', "add: 'arguments' must be an object"),
             ('<tool_call>{"name": "add", "arguments": "1 2"}</tool_call>', "add: 'arguments' are not JSON: Extra data"),
             ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "not JSON: NaN is not a value of JSON"),
             (f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON: too many brackets inside each other"),
@@ -119,8 +117,6 @@ class TestCalls:
         "piece",
         [
             "<tool_call>",
-            "<tool_call></tool_call>",
-            "<",
         ],
     )
     def test_a_megabyte_of_nonsense_is_read_once(self, piece: str) -> None:
@@ -150,11 +146,8 @@ class TestTools:
         [
             ("as it is", "as it is"),
             ({"a": [1, None, True], "ß": (2.5,)}, '{"a": [1, null, true], "ß": [2.5]}'),
-            (None, "null"),
-            ({(1, 2): 3}, "{(1, 2): 3}"),
             ({"at": range(2)}, '{"at": "range(0, 2)"}'),
             ("\ud83d\ude00 \ud83d.", "😀 �."),
-            ({"x": "\ude00"}, '{"x": "�"}'),
         ],
     )
     def test_a_result_becomes_text_that_can_be_written(self, value: Any, text: str) -> None:
@@ -170,7 +163,6 @@ class TestTools:
             ("<tool_call></tool_call>", "not JSON: Expecting value: line 1 column 1 (char 0)"),
             (call("multiply", a=1), "there is no tool 'multiply'; there are: add, divide"),
             (call("add"), "add: missing a required argument: 'a'"),
-            (call("add", a=1, c=2), "add: got an unexpected keyword argument 'c'"),
             (call("divide", a=1, b=0), "ZeroDivisionError: division by zero"),
         ],
     )

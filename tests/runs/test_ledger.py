@@ -6,11 +6,11 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
+from tests.running import rows_of
 from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
 from tinyrl.data.rows import row_key
 from tinyrl.runs.samples import hard_keys, read_prompt_stats, render_prompt_stats
-from tinyrl.tasks import load_rows, load_task
 
 #                 index, key, tried, solved
 STEPS: dict[int, list[Any]] = {
@@ -82,7 +82,7 @@ def with_rows(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     written = [{"q": f"say {c}", "answer": c} for c in "abcdefgh"]
     data.write_text("".join(json.dumps(row) + "\n" for row in written))
     config = {"method": "grpo", "task": {"name": "rows", "data": str(data), "columns": {"prompt": "q"}}}
-    rows = load_rows(load_task("rows"), "train", data=str(data), columns={"prompt": "q"})
+    rows = rows_of("rows", "train", data=str(data), columns={"prompt": "q"})
     entries = [[0, row_key(rows[0]), 4, 0], [1, row_key(rows[1]), 4, 1], [5, "of a row that is gone", 4, 0]]
     return write(folder, {1: entries}, config=config), rows
 
@@ -95,7 +95,7 @@ def test_hard_rows_are_written_to_train_on(tmp_path: Path) -> None:
     assert f"1 rows in {hard}" in done.stdout
     assert "1 are not in the training rows any more" in done.stdout
     assert [json.loads(line) for line in hard.read_text().splitlines()] == rows[:1]
-    assert load_rows(load_task("rows"), "train", data=str(hard), eval_data=str(hard)) == rows[:1]
+    assert rows_of("rows", "train", data=str(hard), eval_data=str(hard)) == rows[:1]
     again = shown(str(made), "--export-hard", str(hard))
     assert again.exit_code == 2
     assert "hard.jsonl exists; give another name" in again.stderr

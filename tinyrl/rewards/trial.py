@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.environments.trial import NONSENSE
+from tinyrl.environments.environment import NONSENSE
 from tinyrl.rewards.judge import JudgeReward
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens

@@ -94,26 +94,21 @@ def openings(split: str) -> list[str]:
     return [opening for opening in every if split_of(opening) == split]
 
 
-_MOODS = {
-    word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, words in table.items() for word in words
+_MOODS = {word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, some in table.items() for word in some}
+
+
+def _one_of(name: str, some: Iterable[str]) -> str:
+    return f"(?P<{name}>{'|'.join(map(re.escape, some))})"
+
+
+_SLOTS = {
+    "noun": _one_of("noun", FULL.nouns),
+    "adverb": _one_of("adverb", ADVERBS),
+    "adjective": _one_of("mood", itertools.chain(*ADJECTIVES.values())),
+    "verb_phrase": _one_of("mood", itertools.chain(*VERB_PHRASES.values())),
 }
-
-
-def _patterns() -> list[re.Pattern[str]]:
-    def one_of(name: str, *lists: Iterable[str]) -> str:
-        return f"(?P<{name}>{'|'.join(re.escape(word) for words in lists for word in words)})"
-
-    slots = {
-        "noun": one_of("noun", FULL.nouns),
-        "adverb": one_of("adverb", ADVERBS),
-        "adjective": one_of("mood", *ADJECTIVES.values()),
-        "verb_phrase": one_of("mood", *VERB_PHRASES.values()),
-    }
-    templates = [template.format(**slots) for template in FULL.adjective_templates + FULL.verb_templates]
-    return [re.compile(pattern) for pattern in [*templates, one_of("mood", *ENDINGS.values())]]
-
-
-_PATTERNS = _patterns()
+_TEMPLATES = [template.format(**_SLOTS) for template in FULL.adjective_templates + FULL.verb_templates]
+_PATTERNS = [re.compile(clause) for clause in [*_TEMPLATES, _one_of("mood", itertools.chain(*ENDINGS.values()))]]
 
 
 def clause_mood(clause: str) -> int | None:
@@ -138,7 +133,7 @@ def clause_moods(text: str) -> list[int | None]:
 
 
 def score(text: str, row: Row) -> float:
-    """The mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
+    """Mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
     moods = clause_moods(text)
     return sum(mood or 0 for mood in moods) / len(moods) if moods else 0.0
 
