@@ -232,20 +232,6 @@ class TestTools:
 
 
 class TestSchemas:
-    def test_as_chat_templates_take_them(self) -> None:
-        (schema,) = schemas([add])
-        assert schema["type"] == "function"
-        assert schema["function"]["name"] == "add"
-        assert schema["function"]["description"] == "Add two numbers."
-        assert schema["function"]["parameters"] == {
-            "type": "object",
-            "properties": {
-                "a": {"type": "integer", "description": "The first."},
-                "b": {"type": "integer", "description": "The second."},
-            },
-            "required": ["a"],
-        }
-
     def test_what_is_missing_is_named(self) -> None:
         def no_hint(a) -> str:
             """Do it.
@@ -253,9 +239,6 @@ class TestSchemas:
             Args:
                 a: What.
             """
-            return a
-
-        def no_docstring(a: int) -> int:
             return a
 
         def no_line(a: int) -> int:
@@ -275,7 +258,6 @@ class TestSchemas:
 
         for tool, what in [
             (no_hint, r"tool 'no_hint': .*\ba is missing a type hint"),
-            (no_docstring, r"tool 'no_docstring': .*no docstring"),
             (no_line, r"tool 'no_line': .*no description for the argument 'a'.*under `Args:`"),
             (no_such_type, r"tool 'no_such_type': .*'Missing' is not defined"),
             (starred, r"tool 'starred': its parameter '\*a: int' has no name"),

@@ -135,7 +135,7 @@ def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
         assert rows_of(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward"])
+@pytest.mark.parametrize("method", ["grpo", "reward"])
 def test_a_file_is_read_once(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch):
     rows = [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)]
     values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", rows)}}
@@ -252,7 +252,7 @@ def test_rows_to_learn_from_are_answered_with_their_line(
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "ppo"])
+@pytest.mark.parametrize("method", ["reward", "ppo"])
 def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path: Path, method: str):
     config = settings(tmp_path, method, GOOD, {"n": 1}, model={"path": str(tmp_path / "no model")})
     if method == "ppo":

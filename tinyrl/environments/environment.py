@@ -170,6 +170,8 @@ def episode_text(transcript: Transcript) -> str:
 # ---- scripted turns, to try an environment without a model ----
 
 NONSENSE = "qzx vvk # ~~ jjq"
+UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
+NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
 FIRST_WORDS = 8
 SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
 

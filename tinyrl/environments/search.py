@@ -7,8 +7,8 @@ in that passages are shortened to the same length until they fit (it cuts the en
 that a tag inside a passage is written with square brackets, so that no passage can end the quotation or give an answer.
 
 A corpus is ranked by BM25 (Robertson and Zaragoza 2009) in an SQLite FTS5 index beside the file, which holds the
-passages too and is rebuilt when the file's size or time has changed. Words are stemmed (Porter) and stand between
-spaces and punctuation; Lucene's stop words are left out of a query.
+passages too and is rebuilt when the file's size or time has changed. Words are split at spaces and punctuation and
+stemmed (Porter); Lucene's stop words are left out of a query.
 """
 
 from __future__ import annotations

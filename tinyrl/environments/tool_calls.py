@@ -8,7 +8,6 @@ answered with CALL_FAILED and the reason.
 
 import contextlib
 import copy
-import functools
 import inspect
 import json
 import sys
@@ -26,6 +25,8 @@ MAX_AT_ONCE = 64  # coroutines awaited together, of different episodes
 OPEN, CLOSE, END_OF_THINKING = "<tool_call>", "</tool_call>", "</think>"
 
 Tools = Mapping[str, Callable[..., Any]]
+_LOOP = list[Any]()  # one event loop for the process: a tool's open connections belong to the loop they were opened in
+_SHOWN = set[tuple[str, type]]()  # kinds of errors that were printed
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,6 @@ def _begin(tools: Tools, call: Call) -> Any:
         return error
 
 
-_SHOWN: set[tuple[str, type]] = set()
-
-
 def _reply_to(name: str, value: Any) -> Reply:
     if not isinstance(value, BaseException):
         try:
@@ -165,24 +163,20 @@ def awaited(values: list[Any]) -> list[Any]:
     waiting = [index for index, value in enumerate(values) if inspect.isawaitable(value)]
     for start in range(0, len(waiting), MAX_AT_ONCE):
         some = waiting[start : start + MAX_AT_ONCE]
-        finished = _loop().run_until_complete(_together([values[index] for index in some]))
-        for index, value in zip(some, finished, strict=True):
+        for index, value in zip(some, _gather([values[index] for index in some]), strict=True):
             values[index] = value
     return values
 
 
-async def _together(awaitables: list[Any]) -> list[Any]:
+def _gather(awaitables: list[Any]) -> list[Any]:
     import asyncio  # most tools are not coroutines, and it is slower to import than all the rest here
 
-    return await asyncio.gather(*awaitables, return_exceptions=True)
+    async def together() -> list[Any]:
+        return await asyncio.gather(*awaitables, return_exceptions=True)
 
-
-@functools.cache
-def _loop() -> Any:
-    """Return the process's event loop: a tool's open connections belong to the loop they were opened in."""
-    import asyncio
-
-    return asyncio.new_event_loop()
+    if not _LOOP:
+        _LOOP.append(asyncio.new_event_loop())
+    return _LOOP[0].run_until_complete(together())
 
 
 def text_of(value: Any) -> str:

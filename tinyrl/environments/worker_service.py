@@ -31,7 +31,6 @@ from tinyrl.environments import MAX_REWARD, Reply, Transcript
 from tinyrl.environments.tool_calls import Tools, awaited, calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line, shortened, visible
-from tinyrl.workers.process import ending, supervised
 from tinyrl.workers.worker import Checked, Service, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
@@ -90,6 +89,8 @@ def agent(objects: list[Any]) -> Service:
 
 def run_command(row: Any, base_url: str, api_key: str, model: str, command: list[str], seconds: float) -> str:
     """Play an episode with a program, and end what it started."""
+    from tinyrl.workers.process import ending, supervised  # more than a worker needs for tools
+
     program = shutil.which(command[0])
     if program is None:
         raise FileNotFoundError("it could not be started: there is no such program")

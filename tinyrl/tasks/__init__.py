@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -109,14 +110,9 @@ def _own_task(name: str) -> Task:
         raise ValueError(f"task.name={name}: there is no file {file}")
     sys.path.insert(0, str(file.parent))  # it may import files beside it, as long as the process lives
     try:
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        task = runpy.run_path(str(file)).get(variable)
     except Exception as error:
         raise ValueError(f"task.name={name}: {type(error).__name__}: {first_line(error)}") from error
-    task = getattr(module, variable, None)
     if not isinstance(task, Task):
         raise ValueError(f"task.name={name}: {file} has no {variable} = tinyrl.tasks.Task(...)")
     return task

@@ -10,7 +10,7 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
@@ -19,6 +19,7 @@ from tinyrl.models.tokens import disguised, markers_of, reads_parts_alike, token
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,
+    Chat,
     PreparedPrompt,
     Rendered,
     asked_messages,
@@ -31,13 +32,13 @@ from tinyrl.tasks.prompts import (
 from tinyrl.text import first_line, shortened
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 # ---- the end of an answer ----
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase, *, chat: Literal["auto"] | bool, variables: dict[str, Any]) -> int:
+def answer_end(tokenizer: Tokenizer, *, chat: Chat, variables: dict[str, Any]) -> int:
     """Return the token that ends an answer: the one that ends a turn of the chat template if prompts go through it and
     it writes one, else EOS.
     """
@@ -49,7 +50,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, *, chat: Literal["auto"] | bo
 
 
 @lru_cache(maxsize=16)
-def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> int | None:
+def _turn_end(tokenizer: Tokenizer, template: str, variables: str, size: int) -> int | None:
     """Return the token that ends a turn of this chat template under a tokenizer of this size."""
     try:
         tokens = token_ids(tokenizer, _after_answer(tokenizer, json.loads(variables)))
@@ -63,7 +64,7 @@ def _ended(tokens: list[int], end: int) -> list[int]:
     return tokens if tokens[-1:] == [end] else [*tokens, end]
 
 
-def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int) -> list[int]:
+def as_ended(tokenizer: Tokenizer, sampled: list[int], *, end: int) -> list[int]:
     """Return a completion as a finished answer: `end` replaces another special token that ended it, and is appended to
     one that was cut off or ended with a stop string.
     """
@@ -71,9 +72,7 @@ def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int
     return _ended(sampled[:-1] if special else sampled, end)
 
 
-def template_fault(
-    tokenizer: PreTrainedTokenizerBase, ends: set[int], *, chat: Literal["auto"] | bool, variables: dict[str, Any]
-) -> str | None:
+def template_fault(tokenizer: Tokenizer, ends: set[int], *, chat: Chat, variables: dict[str, Any]) -> str | None:
     """Return what is wrong with the chat template, if prompts go through it: it refuses, a prompt begins with BOS
     twice, or a turn ends with none of the `ends`, the tokens that end a completion.
     """
@@ -92,13 +91,13 @@ def template_fault(
     return None
 
 
-def _after_answer(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
+def _after_answer(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
     """Return the text that the chat template writes behind an answer. Raises ValueError if it refuses."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
     return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int | None:
+def _end_of_turn(tokenizer: Tokenizer, tokens: list[int]) -> int | None:
     """Return the place of a turn's last special token; None if more than space follows it."""
     special = _special_ids(tokenizer, len(tokenizer))
     last = next((i for i in reversed(range(len(tokens))) if tokens[i] in special), None)
@@ -106,7 +105,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int |
 
 
 @lru_cache(maxsize=4)
-def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+def _special_ids(tokenizer: Tokenizer, size: int) -> frozenset[int]:
     """Return the special tokens, all added ones too; not the one for unknown words, unless that is EOS."""
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     found = {*tokenizer.all_special_ids, *added}
@@ -117,12 +116,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int
 
 
 def answer_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Rendered | PreparedPrompt,
-    answer: str,
-    *,
-    chat: Literal["auto"] | bool,
-    variables: dict[str, Any],
+    tokenizer: Tokenizer, prompt: Rendered | PreparedPrompt, answer: str, *, chat: Chat, variables: dict[str, Any]
 ) -> list[int]:
     """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. What it repeats
     of the prompt is dropped (a BOS, the opening of the turn, an open <think>). Under a chat template its markers are
@@ -149,11 +143,11 @@ def answer_tokens(
 
 
 def render_answer(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompt: Prompt | None,
     answer: Side,
     *,
-    chat: Literal["auto"] | bool,
+    chat: Chat,
     system_prompt: str | None,
     variables: dict[str, Any],
     tools: list[Any] | None = None,
@@ -205,7 +199,7 @@ def render_answer(
     return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=eos)
 
 
-def _target(tokenizer: PreTrainedTokenizerBase, asked: str, whole: str, *, end: int) -> list[int]:
+def _target(tokenizer: Tokenizer, asked: str, whole: str, *, end: int) -> list[int]:
     """Return the tokens of `whole` behind `asked`, through the last special token if only space follows it, and else
     through an appended `end`.
     """
@@ -246,13 +240,7 @@ class ObservationTokens:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        chat: bool,
-        variables: dict[str, Any],
-        eos: set[int],
-        max_tokens: int,
+        self, tokenizer: Tokenizer, *, chat: bool, variables: dict[str, Any], eos: set[int], max_tokens: int
     ) -> None:
         self.tokenizer, self.chat, self.eos, self.max_tokens = tokenizer, chat, eos, max_tokens
         self.end = answer_end(tokenizer, chat=chat, variables=variables)

@@ -21,7 +21,7 @@ from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import first_line, shortened
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 NAME, PARAMETER, VALUE = "look_up", "place", "Oslo"  # of the call that is rendered to see its form
 _PLACE = {"type": "object", "properties": {PARAMETER: {"type": "string", "description": "A city."}}}
@@ -44,7 +44,7 @@ class CallForm:
     parse     instead: (tokens, those before them) -> a message, by the tokenizer's response template
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     name: str
     begins: str = ""
     special: frozenset[int] = frozenset()
@@ -88,7 +88,7 @@ class CallForm:
         return {"role": "assistant", "content": text, **({"tool_calls": entries} if entries else {})}
 
 
-def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> CallForm:
+def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     """Return the form of a model's calls: its tokenizer's response template if it has one, else the form in which its
     chat template renders a call; Hermes' if that renders none. Raises ValueError for an unknown form.
     """
@@ -133,7 +133,7 @@ def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> 
     return CallForm(tokenizer, name, begins, special, lambda text, tools: _json_calls(text, marker))
 
 
-def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _special(tokenizer: Tokenizer) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

@@ -41,7 +41,7 @@ def _fold(char: str) -> str:
 
 def folded(text: str) -> str:
     """Replace compatibility characters (１２, 𝟏𝟐, ％) by the plain ones; 10² is not 102, and stays."""
-    return text if text.isascii() else "".join(map(_fold, text))
+    return text if text.isascii() else text.translate({ord(char): _fold(char) for char in {*text}})
 
 
 def completion_text(completion: Any) -> str:

@@ -19,8 +19,9 @@ from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Chat = Literal["auto"] | bool  # task.chat
 ASKED, ANSWER = "usersaid", "policysaid"  # contents that are rendered to see what the template writes around them
 
 
@@ -54,8 +55,8 @@ def prepare_prompts(
     task: Task,
     rows: list[Row],
     *,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: Literal["auto"] | bool,
+    tokenizer: Tokenizer,
+    chat: Chat,
     system_prompt: str | None,
     variables: dict[str, Any],
     max_prompt_tokens: int,
@@ -97,10 +98,10 @@ def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompt: Prompt,
     *,
-    chat: Literal["auto"] | bool = "auto",
+    chat: Chat = "auto",
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
 ) -> Rendered:
@@ -140,7 +141,7 @@ def render_prompt(
     return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
 
 
-def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, bos: bool = True) -> list[int]:
+def _plain_tokens(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
     bare = token_ids(tokenizer, text)
     if not bare:
         raise ValueError(f"the prompt {text[:60]!r} has no tokens")
@@ -150,7 +151,7 @@ def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, bos: bool = 
 
 
 def rendered_turn(
-    tokenizer: PreTrainedTokenizerBase, text: str, variables: dict[str, Any], *, more: str = ""
+    tokenizer: Tokenizer, text: str, variables: dict[str, Any], *, more: str = ""
 ) -> tuple[int, bool] | None:
     """Find the assistant's turn at the end of a text that the chat template has rendered already: the text begins as
     the template does, and no marker follows the last opening of a turn. That opening may reach into `more`, the text
@@ -174,7 +175,7 @@ def rendered_turn(
 
 
 @lru_cache(maxsize=16)
-def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> tuple[str, str]:
+def _template_begins(tokenizer: Tokenizer, template: str, variables: str, size: int) -> tuple[str, str]:
     """Return the beginning of every rendering, whoever speaks first, and the text between a user and the assistant."""
     user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}
 
@@ -191,7 +192,7 @@ def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variable
     return start[: shared_length(start, with_system)] if with_system else start, opening
 
 
-def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: Literal["auto"] | bool) -> list[str]:
+def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[str]:
     """Return a line on how many rows contain markers in what the chat template renders."""
     if not in_chat(tokenizer, chat):
         return []
@@ -212,7 +213,7 @@ def open_thinking(text: str) -> str:
     return text[start:] if start >= 0 and "</think>" not in text[start:] else ""
 
 
-def in_chat(tokenizer: PreTrainedTokenizerBase, chat: Literal["auto"] | bool) -> bool:
+def in_chat(tokenizer: Tokenizer, chat: Chat) -> bool:
     """Return whether prompts go through the tokenizer's chat template, by task.chat."""
     return chat is not False and bool(tokenizer.chat_template)
 

@@ -13,7 +13,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
-from tinyrl.environments.environment import NONSENSE, Environment, asking_turn, tool_call
+from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn, tool_call
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
 from tinyrl.rewards.holes import find_holes
 from tinyrl.rewards.trial import as_the_data_has_it
@@ -28,8 +28,6 @@ REWARD_ROWS, ATTACKED_ROWS, EPISODES = 64, 8, 16
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
 SHOWN_HOLES, SHOWN = 6, 80
 CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
-UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
-NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
 
 
 def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
