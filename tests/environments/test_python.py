@@ -262,7 +262,7 @@ def test_nothing_in_an_output_is_more_than_text():
 
 
 @needs_isolation
-@pytest.mark.parametrize("code", ["print('a' + 'x' * 10**6 + 'z')", "'x' * 10**6", "raise ValueError('x' * 10**6)"])
+@pytest.mark.parametrize("code", ["print('a' + 'x' * 10**6 + 'z')", "raise ValueError('x' * 10**6)"])
 def test_a_long_output_is_cut_in_the_middle(code: str):
     said = answer(code)
     assert len(said) < 1000 + len("\n[1,000,000 characters left out]\n") + 1

@@ -396,26 +396,6 @@ class TestClasses:
         assert wordle.final_rewards(["p"] * 5, transcripts, **columns) == cold
         assert Wordle.made == 2
 
-    def test_without_get_reward_a_turn_without_a_call_says_nothing(self) -> None:
-        class Counter:
-            def reset(self, **kwargs: Any) -> None:
-                self.counter = 0
-
-            def increment(self, step: int) -> int:
-                """Increment the counter.
-
-                Args:
-                    step: By how much.
-                """
-                self.counter += step
-                return self.counter
-
-        found = worker_service.environment([Counter])
-        assert not found.facts["final_rewards"]
-        assert found.calls["opening"]({"prompts": ["p"]}, 1) == ([None], [])
-        turns = [[turn(call("increment", step=2))], [turn("2")]]
-        assert replies(found, prompts=["p", "p"], transcripts=turns) == [Reply("2"), None]
-
     def test_methods_that_are_coroutines(self) -> None:
         class Judge:
             def reset(self) -> None:
@@ -473,6 +453,11 @@ class TestClasses:
         items, prompt = [[1, 2]] * 2, [{"role": "user", "content": "Go"}]
         assert ClassEnvironment(Stack).respond([prompt] * 2, [[turn(call("pop"))]] * 2, items=items) == [Reply("2")] * 2
         assert (items, prompt) == ([[1, 2], [1, 2]], [{"role": "user", "content": "Go"}])
+        silent = worker_service.environment(
+            [Stack]
+        )  # without get_reward a turn without a call is answered with nothing
+        assert not silent.facts["final_rewards"]
+        assert replies(silent, prompts=[prompt], transcripts=[[turn("2")]], items=items[:1]) == [None]
 
     def test_calls_that_were_read_already_are_part_of_what_led_here(self, wordle: ClassEnvironment) -> None:
         def guessing(word: str) -> Message:
