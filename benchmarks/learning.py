@@ -16,7 +16,7 @@ from benchmarks.judge import judged
 from benchmarks.tables import Result, alternate, interval, machine, markdown, versions
 from benchmarks.work import LEARNING, write_rows
 from tinyrl.starter import starter_path
-from tinyrl.tasks import load_rows, load_task
+from tinyrl.tasks import load_task
 from tinyrl.tasks.sort import sort_completion
 
 PEER_MICRO_BATCH = 64
@@ -31,7 +31,7 @@ def prepare_sorting(options: Namespace) -> Path:
     assert embedded is not None
     shutil.copytree(embedded, folder / "model", dirs_exist_ok=True)
     for split, file in (("train", "prompts.jsonl"), ("eval", "eval.jsonl")):
-        rows = load_rows(load_task("sort"), split)
+        rows = load_task("sort").rows(split)
         write_rows(folder / file, [{**row, "completion": sort_completion(row["answer"])} for row in rows])
     return folder
 

@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
 from tinyrl.errors import Interrupted
 from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
+from tinyrl.tasks import load_split
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import start
 from tinyrl.training.optim import RoleOptimizer, role_optimizers
@@ -41,6 +43,11 @@ def config(method: str, path: Path, **sections: Any) -> Config:
         for name, fields in part.items():
             values[name] = {**values.get(name, {}), **fields}
     return Config.model_validate(values)
+
+
+def rows_of(task: str, split: str, **settings: Any) -> list[Row]:
+    """The rows of a split of a task, by settings of the section task."""
+    return load_split(Config.model_validate({"method": "grpo", "task": {"name": task, **settings}}), split)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 from tinyrl.starter import write_command, write_rows
 from tinyrl.tasks.reviews import (
+    ADJECTIVE_CLAUSES,
     ADJECTIVES,
     ADVERBS,
     ENDINGS,
-    FULL,
-    HELD_OUT,
-    TRAINING,
+    NOUNS,
+    VERB_CLAUSES,
     VERB_PHRASES,
-    Lexicon,
     clause_moods,
     openings,
 )
@@ -39,6 +38,17 @@ VERB_SHARE = 0.3  # of the clauses with a mood
 ENDING_SHARE = 0.5  # of the reviews close with an ending
 JOIN_SHARE = 0.5  # of the neighbouring clauses share a sentence
 BROKEN_SHARE = 0.2  # of the pairs reject the chosen review's own broken text, and of the labelled reviews are broken
+
+
+class Lexicon(NamedTuple):
+    nouns: tuple[str, ...]
+    adjective_templates: tuple[str, ...]
+    verb_templates: tuple[str, ...]
+
+
+FULL = Lexicon(NOUNS, ADJECTIVE_CLAUSES, VERB_CLAUSES)
+TRAINING = Lexicon(NOUNS[:22], ADJECTIVE_CLAUSES[:4], VERB_CLAUSES[:1])
+HELD_OUT = Lexicon(NOUNS[22:], ADJECTIVE_CLAUSES[4:], VERB_CLAUSES[1:])
 
 
 class Review(NamedTuple):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tinyrl.environments import search
-from tinyrl.environments.corpus import SearchFailed
-from tinyrl.environments.search import SearchServer
+from tinyrl.environments.search import SearchFailed, SearchServer
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 

@@ -91,9 +91,7 @@ class TestCalls:
             ('<tool_call>{"name": "add"', "<tool_call> without </tool_call>"),
             ('<tool_call>["add"]</tool_call>', "a call is an object with 'name' and 'arguments'"),
             ('<tool_call>{"arguments": {}}</tool_call>', "the call has no 'name'"),
-            ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the call has no 'name'"),
             ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add: 'arguments' must be an object"),
-            ('<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>', "add: 'arguments' must be an object"),
             ('<tool_call>{"name": "add", "arguments": "1 2"}</tool_call>', "add: 'arguments' are not JSON: Extra data"),
             ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "not JSON: NaN is not a value of JSON"),
             (f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON: too many brackets inside each other"),
@@ -119,8 +117,6 @@ class TestCalls:
         "piece",
         [
             "<tool_call>",
-            "<tool_call></tool_call>",
-            "<",
         ],
     )
     def test_a_megabyte_of_nonsense_is_read_once(self, piece: str) -> None:
@@ -150,11 +146,8 @@ class TestTools:
         [
             ("as it is", "as it is"),
             ({"a": [1, None, True], "ß": (2.5,)}, '{"a": [1, null, true], "ß": [2.5]}'),
-            (None, "null"),
-            ({(1, 2): 3}, "{(1, 2): 3}"),
             ({"at": range(2)}, '{"at": "range(0, 2)"}'),
             ("\ud83d\ude00 \ud83d.", "😀 �."),
-            ({"x": "\ude00"}, '{"x": "�"}'),
         ],
     )
     def test_a_result_becomes_text_that_can_be_written(self, value: Any, text: str) -> None:
@@ -170,7 +163,6 @@ class TestTools:
             ("<tool_call></tool_call>", "not JSON: Expecting value: line 1 column 1 (char 0)"),
             (call("multiply", a=1), "there is no tool 'multiply'; there are: add, divide"),
             (call("add"), "add: missing a required argument: 'a'"),
-            (call("add", a=1, c=2), "add: got an unexpected keyword argument 'c'"),
             (call("divide", a=1, b=0), "ZeroDivisionError: division by zero"),
         ],
     )
@@ -240,20 +232,6 @@ class TestTools:
 
 
 class TestSchemas:
-    def test_as_chat_templates_take_them(self) -> None:
-        (schema,) = schemas([add])
-        assert schema["type"] == "function"
-        assert schema["function"]["name"] == "add"
-        assert schema["function"]["description"] == "Add two numbers."
-        assert schema["function"]["parameters"] == {
-            "type": "object",
-            "properties": {
-                "a": {"type": "integer", "description": "The first."},
-                "b": {"type": "integer", "description": "The second."},
-            },
-            "required": ["a"],
-        }
-
     def test_what_is_missing_is_named(self) -> None:
         def no_hint(a) -> str:
             """Do it.
@@ -261,9 +239,6 @@ class TestSchemas:
             Args:
                 a: What.
             """
-            return a
-
-        def no_docstring(a: int) -> int:
             return a
 
         def no_line(a: int) -> int:
@@ -283,7 +258,6 @@ class TestSchemas:
 
         for tool, what in [
             (no_hint, r"tool 'no_hint': .*\ba is missing a type hint"),
-            (no_docstring, r"tool 'no_docstring': .*no docstring"),
             (no_line, r"tool 'no_line': .*no description for the argument 'a'.*under `Args:`"),
             (no_such_type, r"tool 'no_such_type': .*'Missing' is not defined"),
             (starred, r"tool 'starred': its parameter '\*a: int' has no name"),
@@ -422,26 +396,6 @@ class TestClasses:
         assert wordle.final_rewards(["p"] * 5, transcripts, **columns) == cold
         assert Wordle.made == 2
 
-    def test_without_get_reward_a_turn_without_a_call_says_nothing(self) -> None:
-        class Counter:
-            def reset(self, **kwargs: Any) -> None:
-                self.counter = 0
-
-            def increment(self, step: int) -> int:
-                """Increment the counter.
-
-                Args:
-                    step: By how much.
-                """
-                self.counter += step
-                return self.counter
-
-        found = worker_service.environment([Counter])
-        assert not found.facts["final_rewards"]
-        assert found.calls["opening"]({"prompts": ["p"]}, 1) == ([None], [])
-        turns = [[turn(call("increment", step=2))], [turn("2")]]
-        assert replies(found, prompts=["p", "p"], transcripts=turns) == [Reply("2"), None]
-
     def test_methods_that_are_coroutines(self) -> None:
         class Judge:
             def reset(self) -> None:
@@ -499,6 +453,11 @@ class TestClasses:
         items, prompt = [[1, 2]] * 2, [{"role": "user", "content": "Go"}]
         assert ClassEnvironment(Stack).respond([prompt] * 2, [[turn(call("pop"))]] * 2, items=items) == [Reply("2")] * 2
         assert (items, prompt) == ([[1, 2], [1, 2]], [{"role": "user", "content": "Go"}])
+        silent = worker_service.environment(
+            [Stack]
+        )  # without get_reward a turn without a call is answered with nothing
+        assert not silent.facts["final_rewards"]
+        assert replies(silent, prompts=[prompt], transcripts=[[turn("2")]], items=items[:1]) == [None]
 
     def test_calls_that_were_read_already_are_part_of_what_led_here(self, wordle: ClassEnvironment) -> None:
         def guessing(word: str) -> Message:

@@ -21,7 +21,7 @@ from tinyrl.evaluation.targets import Asked
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.components import Options
-from tinyrl.tasks import load_rows, load_task
+from tinyrl.tasks import load_task
 
 REWARDS = """
 def number(prompts, completions, **columns):
@@ -95,8 +95,8 @@ def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sectio
 def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
     rows = str(folder / "rows.jsonl")
     other = variant(folder, tmp_path.name, task={"eval_data": rows, "max_samples": 100})
-    held = load_rows(load_task("rows"), "eval", data=rows)
-    trained = load_rows(load_task("rows"), "train", data=rows, eval_data=rows)[:100]
+    held = running.rows_of("rows", "eval", data=rows)
+    trained = running.rows_of("rows", "train", data=rows, eval_data=rows)[:100]
     seen = {row["prompt"] for row in held} & {row["prompt"] for row in trained}
     assert 0 < len(seen) < 30
     result = compare(folder, other)

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
-from tinyrl.tasks.answers import render_answer
-from tinyrl.tasks.observations import ObservationTokens
+from tinyrl.tasks.answers import ObservationTokens, render_answer
 from tinyrl.tasks.prompts import render_prompt
 
 CHATML = (

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.embedded_models.build import build_tokenizer
 from examples.embedded_models.reviews import (
+    HELD_OUT,
+    TRAINING,
     broken,
     labelled_reviews,
     reward_pairs,
@@ -20,7 +22,7 @@ from examples.embedded_models.reviews import (
 from examples.embedded_models.text import habitual_answer, language_rows, slip, written_episode
 from tinyrl.starter import split_of
 from tinyrl.tasks.lookup import Question, fact, respond, right_answer
-from tinyrl.tasks.reviews import HELD_OUT, TRAINING, clause_mood, clause_moods
+from tinyrl.tasks.reviews import clause_mood, clause_moods
 from tinyrl.tasks.sort import sort_rows
 
 

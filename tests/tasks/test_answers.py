@@ -94,12 +94,9 @@ def test_a_text_that_begins_as_its_prompt_ends_does_not_repeat_it():
     ("opens", "answer", "learnt"),
     [
         ("<think>\n", "<think>\nI\n</think>4", "I\n</think>4<eos>"),
-        ("<think>\n", "<think>I</think>4", "I</think>4<eos>"),
         ("<think>\n", "\n<think>\n  I</think>4", "  I</think>4<eos>"),
         ("<think>", "<think>\nI</think>4", "\nI</think>4<eos>"),
-        ("<think>\n", "I</think>4", "I</think>4<eos>"),
         ("<think>\n\n</think>\n\n", "<think>I</think>4", "<think>I</think>4<eos>"),
-        ("", "<think>I</think>4", "<think>I</think>4<eos>"),
     ],
 )
 def test_a_think_that_the_template_opens_is_not_learnt_twice(opens: str, answer: str, learnt: str):
@@ -119,10 +116,8 @@ RENDERED = "[system]add<eos>\n[user]2+2?<eos>\n[assistant]"
     ("template", "chosen", "rejected", "prompt"),
     [
         (PLAIN, f"{RENDERED}It is 4<eos>\n", f"{RENDERED}It is 5<eos>\n", RENDERED),
-        (PLAIN, f"{RENDERED}4", f"{RENDERED}5<eos>\n", RENDERED),
         (PLAIN, f"{RENDERED}<think>\nI see a</think>4", f"{RENDERED}<think>\nI see b</think>4", RENDERED),
         (OPENS, f"{RENDERED}<think>\nI see a</think>4", f"{RENDERED}<think>\nI see b</think>4", RENDERED),
-        (None, "2+2?\n<think>I see a</think>4", "2+2?\n<think>I see b</think>4", "2+2?"),
         (None, "2+2? <think>a b</think> It is 4", "2+2? <think>a b</think> It is 5", "2+2? <think>a b</think> It is"),
     ],
 )
@@ -147,7 +142,6 @@ END = PLAIN.replace("{{ eos_token }}", "<end>")
         (PLAIN, "2+2?", "4", {"system_prompt": "add"}, ("[system]add<eos>\n[user]2+2?<eos>\n[assistant]", "4<eos>")),
         # the line break behind the end of the turn is the template's, and comes with the next turn
         (PLAIN, [USER], [ANSWER], {}, ("[user]2+2?<eos>\n[assistant]", "4<eos>")),
-        (PLAIN, "2+2?", [ANSWER], {}, ("[user]2+2?<eos>\n[assistant]", "4<eos>")),
         # a task's prompt that ends with the assistant is continued; a message is another turn
         (PLAIN, [USER, ANSWER], [{"role": "assistant", "content": "sure"}], {},
          ("[user]2+2?<eos>\n[assistant]4<eos>\n[assistant]", "sure<eos>")),
@@ -227,7 +221,6 @@ def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
         (None, "auto", [ANSWER], "the rows are chat messages, but this model's tokenizer has no chat template; give"),
         (PLAIN, False, [ANSWER], "the rows are chat messages, but task.chat=false; give"),
         (PLAIN, "auto", [ANSWER, USER], "an answer is one message of the assistant, not 2 (assistant, user)"),
-        (PLAIN, "auto", [USER], "an answer is one message of the assistant, not 1 (user)"),
     ],
 )
 def test_what_cannot_be_a_turn_is_refused(template: str | None, chat: Any, answer: Any, wanted: str):

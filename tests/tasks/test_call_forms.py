@@ -15,8 +15,8 @@ from tinyrl.environments.tool_calls import Call, calls_of
 from tinyrl.environments.worker_service import respond_with
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.turns import EpisodeRunner, Episodes, episode_notes
+from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, token_ids
 
 TEMPLATE = (
@@ -81,20 +81,16 @@ def written(form: str, key: str = "arguments") -> str:
         (HERMES, written("<tool_call>?</think>\n<tool_call>ONE</tool_call>"), "<tool_call>?</think>\n", [ADDED]),
         (LLAMA, written("ONE", "parameters"), "", [ADDED]),
         (LLAMA, written("<|python_tag|>ONE; OTHER", "parameters"), "", [ADDED, SHOW]),
-        (LLAMA, written("\n\nONE\nOTHER"), "", [ADDED, SHOW]),
         (LLAMA, '{"answer": 3}', None, []),
-        (LLAMA, "[1, 2]", None, []),
         (LLAMA, written("It is ONE."), None, []),
         (MISTRAL, written("[TOOL_CALLS] [ONE, OTHER]"), "", [ADDED, SHOW]),
         (MISTRAL, written("see [1] [TOOL_CALLS][ONE]"), "see [1] ", [ADDED]),
-        (MISTRAL, written("[ONE]"), None, []),
         (GRANITE, written("<|tool_call|>[ONE,OTHER]"), "", [ADDED, SHOW]),
         (CODER, f"Well.\n<tool_call>\n{IN_XML}\n</tool_call>\n<tool_call>\n{OTHER_IN_XML}\n</tool_call>", "Well.\n",
          [ADDED, SHOW]),
         (CODER, IN_XML, "", [ADDED]),  # as it often forgets to open
         (CODER, "<function=add>\n<parameter=a>\n1\n</parameter><parameter=b>None</parameter></function>", "",
          [Call("add", {"a": 1, "b": None})]),
-        (CODER, "<tool_call>\n<function=show>\n</function>\n</tool_call>", "", [Call("show")]),
         (None, written("<tool_call>ONE</tool_call>"), "", [ADDED]),
     ],
 )  # fmt: skip
@@ -116,11 +112,8 @@ def test_calls_are_read_in_the_form_of_the_template(
     [
         (LLAMA, '{"name": "add", "parameters": {'),
         (MISTRAL, '[TOOL_CALLS][{"name": "add"'),
-        (MISTRAL, "[TOOL_CALLS]add"),
         (MISTRAL, "[TOOL_CALLS]" + "[" * 100_000),
         (MISTRAL, '[TOOL_CALLS][{"arguments": {}}]'),
-        (MISTRAL, '[TOOL_CALLS]["add"]'),
-        (CODER, "<tool_call>\n<function=add>\n<parameter=a>"),
         (CODER, "<tool_call>\n<function=>\n</function>"),
     ],
 )

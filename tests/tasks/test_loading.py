@@ -8,21 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.running import rows_of
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
 from tinyrl.rollout.components import Options, trainer_of
 from tinyrl.runs.run_dir import create_run
-from tinyrl.tasks import TASKS, Task, layout_notes, load_rows, load_split, load_splits, load_task, text_in
+from tinyrl.tasks import TASKS, Task, layout_notes, load_split, load_splits, load_task
 
-TOY = Task(
-    name="toy",
-    rows=lambda split: [{"q": f"{split} {i}"} for i in range(3)],
-    prompt=lambda row: text_in(row, "q"),
-    gold=lambda row: text_in(row, "gold") if "gold" in row else None,
-    columns=("q",),
-)
+TOY = f"{Path(__file__).with_name('toy.py')}:TASK"
 
 
 def jsonl(path: Path, rows: Any) -> str:
@@ -96,21 +91,21 @@ def test_tasks_and_rows_need_no_torch():
 def test_data_and_eval_data_override_a_tasks_own_rows(tmp_path: Path):
     a, b = jsonl(tmp_path / "a.jsonl", [{"x": "a"}]), jsonl(tmp_path / "b.jsonl", [{"x": "b"}])
     both, one = {"data": a, "eval_data": b, "columns": {"q": "x"}}, {"eval_data": b, "columns": {"q": "x"}}
-    assert load_rows(TOY, "eval", max_samples=2) == [{"q": "eval 0"}, {"q": "eval 1"}]
-    assert [load_rows(TOY, split, **both) for split in ("train", "eval")] == [[{"q": "a"}], [{"q": "b"}]]
-    assert [len(load_rows(TOY, split, **one)) for split in ("train", "eval")] == [3, 1]
+    assert rows_of(TOY, "eval", max_samples=2) == [{"q": "eval 0"}, {"q": "eval 1"}]
+    assert [rows_of(TOY, split, **both) for split in ("train", "eval")] == [[{"q": "a"}], [{"q": "b"}]]
+    assert [len(rows_of(TOY, split, **one)) for split in ("train", "eval")] == [3, 1]
     with pytest.raises(ValueError, match=r"no task\.data is given"):
-        load_rows(TOY, "train", columns={"q": "x"})
+        rows_of(TOY, "train", columns={"q": "x"})
 
 
 def test_data_alone_is_split_by_prompt(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"q": f"{i % 30}", "n": i} for i in range(60)])
-    train, held = (load_rows(TOY, split, data=source) for split in ("train", "eval"))
+    train, held = (rows_of(TOY, split, data=source) for split in ("train", "eval"))
     assert (len(train), len(held)) == (54, 3)
     assert not {row["q"] for row in held} & {row["q"] for row in train}
-    assert load_rows(TOY, "train", data=source, max_samples=6) == train[:6]
+    assert rows_of(TOY, "train", data=source, max_samples=6) == train[:6]
     few = jsonl(tmp_path / "b.jsonl", [{"q": f"{i}"} for i in range(9)])
-    assert len(load_rows(TOY, "train", data=few)) == len(load_rows(TOY, "eval", data=few)) == 9
+    assert len(rows_of(TOY, "train", data=few)) == len(rows_of(TOY, "eval", data=few)) == 9
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])
@@ -132,15 +127,15 @@ def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
     rows = [{"q": f"{n}"} for n in range(40)]
     source, whole = jsonl(tmp_path / "a.jsonl", [*rows, {"q": 7}]), jsonl(tmp_path / "b.jsonl", rows)
     for split in ("train", "eval"):
-        cut = load_rows(TOY, split, data=source, max_samples=4)
-        assert cut == load_rows(TOY, split, data=whole)[:4]
+        cut = rows_of(TOY, split, data=source, max_samples=4)
+        assert cut == rows_of(TOY, split, data=whole)[:4]
         assert len(cut) == 4
         with pytest.raises(ValueError, match=r"a\.jsonl:41"):
-            load_rows(TOY, split, data=source, max_samples=5)
-        assert load_rows(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
+            rows_of(TOY, split, data=source, max_samples=5)
+        assert rows_of(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward"])
+@pytest.mark.parametrize("method", ["grpo", "reward"])
 def test_a_file_is_read_once(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch):
     rows = [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)]
     values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", rows)}}
@@ -161,8 +156,8 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(readers, "_read_hub", read)
     task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
-    load_rows(TOY, "train", **task)
-    load_rows(TOY, "eval", **task)
+    rows_of(TOY, "train", **task)
+    rows_of(TOY, "eval", **task)
     example_rows(Config.model_validate({"method": "sft", "task": task}))
     assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b@test")]
 
@@ -190,7 +185,7 @@ NO = {"role": "assistant", "content": "three"}
 )
 def test_prompt_and_answer_of_own_rows(tmp_path: Path, row: dict[str, Any], wanted: dict[str, Any]):
     data, task = jsonl(tmp_path / "a.jsonl", [row]), load_task("rows")
-    [read] = load_rows(task, "train", data=data, eval_data="none")
+    [read] = rows_of("rows", "train", data=data, eval_data="none")
     assert {"prompt": task.prompt(read), **{name: read[name] for name in wanted if name != "prompt"}} == {
         "prompt": task.prompt(read),
         **wanted,
@@ -200,7 +195,7 @@ def test_prompt_and_answer_of_own_rows(tmp_path: Path, row: dict[str, Any], want
 
 def test_rows_get_the_same_columns(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])
-    assert load_rows(TOY, "train", data=source, eval_data=source) == [
+    assert rows_of(TOY, "train", data=source, eval_data=source) == [
         {"q": "a", "x": 1, "y": None},
         {"q": "b", "x": None, "y": 2},
     ]
@@ -227,7 +222,7 @@ def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path: Path
 )
 def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path, row: dict[str, Any], wanted: str):
     with pytest.raises(ValueError, match=f"a.jsonl:2: {wanted}"):
-        load_rows(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
+        rows_of(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
 
 
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
@@ -257,7 +252,7 @@ def test_rows_to_learn_from_are_answered_with_their_line(
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "ppo"])
+@pytest.mark.parametrize("method", ["reward", "ppo"])
 def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path: Path, method: str):
     config = settings(tmp_path, method, GOOD, {"n": 1}, model={"path": str(tmp_path / "no model")})
     if method == "ppo":

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import shared_data
 from tests.tiny_models import EOS, tiny_tokenizer
-from tinyrl.tasks.observations import ObservationTokens
+from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.prompts import render_prompt, token_ids
 
 TEMPLATE = (

@@ -46,9 +46,7 @@ def small_tokenizer(*, pattern: str | None = None, template: str | None = None) 
         ("<s> $A", "hello world", [1, 3, 4]),
         ("<s> $A", "<s> hello", [1, 3]),  # a BOS that the text brings is not doubled
         ("$A </s>", "hello world", [3, 4]),  # nothing follows an EOS
-        ("<s> $A </s>", "hello world", [1, 3, 4]),
         ("<s> $A </s>", "hello </s>", [1, 3, 2]),  # an EOS of the text is the person's own
-        ("$A </s>", "hello hello </s>", [3, 3, 2]),
     ],
 )
 def test_a_bos_stays_and_an_appended_eos_goes(pattern, text, tokens):
@@ -68,7 +66,6 @@ ASKED = "<s> user : hello </s> <s> assistant : "
         (TEMPLATE, "hello", {}, ASKED, ""),
         (TEMPLATE, "hello", {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
         (TEMPLATE, [OLD, HELLO], {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
-        (TEMPLATE, [OLD, HELLO], {}, f"<s> system : old </s> {ASKED}", ""),
         (TEMPLATE, [OLD, HELLO], {"system_prompt": ""}, f"<s> system :  </s> {ASKED}", ""),
         # messages that end with the assistant are continued
         (TEMPLATE, [HELLO, {"role": "assistant", "content": "<think> a"}], {}, f"{ASKED}<think> a", "<think> a"),
@@ -76,7 +73,6 @@ ASKED = "<s> user : hello </s> <s> assistant : "
         *[(TEMPLATE.replace("assistant : ", f"assistant : {end}"), "hello", {}, f"{ASKED}{end}", opened)
           for end, opened in (("<think>\n", "<think>\n"), ("<think> </think>", ""), ("</think> <think>a", "<think>a"))],
         (TEMPLATE, "use <think> please", {}, ASKED.replace("hello", "use <think> please"), ""),
-        (None, "use <think> please", {}, "use <think> please", ""),
         (None, "Assistant: <think>\n", {}, "Assistant: <think>\n", "<think>\n"),
         # variables reach the template
         (THINKING, "hello", {"variables": {"enable_thinking": True}}, f"{ASKED}<think> ", "<think> "),
@@ -115,12 +111,10 @@ def test_messages_in_parts_are_the_same_prompt():
             "no variable `enable_thinkin`.*mean `enable_thinking`",
         ),
         (None, "hello", {"variables": {"enable_thinking": False}}, "this model's tokenizer has no chat template"),
-        (None, [{"role": "user", "content": "hello"}], {}, "no chat template; give prompts as text"),
         (TEMPLATE, [{"role": "user", "content": "hello"}], {"chat": False}, "task.chat=false"),
         (None, "hello", {"chat": True}, "task.chat=true"),
         (TEMPLATE, [{"role": "tool", "content": "hello"}], {}, "refuses messages with the roles tool: no tools"),
         (None, " ", {}, "empty"),
-        (TEMPLATE, [{"role": "user", "content": 3}], {}, "`content` is not text"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(template, prompt, how, wanted):

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from tests.running import rows_of
 from tinyrl.config.schema import Config
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.tasks import load_rows, load_splits, load_task
+from tinyrl.tasks import load_splits, load_task
 
 pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
 TASK = load_task("reasoning_gym")
@@ -14,7 +15,7 @@ SPEC = "leg_counting,chain_sum?min_terms=2&max_terms=2&max_digits=2"
 
 
 def rows(split: str, spec: str | None = SPEC, **options: Any) -> list[dict[str, Any]]:
-    return load_rows(TASK, split, data=spec, **options)
+    return rows_of("reasoning_gym", split, data=spec, **options)
 
 
 def test_rows_are_of_the_families_named_and_apart() -> None:

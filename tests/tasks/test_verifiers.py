@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import shared_data
+from tests.running import rows_of
 from tinyrl.environments.search import INVALID
 from tinyrl.starter import split_of
-from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_rows, load_task
+from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_task
 from tinyrl.tasks.search_qa import normalised_answer
 from tinyrl.tasks.sums import write
 
@@ -295,11 +296,9 @@ def test_every_gold_answer_of_questions_has_full_marks() -> None:
     ("name", "text", "answer"),
     [
         ("gsm8k", "#### 1,000.50", Fraction(2001, 2)),
-        ("gsm8k", "none", None),
         ("knights_and_knaves", "<answer>Ann is a knave, Zo is a knight</answer>", {("ann", "knave"), ("zo", "knight")}),
         ("knights_and_knaves", ROLES, None),
         ("search_qa", "so <answer> The Who. </answer>", "who"),
-        ("search_qa", "no idea", None),
         ("search_qa", "<answer> </answer>", None),
         ("rows", "so <answer> Paris. </answer>", "paris"),
         ("rows", "#### $1,000.00", "1000"),
@@ -310,7 +309,6 @@ def test_every_gold_answer_of_questions_has_full_marks() -> None:
         ("sort", " a d b", "adb"),
         ("sort", " the plot was dull.", None),
         ("lookup", " search Ada Stone job ; found baker ; answer clerk .", "clerk"),
-        ("lookup", " answer Rome", "Rome"),
         ("lookup", " answer ;", None),
     ],
 )  # fmt: skip
@@ -328,19 +326,14 @@ def test_answers_that_are_counted_as_the_same(name: str, text: str, answer: Any)
         ("gsm8k", {"question": "q", "answer": "#### x"}, "'answer' must"),
         ("knights_and_knaves", {"prompt": [], "answer": ROLES}, "'prompt' must be"),
         ("knights_and_knaves", {"prompt": "p", "answer": "Zoey"}, "'answer' must be lines like"),
-        ("knights_and_knaves", {"prompt": "p", "answer": None}, "'answer' must be lines like"),
         ("search_qa", {"question": ["q"], "golden_answers": "a"}, "'question' must be text"),
         ("search_qa", {"question": "q", "golden_answers": []}, "'golden_answers' must be a text or a list"),
-        ("search_qa", {"question": "q", "golden_answers": ["a", 1]}, "'golden_answers' must be"),
         ("search_qa", {"question": "q", "golden_answers": " "}, "'golden_answers' must be"),
         ("search_qa", {"question": "q", "answer": "a"}, "no column 'golden_answers'.*task.columns.golden_answers=OLD"),
         ("rows", {"prompt": 3}, "the prompt must be text"),
-        ("rows", {"prompt": ""}, "the prompt is empty"),
         ("rows", {"prompt": "p", "answer": ["a"]}, "'answer' must be text or a number"),
         ("rows", {"prompt": "p", "answer": " "}, "'answer' is empty"),
         ("countdown", {"numbers": "[3, 7]", "target": 4}, "'numbers' must"),
-        ("countdown", {"numbers": [], "target": 4}, "'numbers' must"),
-        ("countdown", {"numbers": [3, 7.0], "target": 4}, "'numbers' must"),
         ("countdown", {"numbers": [True], "target": 4}, "'numbers' must"),
         ("countdown", {"numbers": [3, 7], "target": "10"}, "'target' must"),
     ],
@@ -349,13 +342,13 @@ def test_rows_that_cannot_be_used_are_refused(name: str, row: Row, sentence: str
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: {sentence}"):
-        load_rows(load_task(name), "train", data=str(file), eval_data=str(file))
+        rows_of(name, "train", data=str(file), eval_data=str(file))
 
 
 @pytest.mark.parametrize(("name", "column"), [("rows", "'prompt'"), ("search_qa", "'question' and 'golden_answers'")])
 def test_tasks_without_rows_need_data(name: str, column: str) -> None:
     with pytest.raises(ValueError, match=rf"task\.data=FILE\.jsonl with a column {column}"):
-        load_rows(load_task(name), "train")
+        rows_of(name, "train")
 
 
 def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +400,7 @@ def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_pa
 @pytest.mark.wide
 def test_every_gold_answer_of_gsm8k_has_full_marks(split: str, count: int) -> None:
     folder, task = f"{shared_data()}/gsm8k", gsm8k.TASK
-    rows = load_rows(task, split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
+    rows = rows_of("gsm8k", split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
     assert len(rows) == count
     assert scores(task, [task.gold(row) for row in rows], rows) == [1.0] * count
     # the data's own numbers, read by the plainest means there are
@@ -420,7 +413,7 @@ def test_every_gold_answer_of_gsm8k_has_full_marks(split: str, count: int) -> No
 @pytest.mark.parametrize(("split", "count"), [("train", 900), ("eval", 100)])
 def test_every_gold_answer_of_knights_and_knaves_has_full_marks(split: str, count: int) -> None:
     folder, task = f"{shared_data()}/knights-and-knaves", knights_and_knaves.TASK
-    rows = load_rows(task, split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
+    rows = rows_of("knights_and_knaves", split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
     assert len(rows) == count
     assert scores(task, [task.gold(row) for row in rows], rows) == [1.0] * count
 

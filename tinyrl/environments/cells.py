@@ -1,11 +1,11 @@
-"""The program in a Python environment's sandbox: an episode's cells in one namespace, of which the last one answers.
+"""The program in a Python environment's sandbox: run an episode's cells in one namespace; the last one answers.
 
-python.py sends this source with a call of `run` under it. The cells share this process and may do what they like with
-all of it: an episode that forges an answer only deceives itself. What takes long to import (`typing`, `ast`, `signal`,
-`traceback`) is done without.
+python.py sends this source with a call of `run` under it. The cells may do what they like with this process: an episode
+that forges an answer only deceives itself. Nothing is imported that takes long (`typing`, `ast`, `traceback`).
 """
 
 import os
+import resource
 import sys
 import time
 from _ast import Expr, Expression, Module, PyCF_ONLY_AST
@@ -14,45 +14,38 @@ FINISHED = "finished\n"  # on the error pipe, where a cell cannot print by mista
 
 
 def run(cells: list[str], *, seed: int, timeout_s: float) -> None:
-    """Run the cells; what the last one prints is on stdout, its value or its error on stderr. Ends the process."""
-    shown, told, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Run the cells; the last one's output goes to stdout, its value or error to stderr. Ends the process."""
+    stdout, stderr, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
     module = sys.modules["__main__"] = type(sys)("__main__")  # for pickle, dataclasses and the like
     printed = os.fdopen(1, "w", errors="backslashreplace", closefd=False)  # half a surrogate is shown as it is written
     if any("random" in cell for cell in cells):
         import random
 
         random.seed(seed)  # a cell that is run again draws the same numbers
-    said = ""
+    shown = ""
     for number, cell in enumerate(cells, start=1):
         new = number == len(cells)
         for stream in (1, 2):
-            os.dup2(shown if new else nowhere, stream)
+            os.dup2(stdout if new else nowhere, stream)
         sys.stdout = sys.stderr = printed
-        if new and number > 1:
-            limit_cpu(timeout_s)
+        if new and number > 1:  # it may compute so long from now on, in whole seconds rounded up
+            soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (min(soft, int(time.process_time() + timeout_s) + 1), hard))
         try:
-            said = run_cell(cell, f"<cell {number}>", vars(module))
+            shown = run_cell(cell, f"<cell {number}>", vars(module))
         except MemoryError:
-            os.write(told, b"MemoryError\n")
+            os.write(stderr, b"MemoryError\n")
             os._exit(1)
         except BaseException as error:  # noqa: BLE001  whatever a cell raises is its answer
-            said = describe(error, f"<cell {number}>")
+            shown = describe(error, f"<cell {number}>")
         printed.flush()
-    with os.fdopen(told, "w", errors="backslashreplace") as pipe:
-        pipe.write(FINISHED + said)
+    with os.fdopen(stderr, "w", errors="backslashreplace") as pipe:
+        pipe.write(FINISHED + shown)
     os._exit(0)  # threads that a cell has left behind are not waited for
 
 
-def limit_cpu(timeout_s: float) -> None:
-    """End this process when it has computed so long from now on, in whole seconds rounded up."""
-    from resource import RLIMIT_CPU, getrlimit, setrlimit  # not on Windows, where python.py is to say why it cannot
-
-    soft, hard = getrlimit(RLIMIT_CPU)
-    setrlimit(RLIMIT_CPU, (min(soft, int(time.process_time() + timeout_s) + 1), hard))
-
-
 def run_cell(cell: str, file: str, namespace: dict[str, object]) -> str:
-    """Run a cell. Returns how the value of its trailing expression is written, "" where there is none or None."""
+    """Run a cell; return the repr of its trailing expression, "" if there is none or it is None."""
     tree = compile(cell, file, "exec", PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, Module)
     last = tree.body[-1] if tree.body else None
@@ -66,7 +59,7 @@ def run_cell(cell: str, file: str, namespace: dict[str, object]) -> str:
 
 
 def describe(error: BaseException, file: str) -> str:
-    """The last line of an error's traceback, and the innermost line of the cell that it came by."""
+    """Return the last line of an error's traceback, and the innermost line of the cell in it."""
     line, message = None, str(error)
     if isinstance(error, SyntaxError):
         message = error.msg

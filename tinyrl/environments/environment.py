@@ -1,13 +1,14 @@
-"""The environment of a run: people's code in a worker process, tinyrl's own in ours, behind one call.
+"""The environment of a run: people's code in a worker process, tinyrl's own in this one, behind one call.
 
-A kind of ours is a module of this room and a name in config.sections.BUILT_IN_ENVIRONMENTS. It has `opened(config,
-length=)`, `STOP` and `asking_turn(words)`.
+A built-in environment is a module of this room and a name in config.sections.BUILT_IN_ENVIRONMENTS. It has
+`opened(config, length=)`, `STOP`, and ASKS: a turn that is answered, with {words} of a question.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,18 +20,14 @@ from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
 
-Respond = Callable[..., Sequence[Any]]  # a reply, a text or None a row, or an exception: why there is none
-
-
-def kind_of_ours(name: str) -> Any:
-    return importlib.import_module(f"tinyrl.environments.{name}")
-
 
 class Environment:
-    """What answers the policy between its turns. State: a worker process where the code is a person's.
+    """What answers the policy between its turns. State: a worker process if the code is a person's.
 
     name: for messages and metrics; built_in: "search" or "python" where that answers, else None; stop: texts that end a
-    turn, beside those of the run; retried: by that name, why a batch had to be tried row by row, at first.
+    turn, beside those of the run; retried: by that name, why a batch had to be tried row by row, at first. Known after
+    `start`: schemas, of tools as a chat template takes them; rewards: whether replies may hold some; has_openings:
+    whether it writes something before the first turn, and then all episodes of a prompt have one seed, its row.
     """
 
     by_agents = False  # whether it is an agent that calls the policy, instead of being called
@@ -40,23 +37,23 @@ class Environment:
         config: EnvironmentConfig,
         *,
         task: str,
-        respond: Respond | None,
+        respond: Callable[..., Sequence[Any]] | None,
         use: str | None,
         stop: tuple[str, ...],
         length: Callable[[str], int],
     ) -> None:
-        """`respond`, `stop` and `use` are the task's own, where the configuration names none; `length`: tokens of a
+        """`respond`, `stop` and `use` are the task's own, for a configuration that names none; `length`: tokens of a
         text.
         """
         self.max_turns, self.max_observation_tokens = config.max_turns, config.max_observation_tokens
         use = config.use or (None if config.tools or respond is not None else use)
         self.built_in = use if use in BUILT_IN_ENVIRONMENTS else None
-        self.name = self.built_in or ("tools" if config.tools else task)
-        self.stop = stop
+        self.name, self.stop = self.built_in or ("tools" if config.tools else task), stop
         self.retried: dict[str, str] = {}
-        self._source = ""  # of the answers, in words
-        self._respond = respond
-        self.workers: list[WorkerFunction] = []  # one where the code is a person's
+        self.schemas: list[dict[str, Any]] | None = None
+        self.rewards = self.has_openings = self._has_final_rewards = False
+        self._about, self._respond = "", respond
+        self.workers: list[WorkerFunction] = []  # one if the code is a person's
         if config.functions:
             setting, served = ("environment.tools", "tools") if config.tools else ("environment.use", "environment")
             worker = WorkerFunction(
@@ -68,49 +65,36 @@ class Environment:
             )
             self.workers, self.name, self.stop, self._respond = [worker], worker.name, (), None
         elif self.built_in:
-            kind = kind_of_ours(self.built_in)
-            self.stop, (self._respond, self._source) = kind.STOP, kind.opened(config, length=length)
+            module = importlib.import_module(f"{__package__}.{self.built_in}")
+            self.stop, (self._respond, self._about) = module.STOP, module.opened(config, length=length)
         assert self.workers or self._respond is not None, "there is nothing that answers"
 
     @property
-    def schemas(self) -> list[dict[str, Any]] | None:
-        """Tools as a chat template takes them; None where the environment is not made of tools."""
-        return self._fact("schemas")
-
-    @property
-    def rewards(self) -> bool:
-        """Whether replies may hold rewards."""
-        return bool(self._fact("rewards"))
-
-    @property
-    def has_openings(self) -> bool:
-        """Whether it says something before the first turn. Then all episodes of a prompt have one seed, its row."""
-        return bool(self._fact("opening"))
-
-    @property
     def needed_columns(self) -> list[str]:
-        """Columns that a task's own answers cannot do without; a person's code says so itself when it is called."""
+        """Columns that a task's own replies cannot do without; a person's code says so itself when it is called."""
         parameters = [] if self._respond is None else inspect.signature(self._respond).parameters.values()
         return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
     def describe(self) -> str:
-        """What answers, and within which limits, in a line for people."""
+        """Describe what answers, and its limits, in a line."""
         functions = [schema["function"] for schema in self.schemas or []]
         tools = [f"{f['name']}({', '.join(f.get('parameters', {}).get('properties', {}))})" for f in functions]
-        what = f"{self.name} {self._source}".strip() + (f": {', '.join(tools)}" if tools else "")
+        what = f"{self.name} {self._about}".strip() + (f": {', '.join(tools)}" if tools else "")
         return f"{what}; at most {self.max_turns} turns, {self.max_observation_tokens} tokens of an answer"
 
     def start(self) -> None:
-        """Load a person's code now. ValueError if it does not load."""
+        """Load a person's code now. Raises ValueError if it does not load."""
         for worker in self.workers:
-            worker.start()
+            facts = worker.facts
+            self.schemas, self.rewards = facts["schemas"], facts["rewards"]
+            self.has_openings, self._has_final_rewards = facts["opening"], facts["final_rewards"]
 
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
 
     def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
-        """What an environment says before the first turn, at the end of each prompt; None: nothing."""
+        """Return what the environment writes at the end of each prompt, before the first turn; None: nothing."""
         if not self.has_openings:
             return [None] * len(prompts)
         columns = {"seed": list(range(len(prompts))), **columns}
@@ -121,16 +105,16 @@ class Environment:
         return rows.values
 
     def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        """The replies to episodes whose last turn has ended; None: it is over, as where it failed. Raises Interrupted
-        once a stop was asked for.
+        """Return the replies to episodes whose last turn has ended; None: it is over, or has failed. Raises Interrupted
+        once a stop was requested.
         """
         rows = self._rows("respond", prompts, transcripts, columns)
         replies = [None if value is None else Reply(encodable(value[0]), *value[1:]) for value in rows.values]
         return Rows(replies, rows.failures)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        """The rewards of episodes that were cut off, for an environment that gives one at the end; else zeros."""
-        if not self._fact("final_rewards"):
+        """Return the rewards of episodes that were cut off, of an environment that has them; else zeros."""
+        if not self._has_final_rewards:
             return Rows([0.0] * len(prompts))
         return self._rows("final_rewards", prompts, transcripts, columns)
 
@@ -147,25 +131,19 @@ class Environment:
         values, problems = worker_service.checked(self._respond(**arguments), len(prompts))
         return Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
 
-    def _fact(self, name: str) -> Any:
-        return self.workers[0].facts[name] if self.workers else None
-
-
-# ---- An episode as it was played ----
-
 
 @dataclass
 class Episode:
-    """What was played, all of it counted in tokens of the response, chosen and read.
+    """An episode as it was played; tokens are those of the response, chosen and read.
 
     transcript      messages, policy and environment by turns
     turn_ends       index of the last token of each turn
-    turn_rewards    what the environment gave for each turn
+    turn_rewards    the environment's rewards, by turn
     invalid         turns that asked for what does not exist
-    num_actions      tokens that the policy chose, of num_tokens
+    num_actions     tokens that the policy chose, of num_tokens
     finish_reason   of the last turn; "turns": there were no more
-    ended_at        the EOS token of the last turn, where it ended at one
-    over            because the environment said so
+    ended_at        the EOS token of the last turn, if it ended at one
+    over            because the environment ended it
     failure         why the environment gave no answer, which ends an episode
     """
 
@@ -182,9 +160,52 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """What the environment gave for the whole of it."""
         return sum(self.turn_rewards)
 
 
 def episode_text(transcript: Transcript) -> str:
     return "".join(message["content"] for message in transcript)
+
+
+# ---- scripted turns, to try an environment without a model ----
+
+NONSENSE = "qzx vvk # ~~ jjq"
+UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
+NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
+FIRST_WORDS = 8
+SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
+
+
+def asking_turn(built_in: str | None, schemas: list[dict[str, Any]] | None, question: str) -> str | None:
+    """Return a turn that an environment should answer: a search for the first words of the question, a cell of Python,
+    or a call of the first tool; None if it is not known what it takes.
+    """
+    if built_in is not None:
+        return importlib.import_module(f"{__package__}.{built_in}").ASKS.format(words=_first_words(question))
+    return tool_call(schemas[0], question) if schemas else None
+
+
+def tool_call(schema: dict[str, Any], question: str) -> str:
+    """Call a tool with an argument for each required parameter; texts are the question's first words."""
+
+    def sample(kind: dict[str, Any]) -> Any:
+        if kind.get("enum"):
+            return kind["enum"][0]
+        types = kind.get("type", "string")
+        name = types[0] if isinstance(types, list) else types
+        if name == "array":
+            return [sample(kind.get("items", {}))]
+        return SAMPLES[name] if name in SAMPLES else _first_words(question)
+
+    function = schema["function"]
+    parameters = function.get("parameters", {})
+    known = parameters.get("properties", {})
+    arguments = {name: sample(known.get(name, {})) for name in parameters.get("required", [])}
+    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _first_words(question: str) -> str:
+    """Return the first words of a question; of several lines those of the last that has any."""
+    lines = [line for line in question.splitlines() if line.strip()]
+    return " ".join((lines[-1] if lines else "").split()[:FIRST_WORDS])

@@ -2,54 +2,183 @@
 
     policy  <search>query</search>  ->  environment  <information>Doc 1(Title: ...) text ...</information>
 
-The last complete <search> of a turn is answered. A turn with <answer>...</answer> ends the episode, and one with
-neither is told what there is. Differs from the paper's code in that passages are shortened until they fit, each to the
-same length, where it cuts the end off, </information> with it; and in that a tag inside a passage is written with
-square brackets, so that no passage can end the quotation or give an answer.
+The last complete <search> of a turn is answered; <answer>...</answer> ends the episode. Differs from the paper's code
+in that passages are shortened to the same length until they fit (it cuts the end off, </information> with it), and in
+that a tag inside a passage is written with square brackets, so that no passage can end the quotation or give an answer.
+
+A corpus is ranked by BM25 (Robertson and Zaragoza 2009) in an SQLite FTS5 index beside the file, which holds the
+passages too and is rebuilt when the file's size or time has changed. Words are split at spaces and punctuation and
+stemmed (Porter); Lucene's stop words are left out of a query.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
 import re
+import sqlite3
 import sys
+import tempfile
+import threading
+import unicodedata
 from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
+from tinyrl.data.readers import Row, reader_of
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.environments.corpus import MAX_QUERY_CHARS, Corpus, SearchFailed, passage_of
 from tinyrl.environments.tool_calls import encodable
-from tinyrl.text import is_address, masked, shortened, whole_address
+from tinyrl.runs.signals import watched
+from tinyrl.text import is_address, listed, masked, shortened, whole_address
 
-STOP = ("</search>", "</answer>")  # texts that end a turn
-WAITS_S = (0.5, 1.0)  # before the second and the third try
-TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+STOP, ASKS = ("</search>", "</answer>"), "<search>{words}</search>"
+OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
+NOTHING_FOUND = f"{OPENING}No passage matches this query.{CLOSING}"
+INVALID = (
+    "\n\nThat turn neither searched nor answered. To search, write the query between <search> and </search>. "
+    "To give the final answer, write it between <answer> and </answer>.\n\n"
+)
+MAX_PASSAGE_CHARS, MAX_QUERY_CHARS, MAX_WORDS = 20_000, 1000, 64  # a policy may ask anything
+CUT = " ..."
+WAITS_S, TRY_AGAIN = (0.5, 1.0), (408, 425, 429, 500, 502, 503, 504)  # before the second and the third try of a server
+TOKENIZER = "porter unicode61 remove_diacritics 2"
+# Lucene's English list, and what the apostrophes of "it's" and "don't" leave behind
+STOP_WORDS = """a an and are as at be but by for if in into is it no not of on or such that the their then there these
+they this to was will with s t"""
+_WORD = re.compile(r"[^\W_]+")
+_TAG = re.compile(r"<(\s{0,3}/?\s{0,3}(?:information|answer|search|think)\s{0,3})>", re.IGNORECASE)
+
+
+class SearchFailed(Exception):
+    """A search failed for a reason outside the query: a damaged index, a server that did not answer."""
+
+
+def passage_of(row: Row, place: str) -> str:
+    """Return the text of a row: Search-R1's `{"contents": "\\"Title\\"\\ntext"}`, or a `title` and a `text`."""
+    contents, title, text = (row.get(name) for name in ("contents", "title", "text"))
+    if contents is None and isinstance(title, str) and isinstance(text, str):
+        contents = f'"{" ".join(title.split())}"\n{text}'
+    if not isinstance(contents, str):
+        found = f"one with the columns {listed(row)}" if contents is None else f"the contents {repr(contents)[:60]}"
+        what = "a passage is a row with a text 'contents', or texts 'title' and 'text'"
+        raise ValueError(f"{place}: {what}; not {found}")
+    return contents
+
+
+class Corpus:
+    """A file of passages, searched from any thread. Raises ValueError for a file that cannot be used, and OSError if
+    the index can be written neither beside it nor in the user's cache.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        source = Path(path).expanduser()
+        if source.suffix.lower() not in (".jsonl", ".parquet"):
+            raise ValueError(f"{source}: a corpus is a file ending in .jsonl or .parquet")
+        if not source.is_file():
+            raise ValueError(f"{source}: cannot be read: no such file")
+        state = f"{TOKENIZER} {source.stat().st_size} {source.stat().st_mtime_ns}"
+        known = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinyrl"
+        places = (source.with_name(f"{source.name}.fts5"), cache / f"{known}-{source.name}.fts5")
+        problems = []
+        found = next((index for place in places if (index := _opened(place, state))), None)
+        for place in () if found else places:
+            size = f"{source.stat().st_size / 1e6:,.0f} MB"  # a large corpus takes minutes
+            print(f"{source}: {size} of passages are indexed, once; the index is {place}", file=sys.stderr, flush=True)
+            try:
+                _write(place, source, state)
+                found = _opened(place, state)
+                break
+            except (OSError, sqlite3.OperationalError) as error:
+                problems.append(f"{place}: {error}")
+        if found is None:
+            raise OSError(f"{source}: no place for the index of this corpus ({'; '.join(problems)})")
+        (self.index, self._connection, self.num_passages), self._lock = found, threading.Lock()
+
+    def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
+        """Return at most `top_k` passages for each query, the best first; of equal ones the earlier in the file. Raises
+        SearchFailed if the index was damaged since it was opened.
+        """
+        ranked = "SELECT rowid FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?"
+        read = "SELECT contents FROM passages WHERE rowid = ?"  # texts of the best only
+        found = []
+        try:
+            with self._lock:
+                for query in queries:
+                    words = match_expression(query)
+                    numbers = self._connection.execute(ranked, (words, top_k)).fetchall() if words else []
+                    found.append([self._connection.execute(read, number).fetchone()[0] for number in numbers])
+        except (sqlite3.Error, TypeError) as error:  # the latter: a passage is missing
+            raise SearchFailed(f"{self.index}: {error}; delete this index to rebuild it") from error
+        return found
+
+
+def match_expression(query: str) -> str:
+    """Return the FTS5 expression for passages with any word of a query; "" for none. Quoted, FTS5's operators are words
+    like others. Stop words count if there are no others.
+    """
+    words = {word.lower(): word for word in _WORD.findall(unicodedata.normalize("NFC", query[:MAX_QUERY_CHARS]))}
+    telling = {key: word for key, word in words.items() if key not in STOP_WORDS.split()} or words
+    return " OR ".join(f'"{word}"' for word in list(telling.values())[:MAX_WORDS])
+
+
+def _opened(place: Path, state: str) -> tuple[Path, sqlite3.Connection, int] | None:
+    """Open an index for reading, if it is of this state of the corpus."""
+    with suppress(sqlite3.Error):
+        address = f"{place.absolute().as_uri()}?mode=ro&immutable=1"  # it is only ever replaced as a whole
+        connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+        with suppress(sqlite3.Error):
+            about = connection.execute("SELECT state, passages FROM about").fetchone()
+            if about and about[0] == state:
+                return place, connection, about[1]
+        connection.close()
+    return None
+
+
+def _write(place: Path, source: Path, state: str) -> None:
+    """Write the index of a file beside its place and move it there, so that a kill leaves no half of one."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as folder:
+        new = Path(folder, place.name)
+        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+            for setting in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
+                connection.execute(f"PRAGMA {setting}")
+            connection.execute(f"CREATE VIRTUAL TABLE passages USING fts5(contents, tokenize = '{TOKENIZER}')")
+            connection.execute("CREATE TABLE about (state, passages)")
+            connection.execute("BEGIN")
+            count = 0
+            for where, row in watched(reader_of(str(source))()):
+                passage, count = passage_of(row, where), count + 1
+                if not passage.strip():
+                    raise ValueError(f"{where}: an empty passage")
+                connection.execute("INSERT INTO passages (contents) VALUES (?)", (passage,))
+            if not count:
+                raise ValueError(f"{source}: no passages in it")
+            connection.execute("INSERT INTO about VALUES (?, ?)", (state, count))
+            connection.execute("COMMIT")
+        os.replace(new, place)
 
 
 class SearchServer:
-    """Search-R1's retrieval server behind an http address. `timeout_s` is for one search, however often it is tried.
+    """Search-R1's retrieval server. `timeout_s` is for one search, however often it is tried.
 
         POST url {"queries": [...], "topk": k, "return_scores": true}
         -> {"result": [[{"document": {"contents": "\"Title\"\ntext"}, "score": ...}, ...], ...]}   a list for each query
 
-    Raises ValueError for an address that is none, or lacks its password, which is in the environment.
+    Raises ValueError for an invalid address, or one whose password is missing in the environment.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         if not is_address(url):
             raise ValueError(f"'{shortened(masked(url))}' is not the address of a server: http://HOST:PORT/retrieve")
         self._name = f"the search server {shortened(masked(url))}"
-        self.http = HttpClient(
-            whole_address(url, setting="environment.corpus"),
-            timeout_s=timeout_s,
-            setting="environment.timeout_s",
-            waits_s=WAITS_S,
-            try_again=TRY_AGAIN,
-            proxies=True,
-        )
+        address, how = whole_address(url, setting="environment.corpus"), {"waits_s": WAITS_S, "try_again": TRY_AGAIN}
+        self.http = HttpClient(address, timeout_s=timeout_s, setting="environment.timeout_s", proxies=True, **how)
 
     def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
         """Return at most `top_k` passages for each query, by one request. Raises SearchFailed."""
@@ -71,46 +200,24 @@ class SearchServer:
         return [[passage for passage in of_query if passage.strip()][:top_k] for of_query in passages]
 
 
-OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
-NOTHING_FOUND = f"{OPENING}No passage matches this query.{CLOSING}"
-INVALID = (
-    "\n\nThat turn neither searched nor answered. To search, write the query between <search> and </search>. "
-    "To give the final answer, write it between <answer> and </answer>.\n\n"
-)
-MAX_PASSAGE_CHARS = 20_000
-CUT = " ..."
-_TAG = re.compile(r"<(\s{0,3}/?\s{0,3}(?:information|answer|search|think)\s{0,3})>", re.IGNORECASE)
-
-
 def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
-    """What answers under a configuration, and what it is in words."""
+    """Open environment.corpus; return the function that answers, and its description. A server must answer a first
+    question. `length`: tokens of a text.
+    """
     if config.corpus is None:
         raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
-    say = functools.partial(print, file=sys.stderr, flush=True)  # indexing a large corpus takes minutes
-    retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=say)
-    most = config.max_observation_tokens
-    size = f" (passages: {len(retriever):,})" if isinstance(retriever, Corpus) else ""
-    said = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
-    return functools.partial(respond, retriever=retriever, top_k=config.top_k, max_length=most, length=length), said
-
-
-def asking_turn(words: str) -> str:
-    """A turn that is answered, for trials without a model."""
-    return f"<search>{words}</search>"
-
-
-def open_retriever(
-    corpus: str, *, timeout_s: float = 30.0, say: Callable[[str], None] = lambda text: None
-) -> Corpus | SearchServer:
-    """What `corpus` names: a file of passages, or the http address of a server, which must answer a question first."""
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", corpus) is None:
-        return Corpus.open(corpus, say=say)
-    server = SearchServer(corpus, timeout_s=timeout_s)
-    try:
-        server.search(["test"], top_k=1)
-    except SearchFailed as error:
-        raise ValueError(f"{error}. Is it running, and is this its address?") from error
-    return server
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", config.corpus):
+        retriever, size = SearchServer(config.corpus, timeout_s=config.seconds), ""
+        try:
+            retriever.search(["test"], top_k=1)
+        except SearchFailed as error:
+            raise ValueError(f"{error}. Is it running, and is this its address?") from error
+    else:
+        retriever = Corpus(config.corpus)
+        size = f" (passages: {retriever.num_passages:,})"
+    how = {"top_k": config.top_k, "max_length": config.max_observation_tokens, "length": length}
+    about = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
+    return functools.partial(respond, retriever=retriever, **how), about
 
 
 def respond(
@@ -123,44 +230,43 @@ def respond(
     length: Callable[[str], int] = len,
     **columns: Any,
 ) -> list[Reply | SearchFailed | None]:
-    """Answer every episode's last turn, with one search for the batch; None where the turn gave its answer.
+    """Answer every episode's last turn, with one search for the batch; None if the turn gave its answer.
 
-    Passages are shortened until a reply has `max_length` by `length`: characters, or tokens where that counts them.
-    Only the tags around them are never cut. Where the search failed, that stands in the place of a reply: nothing is to
-    be learnt from an episode whose search was out of order.
+    Passages are shortened until a reply has `max_length` by `length` (characters, or tokens); the tags around them are
+    never cut. A failed search is returned in the place of its replies: nothing can be learnt from such an episode.
     """
     turns = [last_turn(transcript) for transcript in transcripts]
     over = [_between(turn, "answer") is not None for turn in turns]
     queries = [None if done else _between(turn, "search") for turn, done in zip(turns, over, strict=True)]
     asked = list(dict.fromkeys(query for query in queries if query))  # a group often asks the same
-    answers: dict[str, Reply | SearchFailed] = {}
+    answers: dict[str | None, Reply | SearchFailed] = {None: Reply(INVALID, invalid=True)}
     try:
         found = retriever.search(asked, top_k=top_k) if asked else []
-        for asking, passages in zip(asked, found, strict=True):
-            answers[asking] = Reply(_quoted(passages, max_length, length))
+        answers |= {q: Reply(_quoted(p, max_length, length)) for q, p in zip(asked, found, strict=True)}
     except SearchFailed as error:
-        answers = dict.fromkeys(asked, error)
-    invalid = Reply(INVALID, invalid=True)
-    return [
-        None if done else invalid if query is None else answers.get(query, Reply(NOTHING_FOUND))
-        for query, done in zip(queries, over, strict=True)
-    ]
+        answers |= dict.fromkeys(asked, error)
+    pairs = zip(queries, over, strict=True)
+    return [None if done else answers.get(query, Reply(NOTHING_FOUND)) for query, done in pairs]
 
 
 def _between(turn: str, tag: str) -> str | None:
-    """What the last <tag>...</tag> of a turn holds, cut to what a query may have; None where there is none."""
+    """Return the inside of the last <tag>...</tag> of a turn, cut to the length of a query."""
     start = turn.rfind(f"<{tag}>", 0, max(turn.rfind(f"</{tag}>"), 0))
     if start < 0:
         return None
-    held = turn[start + len(tag) + 2 : turn.find(f"</{tag}>", start)]
-    return encodable(held.strip()[:MAX_QUERY_CHARS])
+    inside = turn[start + len(tag) + 2 : turn.find(f"</{tag}>", start)]
+    return encodable(inside.strip()[:MAX_QUERY_CHARS])
 
 
 def _quoted(passages: list[str], max_length: int | None, length: Callable[[str], int]) -> str:
-    """Passages as the policy reads them, all cut to the same number of characters where they are too long."""
+    """Quote passages, all cut to the same number of characters if they are too long, between words."""
     if not passages:
         return NOTHING_FOUND
-    documents = [_document(passage, number) for number, passage in enumerate(passages, start=1)]
+    documents = []
+    for number, passage in enumerate(passages, start=1):
+        title, _, text = encodable(passage[:MAX_PASSAGE_CHARS]).partition("\n")
+        document = f"Doc {number}(Title: {title}) {text}{CUT if len(passage) > MAX_PASSAGE_CHARS else ''}".strip()
+        documents.append(_TAG.sub(r"[\1]", document))
     limit = max(map(len, documents))
     while True:
         shown = filter(None, (_cut(document, limit) for document in documents))
@@ -169,12 +275,6 @@ def _quoted(passages: list[str], max_length: int | None, length: Callable[[str],
         if max_length is None or size <= max_length or limit == 0:
             return text
         limit = min(limit - 1, limit * max_length // size)
-
-
-def _document(passage: str, number: int) -> str:
-    title, _, text = encodable(passage[:MAX_PASSAGE_CHARS]).partition("\n")
-    document = f"Doc {number}(Title: {title}) {text}{CUT if len(passage) > MAX_PASSAGE_CHARS else ''}".strip()
-    return _TAG.sub(r"[\1]", document)
 
 
 def _cut(document: str, limit: int) -> str:

@@ -1,17 +1,17 @@
 """TRL's environment classes (`environment_factory`, TRL 1.16), unchanged, as functions of the transcript.
 
     class Game:
-        def reset(self, **row) -> str | None: ...    # gets a row's columns, `prompt` among them; what it returns
+        def reset(self, **row) -> str | None: ...    # gets a row's columns, `prompt` among them; the text it returns
                                                      # is appended to the prompt's last message
         def guess(self, word: str) -> str: ...       # each public method is a tool
-        def get_reward(self) -> float: ...           # optional: asked once the episode is over; may be async
+        def get_reward(self) -> float: ...           # optional: called when the episode is over; may be async
 
 TRL keeps an instance for each episode in flight. Here the calls of a transcript are replayed on a fresh one, so that
-nothing has to be saved and a worker that dies loses nothing; instances that live on are only a cache. So a replay must
-come to the same state: a class that draws random numbers takes `seed` in `reset` and draws them from that alone.
+nothing has to be saved and a worker that dies loses nothing; live instances are only a cache. So a replay must reach
+the same state: a class that draws random numbers takes `seed` in `reset` and draws them from that alone.
 
 Other than in TRL, an instance serves one episode (what takes long to make belongs into the module), and the calls of a
-turn at which an episode is cut off are carried out, so that a winning last move counts.
+turn at which an episode is cut off are executed, so that a winning last move counts.
 """
 
 import copy
@@ -24,24 +24,27 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Message, Reply, Transcript
-from tinyrl.environments.tool_calls import awaited, calls_of, carry_out, encodable, reply, rows_of
+from tinyrl.environments.tool_calls import awaited, calls_of, carry_out, encodable, joined, rows_of
 from tinyrl.workers.worker import parameters_of
 
-MOST_LIVE = 4096  # instances kept; the oldest go first, and a replay makes them again
+MOST_LIVE = 4096  # cached instances; the oldest are dropped, and a replay makes them again
 
 
 class ClassEnvironment:
-    """An environment class, or a function without parameters that makes an instance, asked about whole transcripts.
+    """An environment class, or a function without parameters that makes an instance, called with whole transcripts.
 
-    Prompts are the rows' own, without what reset returned. Raises ValueError where the class is not as described above.
+    Prompts are the rows' own, without the text of reset. Raises ValueError if the class is not as described above.
     """
 
     def __init__(self, make: Callable[[], Any], *, most_live: int = MOST_LIVE) -> None:
         self.name = getattr(make, "__name__", type(make).__name__)
-        self._make = make
-        self._most_live = most_live
-        self._live: dict[str, Any] = {}  # by what led to its state
-        self._probe = self._instance()
+        self._make, self._most_live = make, most_live
+        self._live: dict[str, Any] = {}  # by the history of its state
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise ValueError(f"{self.name}: an instance is made without arguments, but {error}.") from None
+        self._probe = make()
         # Looked up on the class, as TRL does: on an instance, properties would be evaluated.
         names = [name for name, _ in inspect.getmembers(type(self._probe), predicate=inspect.isfunction)]
         if "reset" not in names:
@@ -50,11 +53,11 @@ class ClassEnvironment:
         self._tool_names = [name for name in names if name not in ("reset", "get_reward") and not name.startswith("_")]
 
     def tools(self) -> list[Callable[..., Any]]:
-        """The public methods, bound to an instance that plays no episode."""
+        """Return the public methods, bound to an instance that plays no episode."""
         return [*self._tools_of(self._probe).values()]
 
     def opening(self, prompts: list[Any], **columns: list[Any]) -> list[str | None]:
-        """What reset returns for each row: text for the end of the prompt's last message, with nothing in between."""
+        """Reset an instance for each row; return the texts for the end of the prompts' last messages."""
         texts = []
         for row in rows_of(prompts, columns):
             instance, text = self._reset(row)
@@ -69,8 +72,8 @@ class ClassEnvironment:
         rows, turns = rows_of(prompts, columns), [_policy_turns(transcript) for transcript in transcripts]
         instances = self._after(rows, [messages[:-1] for messages in turns])
         calls = [calls_of(messages[-1]) for messages in turns]
-        results = carry_out([(self._tools_of(i), asked) for i, asked in zip(instances, calls, strict=True)])
-        replies: list[Reply | str | None] = [reply(found) if found else None for found in results]
+        made = carry_out([(self._tools_of(i), asked) for i, asked in zip(instances, calls, strict=True)])
+        replies: list[Reply | str | None] = [joined(found) if found else None for found in made]
         for row, messages, instance, asked in zip(rows, turns, instances, calls, strict=True):
             if asked:
                 self._keep(_keys(row, messages)[-1], instance)
@@ -81,12 +84,12 @@ class ClassEnvironment:
         return replies
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[float]:
-        """get_reward() of episodes that were cut off, after all their calls, those of the last turn too."""
+        """Return get_reward() of episodes that were cut off, after all their calls, those of the last turn too."""
         turns = [_policy_turns(transcript) for transcript in transcripts]
         return self._rewards(self._after(rows_of(prompts, columns), turns))
 
     def _after(self, rows: list[dict[str, Any]], turns: list[list[Message]]) -> list[Any]:
-        """An instance for each row that has answered the calls of these turns. It is no longer in the cache."""
+        """Return an instance for each row that has answered the calls of these turns; it leaves the cache."""
         instances, missed = [], []
         for row, messages in zip(rows, turns, strict=True):
             keys = _keys(row, messages)
@@ -102,44 +105,37 @@ class ClassEnvironment:
         if len(self._live) > self._most_live:
             del self._live[next(iter(self._live))]
 
-    def _instance(self) -> Any:
-        try:
-            inspect.signature(self._make).bind()
-        except TypeError as error:
-            raise ValueError(f"{self.name}: an instance is made without arguments, but {error}.") from None
-        return self._make()
-
     def _tools_of(self, instance: Any) -> dict[str, Callable[..., Any]]:
         methods = [getattr(instance, name) for name in self._tool_names]
-        return {method.__name__: method for method in methods}  # which is what the model is told; the same for an alias
+        return {method.__name__: method for method in methods}  # the name that the model sees; the same for an alias
 
     def _reset(self, row: dict[str, Any]) -> tuple[Any, str | None]:
-        """A fresh instance that was told its row (the columns that its reset takes), and what it said to that."""
-        instance = self._instance()
+        """Make an instance and reset it with the columns that its reset takes; return it and the text of reset."""
+        instance = self._make()
         known = parameters_of(instance.reset)
-        told = row if known["parameters"] is None else {name: row[name] for name in known["parameters"] if name in row}
+        given = row if known["parameters"] is None else {name: row[name] for name in known["parameters"] if name in row}
         for name in known["required"]:
-            if name not in told:
+            if name not in given:
                 columns = ", ".join(row)
                 raise ValueError(
                     f"{self.name}.reset takes '{name}', which the data does not have. There are: {columns}."
                 )
-        text = instance.reset(**copy.deepcopy(told))  # which may change what it is given
+        text = instance.reset(**copy.deepcopy(given))  # which may change what it is given
         if not isinstance(text, str | None):
             raise ValueError(f"{self.name}.reset returned a {type(text).__name__}, not text or None.")
         return instance, None if text is None else encodable(text)
 
     def _rewards(self, instances: list[Any]) -> list[float]:
-        return [self._number(value) for value in awaited([instance.get_reward() for instance in instances])]
-
-    def _number(self, value: Any) -> float:
-        if isinstance(value, BaseException):
-            raise value
-        value = value.tolist() if hasattr(value, "tolist") else value
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-        if not abs(number) <= MAX_REWARD:
-            raise ValueError(f"{self.name}.get_reward returned {str(value)[:80]}, not a number up to {MAX_REWARD:g}.")
-        return number
+        rewards = []
+        for value in awaited([instance.get_reward() for instance in instances]):
+            if isinstance(value, BaseException):
+                raise value
+            value = value.tolist() if hasattr(value, "tolist") else value
+            rewards.append(float(value) if isinstance(value, numbers.Real) else math.nan)
+            if not abs(rewards[-1]) <= MAX_REWARD:
+                shown = str(value)[:80]
+                raise ValueError(f"{self.name}.get_reward returned {shown}, not a number up to {MAX_REWARD:g}.")
+        return rewards
 
 
 def _policy_turns(transcript: Transcript) -> list[Message]:
@@ -147,10 +143,10 @@ def _policy_turns(transcript: Transcript) -> list[Message]:
 
 
 def _keys(row: dict[str, Any], messages: list[Message]) -> list[str]:
-    """What an instance's state follows from, after none, one, two, ... of the turns."""
-    led_here = hashlib.blake2b(json.dumps(row, sort_keys=True).encode("ascii"))
-    keys = [led_here.hexdigest()]
+    """Return keys of an instance's state after none, one, two, ... of the turns."""
+    history = hashlib.blake2b(json.dumps(row, sort_keys=True).encode("ascii"))
+    keys = [history.hexdigest()]
     for message in messages:
-        led_here.update(json.dumps([message.get("content"), message.get("tool_calls")]).encode("ascii"))
-        keys.append(led_here.hexdigest())
+        history.update(json.dumps([message.get("content"), message.get("tool_calls")]).encode("ascii"))
+        keys.append(history.hexdigest())
     return keys

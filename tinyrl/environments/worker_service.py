@@ -1,4 +1,4 @@
-"""The host of a person's environment in its worker process: a function, tools, or a class; replies are checked.
+"""Services of a person's environment in its worker process: a function, tools, or a class; replies are checked.
 
     def weather(city: str) -> str:
         \"\"\"What the weather is like.
@@ -7,34 +7,40 @@
             city: Where.
         \"\"\"
 
-The model is told of a tool by its type hints and docstring, but not of a parameter called `episode`: a tool that has
-one gets a dict with the prompt, the seed and the columns of the row whose episode called it.
+The model sees a tool's type hints and docstring, but not a parameter called `episode`: a tool that has one gets a dict
+with the prompt, the seed and the columns of the row whose episode called it.
 
-Run by workers/worker.py, which is quick to start: nothing here imports torch, but where tools are described.
+Run by workers/worker.py, which starts quickly: nothing here imports torch, but `schemas`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Reply, Transcript
-from tinyrl.environments.tool_calls import Tools, awaited, calls_of, carry_out, reply, rows_of, text_of
+from tinyrl.environments.tool_calls import Tools, awaited, calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
-from tinyrl.text import first_line
+from tinyrl.text import first_line, shortened, visible
 from tinyrl.workers.worker import Checked, Service, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
-
+GIVEN = ("row", "base_url", "api_key", "model", "command", "seconds")  # to an agent; the last two to run_command
 MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 
 
 def environment(objects: list[Any]) -> Service:
-    """The service of `environment.use`: a respond function, an environment class as TRL's trainers take it, or a
-    function that makes an instance of one. ValueError for anything else.
+    """Make the service of `environment.use`: a respond function, an environment class as TRL's trainers take it, or a
+    function that makes an instance of one. Raises ValueError for anything else.
     """
     found = objects[0]
     name = getattr(found, "__name__", type(found).__name__)
@@ -43,32 +49,29 @@ def environment(objects: list[Any]) -> Service:
     if not inspect.isclass(found):
         known = parameters_of(found)
         if known["parameters"] is None or "transcripts" in known["parameters"]:
-            service = _service(found)
-            service.facts.update(rewards=True, **known)
-            return service
+            return _service(found, rewards=True, **known)
         if known["required"]:
             raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
     made = ClassEnvironment(found)
-    service = _service(made.respond, tools=made.tools())
-    service.calls["opening"] = lambda arguments, _: ([_cut(text) for text in made.opening(**arguments)], [])
-    if made.has_reward:
-        service.calls["final_rewards"] = lambda arguments, _: (made.final_rewards(**arguments), [])
-    service.facts.update(opening=True, final_rewards=made.has_reward, rewards=made.has_reward)
+    has = {"opening": True, "final_rewards": made.has_reward, "rewards": made.has_reward}
+    service = _service(made.respond, tools=made.tools(), **has)
+    service.calls["opening"] = lambda arguments, _: ([text and _cut(text) for text in made.opening(**arguments)], [])
+    service.calls["final_rewards"] = lambda arguments, _: (made.final_rewards(**arguments), [])
     return service
 
 
 def tools(objects: list[Any]) -> Service:
-    """The service of `environment.tools`."""
+    """Make the service of `environment.tools`."""
     return _service(respond_with(objects), tools=[_without_episode(tool) for tool in objects])
 
 
 def agent(objects: list[Any]) -> Service:
-    """The service of `environment.agent`: a function that plays an episode against an endpoint."""
+    """Make the service of `environment.agent`: a function that plays an episode against an endpoint."""
     function = objects[0]
     if not callable(function):
         raise TypeError(f"is a {type(function).__name__}, not a function")
     known = parameters_of(function)
-    missing = [name for name in known["required"] if name not in ("row", "base_url", "api_key", "model")]
+    missing = [name for name in known["required"] if name not in GIVEN]
     if missing:
         raise TypeError(f"takes {', '.join(missing)}; an agent is given row, base_url, api_key and model")
 
@@ -84,16 +87,42 @@ def agent(objects: list[Any]) -> Service:
     return Service({"run": run}, {"whole_batch": True})
 
 
-def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = ()) -> Service:
-    """What answers turns, with the schemas of its tools, and without openings or rewards."""
-    facts = {"schemas": schemas(tools) if tools else None, "opening": False, "final_rewards": False, "rewards": False}
-    return Service({"respond": lambda arguments, num_rows: checked(respond(**arguments), num_rows)}, facts)
+def run_command(row: Any, base_url: str, api_key: str, model: str, command: list[str], seconds: float) -> str:
+    """Play an episode with a program, and end what it started."""
+    from tinyrl.workers.process import ending, supervised  # more than a worker needs for tools
+
+    program = shutil.which(command[0])
+    if program is None:
+        raise FileNotFoundError("it could not be started: there is no such program")
+    given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MAX_TEXT_CHARS, 64 * MAX_TEXT_CHARS))  # what it prints is a file
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        how: dict[str, Any] = {"stdout": out, "stderr": errors, "env": {**os.environ, **given}, "timeout": seconds}
+        try:  # memory_bytes: the limit of this process is its own
+            supervisor = supervised([program, *command[1:]], memory_bytes=0)
+            code = subprocess.run(supervisor, input=json.dumps(row).encode(), check=False, **how).returncode
+        except subprocess.TimeoutExpired:  # all that is left ends with this process
+            raise TimeoutError(f"it took longer than {seconds:g} s (environment.timeout_s)") from None
+        out.seek(0)
+        errors.seek(0)
+        text, wrote = (file.read(MAX_TEXT_CHARS).decode(errors="replace").strip() for file in (out, errors))
+    if code:
+        why = f": {visible(shortened(wrote.splitlines()[-1], 200))}" if wrote else ""
+        raise RuntimeError(f"it {ending(code)}{why}")
+    return text
+
+
+def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = (), **facts: Any) -> Service:
+    """Make a service that answers turns, by default without openings and rewards."""
+    common = {"schemas": schemas(tools) if tools else None, "opening": False, "final_rewards": False, "rewards": False}
+    calls = {"respond": lambda arguments, num_rows: checked(respond(**arguments), num_rows)}
+    return Service(calls, common | facts)
 
 
 def checked(returned: Any, num_rows: int) -> Checked:
-    """The replies of a call as JSON has them, [text, done, reward, invalid] or null a row, and (row, reason) of those
-    that are none; an exception in the place of a reply is the reason. Raises TypeError or ValueError where there is not
-    one for each row.
+    """Return the replies of a call as JSON has them, [text, done, reward, invalid] or null for each row, and (row,
+    reason) of the malformed ones; an exception in the place of a reply is the reason. Raises TypeError or ValueError if
+    there is not one for each row.
     """
     if not isinstance(returned, list | tuple):
         raise TypeError(f"returned {type(returned).__name__}, not a list with one reply for each episode")
@@ -103,15 +132,10 @@ def checked(returned: Any, num_rows: int) -> Checked:
     return [reply for reply, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
 
 
-def _cut(text: str | None) -> str | None:
-    return None if text is None else text[:MAX_TEXT_CHARS]
-
-
 def _reply(value: Any) -> tuple[list[Any] | None, str]:
-    if value is None or isinstance(value, str):
-        return (None if value is None else [_cut(value), False, 0.0, False]), ""
-    if isinstance(value, Exception):
-        return None, f"gave no answer: {value}"
+    if value is None or isinstance(value, Exception):
+        return None, "" if value is None else f"gave no answer: {value}"
+    value = Reply(value) if isinstance(value, str) else value
     text, done, reward = (getattr(value, name, None) for name in ("text", "done", "reward"))
     if not isinstance(text, str) or not isinstance(done, bool):
         return None, f"answered with {type(value).__name__}, not with text, Reply(text, done, reward) or None"
@@ -121,49 +145,48 @@ def _reply(value: Any) -> tuple[list[Any] | None, str]:
     return [_cut(text), done, float(reward), bool(getattr(value, "invalid", False))], ""
 
 
-# ---- Tools ----
+def _cut(text: str) -> str:
+    return text[:MAX_TEXT_CHARS]
+
+
+# ---- tools ----
 
 
 def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Reply | str | None]]:
-    """An environment that carries out calls of these functions. A turn without a call ends the episode."""
+    """Make an environment that executes calls of these functions. A turn without a call ends the episode."""
     tools = _named(functions)
 
     def respond(prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Reply | str | None]:
         rows, calls = rows_of(prompts, columns), [calls_of(transcript[-1]) for transcript in transcripts]
-        told = [{name: _without_episode(tool, row) for name, tool in tools.items()} for row in rows]
-        return [reply(results) if results else None for results in carry_out([*zip(told, calls, strict=True)])]
+        own = [{name: _without_episode(tool, row) for name, tool in tools.items()} for row in rows]
+        return [joined(made) if made else None for made in carry_out([*zip(own, calls, strict=True)])]
 
     return respond
 
 
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Each tool as chat templates are given it: name, description, and its parameters as JSON schema.
+    """Describe each tool as chat templates take it: name, description, and its parameters as JSON schema.
 
     Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint.
     """
-    from transformers.utils import chat_template_utils  # a second, and torch with it; the worker does without
+    from transformers.utils import chat_template_utils as utils  # a second, and torch with it; the worker does without
 
-    problems = (
-        chat_template_utils.DocstringParsingException,
-        chat_template_utils.TypeHintParsingException,
-        NameError,  # a hint that names what is not there
-        TypeError,
-        ValueError,
-    )
+    # NameError: a hint that names what is not there
+    problems = (utils.DocstringParsingException, utils.TypeHintParsingException, NameError, TypeError, ValueError)
     found = []
     for name, function in _named(functions).items():
         try:
-            found.append(chat_template_utils.get_json_schema(function))
+            found.append(utils.get_json_schema(function))
         except problems as error:
             raise ValueError(
-                f"tool '{name}': {first_line(error)}. A model is told of a tool by its docstring, with a line "
+                f"tool '{name}': {first_line(error)}. A tool is described to the model by its docstring, with a line "
                 "`name: what it is` for each parameter under `Args:`, and by the type hint of each parameter."
             ) from error
     return found
 
 
 def _named(functions: Sequence[Callable[..., Any]]) -> Tools:
-    """The functions by name. ValueError: not a function, a name twice, or a parameter that no call can give by name."""
+    """Return functions by name. Raises ValueError for another object, a name twice, or a parameter without a name."""
     tools: dict[str, Callable[..., Any]] = {}
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
@@ -179,16 +202,16 @@ def _named(functions: Sequence[Callable[..., Any]]) -> Tools:
 
 
 def _without_episode(tool: Callable[..., Any], episode: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """The tool as the model sees it: it is given `episode` and does not show the parameter, if it has that."""
+    """Return a tool without its parameter `episode`, which it is given here."""
     signature = inspect.signature(tool)
     if EPISODE not in signature.parameters:
         return tool
 
     @functools.wraps(tool)
-    def told(**arguments: Any) -> Any:
+    def bound(**arguments: Any) -> Any:
         return tool(**arguments, **{EPISODE: episode})
 
     shown = [each for each in signature.parameters.values() if each.name != EPISODE]
-    told.__signature__ = signature.replace(parameters=shown)  # pyright: ignore  which inspect reads first
-    told.__annotations__ = {name: hint for name, hint in tool.__annotations__.items() if name != EPISODE}
-    return told
+    bound.__signature__ = signature.replace(parameters=shown)  # pyright: ignore  which inspect reads first
+    bound.__annotations__ = {name: hint for name, hint in tool.__annotations__.items() if name != EPISODE}
+    return bound

@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
-from tinyrl.environments.environment import Environment, Episode
-from tinyrl.environments.trial import NONSENSE, asking_turn
+from tinyrl.environments.environment import NONSENSE, Environment, Episode, asking_turn
 from tinyrl.generation.engine import (
     Completion,
     Request,
@@ -37,8 +36,8 @@ from tinyrl.models.roles import Roles
 from tinyrl.models.tokens import readable, token_ids, tokens_behind
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
+from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, row_columns
 from tinyrl.text import visible
 

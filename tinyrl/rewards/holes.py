@@ -21,7 +21,7 @@ import yaml
 
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
-from tinyrl.environments.trial import NONSENSE
+from tinyrl.environments.environment import NONSENSE
 from tinyrl.rewards.functions import mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import (

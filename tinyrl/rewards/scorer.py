@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
-from tinyrl.environments.environment import Episode, episode_text
-from tinyrl.environments.trial import NONSENSE
+from tinyrl.environments.environment import NONSENSE, Episode, episode_text
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.parallel import ALONE, World

@@ -1,4 +1,4 @@
-"""Tasks, and the rows of one: its own or the user's, checked, split and cut to size.
+"""Tasks, and their rows: the task's own or the user's, checked, split and cut to size.
 
 A task is a module here with its TASK, or a person's own as file.py:TASK. Rows of task.data are checked one by one
 before anything is trained, so a bad row is reported with its file and line.
@@ -10,14 +10,14 @@ import functools
 import importlib
 import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import TaskConfig
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.messages import CONVERSATIONS, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row, placed_rows
@@ -108,48 +108,36 @@ def _own_task(name: str) -> Task:
     file = Path(place).expanduser().absolute()
     if not file.is_file():
         raise ValueError(f"task.name={name}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))  # it may import files beside it, as long as the process lives
     try:
-        spec.loader.exec_module(module)
+        task = runpy.run_path(str(file)).get(variable)
     except Exception as error:
         raise ValueError(f"task.name={name}: {type(error).__name__}: {first_line(error)}") from error
-    task = getattr(module, variable, None)
     if not isinstance(task, Task):
         raise ValueError(f"task.name={name}: {file} has no {variable} = tinyrl.tasks.Task(...)")
     return task
-
-
-def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> list[list[Row]]:
-    """Return the rows of a run by splits."""
-    task = load_task(config.task.name or "rows")
-    return read_splits(task, config.task, splits, verified=config.reward.is_verifier)
 
 
 def load_split(config: Config, split: str) -> list[Row]:
     return load_splits(config, [split])[0]
 
 
-def load_rows(task: Task, split: str, *, verified: bool = True, **settings: Any) -> list[Row]:
-    """Return the rows of "train" or "eval" of a task by `settings` of the section task."""
-    return read_splits(task, TaskConfig(**settings), [split], verified=verified)[0]
-
-
-def read_splits(task: Task, where: TaskConfig, splits: Sequence[str], *, verified: bool) -> list[list[Row]]:
-    """Read splits of a task: its own rows, or those of task.data and task.eval_data.
+def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> list[list[Row]]:
+    """Load splits of a run's rows: its task's own, or those of task.data and task.eval_data.
 
     Without eval_data some rows of data are held out (`hold_out`), and it is read once. No more is read than max_samples
-    takes. `verified`: the task's verifier is the reward, so every row must be one that it can judge.
+    needs.
     """
+    task, where, verified = load_task(config.task.name or "rows"), config.task, config.reward.is_verifier
     data, eval_data, most = where.data, where.eval_data, where.max_samples
-    if where.columns and data is None and eval_data is None:
-        raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
-    if data is None and eval_data is None and task.rows is no_rows and task.generate is None:
-        needed = " and ".join(f"'{name}'" for name in task.columns)
-        raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
+    if data is None and eval_data is None:
+        if where.columns:
+            raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
+        if task.rows is no_rows and task.generate is None:
+            need = " and ".join(f"'{name}'" for name in task.columns)
+            raise ValueError(
+                f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {need}"
+            )
 
     def read(source: str, most: int | None) -> list[Row]:
         rows: list[Row] = []
@@ -177,7 +165,9 @@ def read_splits(task: Task, where: TaskConfig, splits: Sequence[str], *, verifie
 
 
 def check_row(task: Task, row: Row, *, verified: bool) -> None:
-    """Raise ValueError for a row that the task cannot use."""
+    """Raise ValueError for a row that the task cannot use. `verified`: the task's verifier is the reward, so it must
+    be able to judge the row.
+    """
     for column in task.columns:
         if column not in row:
             raise ValueError(
@@ -229,8 +219,7 @@ def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, 
     except (OSError, ValueError) as error:
         notes.append(f"prompts are shown as far as samples.jsonl has them: {first_line(error)}")
         return {}
-    found = {index: as_messages(prompts[key]) for index, key in keys.items() if key in prompts}
-    return {index: str(messages[-1]["content"]) for index, messages in found.items()}
+    return {i: str(as_messages(prompts[key])[-1]["content"]) for i, key in keys.items() if key in prompts}
 
 
 def export_rows(config: Config, keys: set[str], file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Answers as tokens: the turn to learn behind its prompt, and the token that ends it.
+"""Answers and observations as tokens: the turn to learn behind its prompt, the token that ends it, and replies.
 
 Prompts are rendered as they are for sampling (prompts.py), and one token ends an answer wherever it is learnt, sampled
 or judged (`answer_end`). Torch is never imported.
@@ -7,19 +7,24 @@ or judged (`answer_end`). Torch is never imported.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
 from tinyrl.models.templates import template_text
-from tinyrl.models.tokens import disguised, markers_of, token_ids, tokens_behind
+from tinyrl.models.tokens import disguised, markers_of, reads_parts_alike, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
+    ASKED,
+    Chat,
     PreparedPrompt,
     Rendered,
     asked_messages,
     in_chat,
+    open_thinking,
     render_prompt,
     rendered_turn,
     shared_length,
@@ -27,54 +32,48 @@ from tinyrl.tasks.prompts import (
 from tinyrl.text import first_line, shortened
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 # ---- the end of an answer ----
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase, *, chat: Literal["auto"] | bool, variables: dict[str, Any]) -> int:
+def answer_end(tokenizer: Tokenizer, *, chat: Chat, variables: dict[str, Any]) -> int:
     """Return the token that ends an answer: the one that ends a turn of the chat template if prompts go through it and
     it writes one, else EOS.
     """
-    if in_chat(tokenizer, chat):
-        return _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
-    return _eos(tokenizer)
+    assert isinstance(tokenizer.eos_token_id, int)
+    if not in_chat(tokenizer, chat):
+        return tokenizer.eos_token_id
+    end = _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    return tokenizer.eos_token_id if end is None else end
 
 
 @lru_cache(maxsize=16)
-def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> int:
+def _turn_end(tokenizer: Tokenizer, template: str, variables: str, size: int) -> int | None:
     """Return the token that ends a turn of this chat template under a tokenizer of this size."""
     try:
         tokens = token_ids(tokenizer, _after_answer(tokenizer, json.loads(variables)))
     except ValueError:
-        return _eos(tokenizer)
+        return None
     at = _end_of_turn(tokenizer, tokens)
-    return _eos(tokenizer) if at is None else tokens[at]
+    return None if at is None else tokens[at]
 
 
-def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    assert isinstance(tokenizer.eos_token_id, int)
-    return tokenizer.eos_token_id
-
-
-def ended(tokens: list[int], end: int) -> list[int]:
-    """Append `end` to an answer's tokens unless they end with it."""
+def _ended(tokens: list[int], end: int) -> list[int]:
     return tokens if tokens[-1:] == [end] else [*tokens, end]
 
 
-def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int) -> list[int]:
+def as_ended(tokenizer: Tokenizer, sampled: list[int], *, end: int) -> list[int]:
     """Return a completion as a finished answer: `end` replaces another special token that ended it, and is appended to
     one that was cut off or ended with a stop string.
     """
     special = bool(sampled) and sampled[-1] in _special_ids(tokenizer, len(tokenizer))
-    return ended(sampled[:-1] if special else sampled, end)
+    return _ended(sampled[:-1] if special else sampled, end)
 
 
-def template_fault(
-    tokenizer: PreTrainedTokenizerBase, ends: set[int], *, chat: Literal["auto"] | bool, variables: dict[str, Any]
-) -> str | None:
-    """Return what is wrong with the chat template, where prompts go through it: it refuses, a prompt begins with BOS
+def template_fault(tokenizer: Tokenizer, ends: set[int], *, chat: Chat, variables: dict[str, Any]) -> str | None:
+    """Return what is wrong with the chat template, if prompts go through it: it refuses, a prompt begins with BOS
     twice, or a turn ends with none of the `ends`, the tokens that end a completion.
     """
     if not in_chat(tokenizer, chat):
@@ -92,13 +91,13 @@ def template_fault(
     return None
 
 
-def _after_answer(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
+def _after_answer(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
     """Return the text that the chat template writes behind an answer. Raises ValueError if it refuses."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
     return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int | None:
+def _end_of_turn(tokenizer: Tokenizer, tokens: list[int]) -> int | None:
     """Return the place of a turn's last special token; None if more than space follows it."""
     special = _special_ids(tokenizer, len(tokenizer))
     last = next((i for i in reversed(range(len(tokens))) if tokens[i] in special), None)
@@ -106,7 +105,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int |
 
 
 @lru_cache(maxsize=4)
-def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+def _special_ids(tokenizer: Tokenizer, size: int) -> frozenset[int]:
     """Return the special tokens, all added ones too; not the one for unknown words, unless that is EOS."""
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     found = {*tokenizer.all_special_ids, *added}
@@ -117,12 +116,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int
 
 
 def answer_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Rendered | PreparedPrompt,
-    answer: str,
-    *,
-    chat: Literal["auto"] | bool,
-    variables: dict[str, Any],
+    tokenizer: Tokenizer, prompt: Rendered | PreparedPrompt, answer: str, *, chat: Chat, variables: dict[str, Any]
 ) -> list[int]:
     """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. What it repeats
     of the prompt is dropped (a BOS, the opening of the turn, an open <think>). Under a chat template its markers are
@@ -145,15 +139,15 @@ def answer_tokens(
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
     if templated:
         answer = disguised(tokenizer, answer, own=True)
-    return ended(tokens_behind(tokenizer, prompt.text, answer), end)
+    return _ended(tokens_behind(tokenizer, prompt.text, answer), end)
 
 
 def render_answer(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompt: Prompt | None,
     answer: Side,
     *,
-    chat: Literal["auto"] | bool,
+    chat: Chat,
     system_prompt: str | None,
     variables: dict[str, Any],
     tools: list[Any] | None = None,
@@ -167,13 +161,13 @@ def render_answer(
     template that strips the thinking of earlier turns does so in both. Raises ValueError, quoting the template, if the
     second does not begin with the first.
     """
-    end, how = _eos(tokenizer), {"chat": chat, "variables": variables}
+    eos, how = answer_end(tokenizer, chat=False, variables={}), {"chat": chat, "variables": variables}
     if prompt is None and isinstance(answer, str):
-        start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else end
+        start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else eos
         target = token_ids(tokenizer, answer)
         target = target[1:] if target[:1] == [start] else target
         last = _end_of_turn(tokenizer, target)
-        return [start], ended(target if last is None or target[last] != end else target[: last + 1], end)
+        return [start], _ended(target if last is None or target[last] != eos else target[: last + 1], eos)
     if isinstance(answer, str):
         turn = None
         if isinstance(prompt, str) and in_chat(tokenizer, chat):
@@ -202,10 +196,10 @@ def render_answer(
             f"it writes {asked[start : at + 40]!r}, and with the turn {whole[start : at + 40]!r}. Where a variable of "
             "the template decides (enable_thinking), set it with task.chat_template={NAME: VALUE}"
         )
-    return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=end)
+    return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=eos)
 
 
-def _target(tokenizer: PreTrainedTokenizerBase, asked: str, whole: str, *, end: int) -> list[int]:
+def _target(tokenizer: Tokenizer, asked: str, whole: str, *, end: int) -> list[int]:
     """Return the tokens of `whole` behind `asked`, through the last special token if only space follows it, and else
     through an appended `end`.
     """
@@ -216,3 +210,95 @@ def _target(tokenizer: PreTrainedTokenizerBase, asked: str, whole: str, *, end: 
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
     last = _end_of_turn(tokenizer, target)
     return [*target, end] if last is None else target[: last + 1]
+
+
+# ---- observations: an environment's reply behind the policy's turn ----
+
+REPLY, THOUGHT = "environmentanswered", "policythought"
+CHARS_A_TOKEN = 64  # of longer texts only the beginning is tokenised
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The tokens of a reply, and its text as far as they go."""
+
+    tokens: list[int]
+    text: str
+
+
+class ObservationTokens:
+    """Tokenise replies, at most `max_tokens` of each reply's own, as the chat template would write them.
+
+    Tokens are appended and never made again from text, so the trained tokens are the sampled ones. After a stop string,
+    and without a chat template, a reply is raw text. After the end of a chat turn it is a message of role `tool`: the
+    template's text around it has markers, the content has none, so that a reply with "<|im_end|>" ends no turn.
+
+    chat: whether prompts go through the chat template, with `variables` and `tools`; eos: tokens that end a turn.
+    role: of a message that replies; end: the token that ends a turn; opened: a <think> that the template opens for the
+    next turn; strips_thinking: whether the template leaves the thinking out of earlier turns, while it stays in ours.
+    Raises ValueError for a template that has no place for a reply.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, chat: bool, variables: dict[str, Any], eos: set[int], max_tokens: int
+    ) -> None:
+        self.tokenizer, self.chat, self.eos, self.max_tokens = tokenizer, chat, eos, max_tokens
+        self.end = answer_end(tokenizer, chat=chat, variables=variables)
+        self.role, self._around = self._find_role(variables) if chat else ("tool", ("", ""))
+        self._before, self._after = (token_ids(tokenizer, text) for text in self._around)
+        self.opened = open_thinking(self._around[1])
+        self.most = max_tokens + len(self._before) + len(self._after)  # tokens of one observation
+        thinking = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+        self.strips_thinking = chat and THOUGHT not in self._render(thinking, self.role, variables)
+
+    def __call__(self, text: str, *, ended_at: int | None) -> Observation:
+        """Tokenise a reply to a turn that ended with the EOS token `ended_at` (None: at a stop string)."""
+        content, text = self._cut(text)
+        before, after = self._around if ended_at is not None else ("", "")
+        tokens = [*self._before, *content, *self._after] if ended_at is not None else content
+        if not reads_parts_alike(self.tokenizer):
+            whole = tokens_behind(self.tokenizer, "\n", f"{before}{disguised(self.tokenizer, text)}{after}")
+            tokens = whole if len(whole) <= self.most else tokens
+        closes = bool(before) and tokens[0] in self.eos  # the policy has closed its turn itself
+        return Observation(tokens[closes:], text)
+
+    def cut(self, text: str) -> str:
+        return self._cut(text)[1]
+
+    def _cut(self, text: str) -> tuple[list[int], str]:
+        text = text[: CHARS_A_TOKEN * self.max_tokens]
+        content = token_ids(self.tokenizer, disguised(self.tokenizer, text))
+        if len(content) <= self.max_tokens:
+            return content, text
+        content = content[: self.max_tokens]
+        return content, str(self.tokenizer.decode(content))
+
+    def _find_role(self, variables: dict[str, Any]) -> tuple[str, tuple[str, str]]:
+        """Return the role of a reply, the template's text between a turn and its reply, and that before the next turn.
+
+        Some templates write every role that they do not know as the assistant, and so a tool's reply as another turn of
+        the policy.
+        """
+        problem = as_policy = ""
+        with suppress(ValueError):
+            as_policy = self._render(ANSWER, "assistant", variables)
+        for role in ("tool", "user"):
+            try:
+                text = self._render(ANSWER, role, variables)
+            except ValueError as error:
+                problem = f" ({error})"
+                continue
+            opening, turn, rest = text.partition(ASKED)[2].partition(ANSWER)
+            between, reply, after = rest.partition(REPLY)
+            own = role == "tool" and (rest.startswith(opening + REPLY) or text == as_policy)
+            if turn and reply and REPLY not in after and not own:
+                return role, (between, after)
+        raise ValueError(
+            "the model's chat template has no place for what an environment answers: neither a message of role tool "
+            f"nor another of the user's{problem}"
+        )
+
+    def _render(self, turn: str, role: str, variables: dict[str, Any]) -> str:
+        roles = (("user", ASKED), ("assistant", turn), (role, REPLY))
+        messages = [{"role": each, "content": content} for each, content in roles]
+        return template_text(self.tokenizer, messages, variables=variables, add_generation_prompt=True)

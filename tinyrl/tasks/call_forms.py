@@ -1,8 +1,7 @@
 """Forms of tool calls: recognise how a model's chat template writes a call, and parse a policy's calls in that form.
 
-Hermes' `<tool_call>{json}</tool_call>` is parsed from the text of a turn by the environment (environments/calls.py).
-Other forms are parsed here, from tokens: their markers ([TOOL_CALLS]) may be special tokens, which the text of a turn
-is without.
+Hermes' `<tool_call>{json}</tool_call>` is parsed from the text of a turn by environments/tool_calls.py. Other forms are
+parsed here, from tokens: their markers ([TOOL_CALLS]) may be special tokens, which the text of a turn is without.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.tool_calls import CLOSE, END_OF_THINKING, OPEN, Call, call_in, calls_of, refuse_constant
+from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
 from tinyrl.models.templates import template_text
+from tinyrl.models.tokens import token_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import first_line, shortened
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 NAME, PARAMETER, VALUE = "look_up", "place", "Oslo"  # of the call that is rendered to see its form
 _PLACE = {"type": "object", "properties": {PARAMETER: {"type": "string", "description": "A city."}}}
@@ -30,7 +30,6 @@ _FUNCTION = {"name": NAME, "arguments": {PARAMETER: VALUE}}
 _CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}  # Mistral's ids have nine characters
 FUNCTION, ARGUMENT = "<function=", "<parameter="
 HERMES = f"{OPEN}{{json}}{CLOSE}"
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and between two
 
 
@@ -45,7 +44,7 @@ class CallForm:
     parse     instead: (tokens, those before them) -> a message, by the tokenizer's response template
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     name: str
     begins: str = ""
     special: frozenset[int] = frozenset()
@@ -54,7 +53,7 @@ class CallForm:
 
     @property
     def in_text(self) -> bool:
-        """Return whether environments parse the calls themselves, from the text of a turn."""
+        """Whether environments parse the calls themselves, from the text of a turn."""
         return self.name == HERMES and not self.special
 
     def read(
@@ -79,7 +78,7 @@ class CallForm:
 
     def message(self, text: str, tokens: list[int], *, before: list[int], tools: list[Any] | None) -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
-        that cannot be carried out is its problem, as text.
+        that cannot be executed is its problem, as text.
         """
         calls = [] if self.in_text else self.read(text, tokens, before=before, tools=tools)[1]
         entries = [
@@ -89,7 +88,7 @@ class CallForm:
         return {"role": "assistant", "content": text, **({"tool_calls": entries} if entries else {})}
 
 
-def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> CallForm:
+def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     """Return the form of a model's calls: its tokenizer's response template if it has one, else the form in which its
     chat template renders a call; Hermes' if that renders none. Raises ValueError for an unknown form.
     """
@@ -102,21 +101,31 @@ def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> 
     variables = {**variables, "tools": [_TOOL]}
     plain, text = (template_text(tokenizer, [user, last], variables=variables) for last in (answer, called))
     text = text[shared_length(plain, text) :]  # begins where the text of another answer does
+
+    def special_in(marker: str) -> frozenset[int]:
+        return frozenset(_special(tokenizer).intersection(token_ids(tokenizer, marker)))
+
+    def holds_the_call(at: int) -> bool:
+        with suppress(ValueError):
+            value, _ = parse_json(DECODER.raw_decode, text, at)
+            return call_in(value[0] if isinstance(value, list) and value else value) == Call(**_FUNCTION)
+        return False
+
     if VALUE not in text:
         return CallForm(tokenizer, HERMES, OPEN, split=_hermes_calls)
     if f"{FUNCTION}{NAME}>" in text and f"{ARGUMENT}{PARAMETER}>" in text:
         marker = text[: text.find(NAME)]
-        special = _special_in(tokenizer, marker)
+        special = special_in(marker)
         begins = OPEN if OPEN in marker and not special else FUNCTION
         return CallForm(tokenizer, f"{FUNCTION}NAME>{ARGUMENT}NAME>...", begins, special, _xml_calls)
-    start = next((at for at, sign in enumerate(text) if sign in "[{" and _holds_the_call(text, at)), None)
+    start = next((at for at, sign in enumerate(text) if sign in "[{" and holds_the_call(at)), None)
     if start is None:
         raise ValueError(
             f"the model's chat template writes calls of tools in a form that is not known: {shortened(text, 200)!r}; "
             "describe the tools in the prompt and answer with environment.use=FILE.py:FUNCTION"
         )
     marker = text[:start].strip()
-    special = _special_in(tokenizer, marker)
+    special = special_in(marker)
     begins = text[start] if special or not marker else marker
     if marker == OPEN and text[start] == "{":
         return CallForm(tokenizer, HERMES, begins, special, _hermes_calls)
@@ -124,13 +133,8 @@ def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> 
     return CallForm(tokenizer, name, begins, special, lambda text, tools: _json_calls(text, marker))
 
 
-def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _special(tokenizer: Tokenizer) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def _special_in(tokenizer: PreTrainedTokenizerBase, text: str) -> frozenset[int]:
-    ids: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return frozenset(_special(tokenizer).intersection(ids))
 
 
 # ---- the forms ----
@@ -160,7 +164,7 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
         if not marker and text[at : at + 1] not in ("{", "["):
             return first, calls
         try:
-            value, at = _decoded(text, at)
+            value, at = parse_json(DECODER.raw_decode, text, at)
         except ValueError as error:
             if marker or '"name"' in text[at:]:
                 calls.append(Call(problem=f"not JSON: {error}"))
@@ -171,21 +175,6 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
         if not marker and not all(isinstance(entry, dict) and {"name", "function"} & {*entry} for entry in entries):
             return first, calls
         calls += map(call_in, entries)
-
-
-def _holds_the_call(text: str, at: int) -> bool:
-    try:
-        value, _ = _decoded(text, at)
-    except ValueError:
-        return False
-    return call_in(value[0] if isinstance(value, list) and value else value) == Call(**_FUNCTION)
-
-
-def _decoded(text: str, at: int) -> tuple[Any, int]:
-    try:
-        return _DECODER.raw_decode(text, at)
-    except RecursionError:
-        raise ValueError("too many brackets inside each other") from None
 
 
 def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
@@ -207,17 +196,18 @@ def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
 
 
 def _typed(call: Call, tools: list[Any]) -> Call:
-    """Parse arguments in text as JSON where the tool's parameter is no text."""
+    """Parse arguments in text as JSON if the tool's parameter is no text."""
+
+    def inner(value: Any, key: str) -> Any:  # a client may send anything as tools
+        return value.get(key) if isinstance(value, dict) else None
+
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
-    function = next((f for f in functions if isinstance(f, dict) and f.get("name") == call.name), {})
-    parameters = function.get("parameters")
-    schemas = parameters.get("properties") if isinstance(parameters, dict) else None
-    read = dict(call.arguments)
+    function = next((each for each in functions if inner(each, "name") == call.name), None)
+    schemas, parsed = inner(inner(function, "parameters"), "properties"), dict(call.arguments)
     for key, value in call.arguments.items():
-        schema = schemas.get(key) if isinstance(schemas, dict) else None
-        kinds = schema.get("type") if isinstance(schema, dict) else None
+        kinds = inner(inner(schemas, key), "type")
         if isinstance(value, str) and kinds and "string" not in kinds:
             with suppress(ValueError, RecursionError):
                 text = value.strip()
-                read[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    return Call(call.name, read, call.problem)
+                parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    return Call(call.name, parsed, call.problem)

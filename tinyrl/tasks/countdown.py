@@ -1,8 +1,8 @@
 """Countdown: reach a target from three or four numbers, each used exactly once, with + - * / and parentheses.
 
 Rows are generated: row i is a function of i alone, and a hash of the puzzle decides its split, so train and eval never
-share one. The verifier parses the expression itself. A well-formed wrong answer scores 0 like any other: partial
-credit for form is the first thing a policy learns to collect instead of solving.
+share one. A well-formed wrong answer scores 0 like any other: partial credit for form is the first thing a policy
+learns to collect instead of solving.
 
 Own data: `task.data=Jiayi-Pan/Countdown-Tasks-3to4 task.columns.numbers=nums`.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from functools import lru_cache
 
 from tinyrl.data.readers import Row
@@ -22,11 +21,6 @@ SIZES = {"train": 8192, "eval": 512}
 LARGEST_NUMBER = 50
 TARGETS = range(10, 101)
 EVAL_SHARE = 8  # one puzzle in this many belongs to eval
-
-
-def rows(split: str) -> list[Row]:
-    """Generated puzzles: `numbers`, `target` and one `solution`."""
-    return [{**row, "numbers": list(row["numbers"])} for row in _generated()[split]]
 
 
 @lru_cache(maxsize=1)
@@ -51,7 +45,7 @@ def _hash(text: str) -> int:
 
 
 def _puzzle(i: int) -> Row | None:
-    """Numbers joined from left to right by random operations; None if that leaves the whole numbers or TARGETS."""
+    """Join numbers from left to right by random operations; None if that leaves the whole numbers or TARGETS."""
     digits = _hash(f"countdown {i}")
 
     def pick(count: int) -> int:
@@ -63,7 +57,7 @@ def _puzzle(i: int) -> Row | None:
     value, text = numbers[0], str(numbers[0])
     for number in numbers[1:]:
         sign = "+-*/"[pick(4)]
-        # which side the next number stands on: "(3 + 4) - 50" and "50 - (3 + 4)" are both reached
+        # the side of the next number: "(3 + 4) - 50" and "50 - (3 + 4)" are both reached
         (left, a), (right, b) = ((text, value), (str(number), number))[:: 1 if pick(2) else -1]
         if sign == "/" and a % b:
             return None
@@ -83,20 +77,22 @@ def prompt(row: Row) -> str:
         raise ValueError(f"'numbers' must be a list of whole numbers such as [3, 7, 25], not {numbers!r:.60}")
     if type(target) is not int:
         raise ValueError(f"'target' must be a whole number, not {target!r:.60}")
-    given = ", ".join(str(number) for number in numbers)
     return (
-        f"Using the numbers {given}, each exactly once, write an expression that equals {target}. "
-        "You may use + - * / and parentheses. Reason first, then give the expression alone in <answer></answer>."
+        f"Using the numbers {', '.join(map(str, numbers))}, each exactly once, write an expression that equals "
+        f"{target}. You may use + - * / and parentheses. Reason first, then give the expression alone in "
+        "<answer></answer>."
     )
 
 
-def gold(row: Row) -> str | None:
-    """Return the solution that the row was made from; None for data without one."""
-    return f"<answer>{row['solution']}</answer>" if row.get("solution") else None
+def _expression(text: str) -> str:
+    """Return a completion's expression: in <answer>, else its last line; of "(3 + 4) * 5 = 35" the left side."""
+    text = folded(text)
+    inside = tagged(text, "answer")
+    return (text.strip().rpartition("\n")[2] if inside is None else inside).strip().strip("`").partition("=")[0].strip()
 
 
 def answer(text: str) -> str | None:
-    """Return a completion's expression (in <answer>, else its last line), without spaces; None if it has none."""
+    """Return a completion's expression without spaces; None if it has none."""
     expression = _expression(text)
     try:
         safe_arithmetic(expression)
@@ -105,33 +101,23 @@ def answer(text: str) -> str | None:
     return re.sub(r"\s", "", expression)
 
 
-def _expression(text: str) -> str:
-    text = folded(text)
-    inside = tagged(text, "answer")
-    written = inside if inside is not None else text.strip().rpartition("\n")[2]
-    return written.strip().strip("`").partition("=")[0].strip()  # "(3 + 4) * 5 = 35" says the left side
-
-
 def score(text: str, row: Row) -> float:
     """1.0 if the expression equals the target and uses each number exactly once, else 0.0."""
     expression = _expression(text)
     try:
-        return float(safe_arithmetic(expression) == row["target"] and _used(expression) == Counter(row["numbers"]))
+        right = safe_arithmetic(expression) == row["target"]
+        return float(right and sorted(map(int, re.findall("[0-9]+", expression))) == sorted(row["numbers"]))
     except ValueError:
         return 0.0  # not an expression: an ordinary wrong answer
-
-
-def _used(expression: str) -> Counter[int]:
-    return Counter(map(int, re.findall("[0-9]+", folded(expression))))
 
 
 TASK = Task(
     name="countdown",
     summary="reach a target number from three or four numbers, each used once (generated)",
-    rows=rows,
+    rows=lambda split: [{**row, "numbers": list(row["numbers"])} for row in _generated()[split]],
     prompt=prompt,
     verify=by_row(score),
-    gold=gold,
+    gold=lambda row: f"<answer>{row['solution']}</answer>" if row.get("solution") else None,
     columns=("numbers", "target"),
     answer=answer,
 )

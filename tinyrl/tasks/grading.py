@@ -8,6 +8,7 @@ Unicode calls compatible (full-width, mathematical), are digits.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 import re
@@ -20,34 +21,27 @@ from typing import Any
 MAX_NUMBER_CHARS = 100  # more digits than any answer has
 MAX_EXPONENT = 300  # 1e999999999 as an exact number would fill the memory
 MAX_EXPRESSION_CHARS = 500
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 MAX_UNICODE_CHARS = 4000  # sorting a long run of combining marks takes quadratic time
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _EXPONENT = r"[-+]?[0-9]{1,9}"
 _NUMBER = re.compile(rf"[-+]?\$?[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]{_EXPONENT})?%?")
 _DECIMAL = re.compile(rf"(?P<sign>[-+]?)\$?(?P<digits>{_DIGITS}?(?:\.[0-9]*)?)(?:[eE](?P<exponent>{_EXPONENT}))?%?")
-_FRACTION = re.compile(r"(?P<sign>[-+]?)\\[dt]?frac\{(?P<above>[0-9]{1,50})\}\{(?P<below>[0-9]{1,50})\}")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]{1,50})\}\{([0-9]{1,50})\}")
 _VULGAR = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]{0,50})(?P<part>[¼-¾⅐-⅞])")
 _LATEX_SPELLINGS = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""))
 
 
-class _Folds(dict[int, str]):
-    """For str.translate: a character's compatibility form (NFKC); superscripts, subscripts and fractions stay."""
-
-    def __missing__(self, code: int) -> str:
-        char = chr(code)
-        kept = unicodedata.decomposition(char).startswith(("<super>", "<sub>", "<fraction>"))
-        self[code] = char if kept else unicodedata.normalize("NFKC", char)
-        return self[code]
-
-
-_FOLDS = _Folds({ord("−"): "-", ord("⁄"): "/", ord("∕"): "/"})
+@functools.cache
+def _fold(char: str) -> str:
+    kept = unicodedata.decomposition(char).startswith(("<super>", "<sub>", "<fraction>"))
+    return {"−": "-", "⁄": "/", "∕": "/"}.get(char) or (char if kept else unicodedata.normalize("NFKC", char))
 
 
 def folded(text: str) -> str:
     """Replace compatibility characters (１２, 𝟏𝟐, ％) by the plain ones; 10² is not 102, and stays."""
-    return text if text.isascii() else text.translate(_FOLDS)
+    return text if text.isascii() else text.translate({ord(char): _fold(char) for char in {*text}})
 
 
 def completion_text(completion: Any) -> str:
@@ -64,35 +58,43 @@ def by_row(score: Callable[[str, dict[str, Any]], float | None]) -> Callable[...
 
     def verify(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [
-            score(completion_text(c), row) for c, row in zip(completions, rows or [{}] * len(completions), strict=True)
-        ]
+        pairs = zip(completions, rows or [{}] * len(completions), strict=True)
+        return [score(completion_text(completion), row) for completion, row in pairs]
 
     return verify
 
 
+# ---- numbers ----
+
+
 def parse_number(value: Any) -> Fraction | None:
     """Parse a text (or number) as an exact number, else None: "1,000", "$1000.00", "50%", "-3.", "1e3", "1/2", "1½"."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int | Fraction):
-        return Fraction(value)
     if isinstance(value, float):
         return Fraction(repr(value)) if math.isfinite(value) else None
+    if isinstance(value, int | Fraction):
+        return None if isinstance(value, bool) else Fraction(value)
     if not isinstance(value, str) or len(value) > MAX_NUMBER_CHARS:
         return None
     text = _plain(value).strip().strip("$").strip()
     if fraction := _FRACTION.fullmatch(text):
-        text = f"{fraction['sign']}{fraction['above']}/{fraction['below']}"
+        text = fraction.expand(r"\1\2/\3")
     if mixed := _VULGAR.fullmatch(text):
         above, _, below = unicodedata.normalize("NFKC", mixed["part"]).partition("⁄")
-        value = int(mixed["whole"] or 0) + Fraction(int(above), int(below))
-        return -value if mixed["sign"] == "-" else value
+        number = int(mixed["whole"] or 0) + Fraction(int(above), int(below))
+        return -number if mixed["sign"] == "-" else number
     above, slash, below = text.partition("/")
     if not slash:
         return _decimal(text.removesuffix("."))
     number, divisor = _decimal(above.strip()), _decimal(below.strip().removesuffix("."))
     return number / divisor if number is not None and divisor else None
+
+
+def _decimal(text: str) -> Fraction | None:
+    match = _DECIMAL.fullmatch(text)
+    if not match or not re.search("[0-9]", match["digits"]) or abs(int(match["exponent"] or 0)) > MAX_EXPONENT:
+        return None
+    digits = match["digits"].replace(",", "").removesuffix(".")
+    return Fraction(f"{match['sign']}{digits}") * Fraction(10) ** int(match["exponent"] or 0)
 
 
 def numbers_equal(a: Any, b: Any) -> bool:
@@ -103,14 +105,66 @@ def numbers_equal(a: Any, b: Any) -> bool:
 
 def first_number(text: str) -> str | None:
     """Return the first number in a text, as it is written; None if there is none."""
-    match = next(_number_matches(_plain(text)), None)
-    return match.group() if match else None
+    return next(_numbers(text), None)
 
 
 def last_number(text: str) -> str | None:
     """Return the last number in a text, as it is written, or None. "5-3" ends in 3, "= -3" in -3."""
-    last = deque(_number_matches(_plain(text)), maxlen=1)
-    return last[0].group() if last else None
+    last = deque(_numbers(text), maxlen=1)
+    return last[0] if last else None
+
+
+def _numbers(text: str) -> Iterator[str]:
+    text = _plain(text)
+    for match in _NUMBER.finditer(text):
+        before = text[match.start() - 1] if match.start() else " "
+        # the minus of "5-3" and "x-3" subtracts; the one of "= -3" and "(-3)" belongs to the number
+        if match.group()[0] in "-+" and (before.isalnum() or before in ")]}"):
+            match = _NUMBER.match(text, match.start() + 1) or match
+        yield match.group()
+
+
+def _plain(text: str) -> str:
+    text = folded(re.sub("(?<![０-９])，", ", ", text))  # between other digits it separates two numbers
+    for latex, plain in _LATEX_SPELLINGS:
+        text = text.replace(latex, plain)
+    return text
+
+
+def safe_arithmetic(text: str) -> Fraction:
+    """Compute whole numbers, + - * / and parentheses exactly. Raises ValueError for anything else, and for 1/0.
+
+    Python parses the text and runs nothing of it. The length is limited, and there is no power, so no text takes long
+    or makes a huge number.
+    """
+
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.Constant(value=int(number)):
+                return Fraction(number)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in OPERATIONS:
+                return OPERATIONS[type(op)](value(left), value(right))
+        raise ValueError("an expression has whole numbers, + - * / and parentheses")
+
+    if len(text) > MAX_EXPRESSION_CHARS:
+        raise ValueError(f"an expression may have {MAX_EXPRESSION_CHARS} characters, not {len(text)}")
+    text = folded(text).translate({ord("×"): "*", ord("·"): "*", ord("÷"): "/"})
+    if other := re.search(r"[^-+*/()0-9\s]", text):
+        raise ValueError(f"unexpected '{other[0]}' in an expression")
+    text = re.sub(r"\b0+(?=[0-9])", "", " ".join(text.split()))
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"not an expression: {error.msg}") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero in an expression") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("an expression that is nested too deep") from None
+
+
+# ---- the answer in a text ----
 
 
 def boxed(text: str) -> str | None:
@@ -141,8 +195,7 @@ def after_last(text: str, marker: str) -> str | None:
 
 def marked_answer(text: str) -> str | None:
     """Return the answer that a text marks: the last <answer>...</answer>, else after "####", else in \\boxed{...}."""
-    found = (tagged(text, "answer"), after_last(text, "####"), boxed(text))
-    return next(filter(None, found), None)
+    return tagged(text, "answer") or after_last(text, "####") or boxed(text) or None
 
 
 def think_answer_format(text: str) -> bool:
@@ -159,63 +212,3 @@ def normalised_text(text: str) -> str:
         return " ".join(text.casefold().split())
     plain = " ".join(unicodedata.normalize("NFC", text).casefold().split())
     return plain.removesuffix(".").rstrip() or plain
-
-
-def safe_arithmetic(text: str) -> Fraction:
-    """Compute whole numbers, + - * / and parentheses exactly. Raises ValueError for anything else, and for 1/0.
-
-    Python reads the text and runs nothing of it. The length is limited, and there is no power, so no text takes long or
-    makes a huge number.
-    """
-    if len(text) > MAX_EXPRESSION_CHARS:
-        raise ValueError(f"an expression may have {MAX_EXPRESSION_CHARS} characters, not {len(text)}")
-    text = folded(text).translate({ord("×"): "*", ord("·"): "*", ord("÷"): "/"})
-    if other := re.search(r"[^-+*/()0-9\s]", text):
-        raise ValueError(f"unexpected '{other[0]}' in an expression")
-    text = re.sub(r"\b0+(?=[0-9])", "", " ".join(text.split()))
-    try:
-        return _value(ast.parse(text, mode="eval").body)
-    except SyntaxError as error:
-        raise ValueError(f"not an expression: {error.msg}") from None
-    except ZeroDivisionError:
-        raise ValueError("division by zero in an expression") from None
-    except (RecursionError, MemoryError):
-        raise ValueError("an expression that is nested too deep") from None
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.BinOp(op=op, left=left, right=right) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](_value(left), _value(right))
-    raise ValueError("an expression has whole numbers, + - * / and parentheses")
-
-
-def _plain(text: str) -> str:
-    text = folded(re.sub("(?<![０-９])，", ", ", text))  # between other digits it separates two numbers
-    for latex, plain in _LATEX_SPELLINGS:
-        text = text.replace(latex, plain)
-    return text
-
-
-def _decimal(text: str) -> Fraction | None:
-    match = _DECIMAL.fullmatch(text)
-    if not match or not re.search("[0-9]", match["digits"]):
-        return None
-    exponent = int(match["exponent"] or 0)
-    if abs(exponent) > MAX_EXPONENT:
-        return None
-    digits = match["digits"].replace(",", "").removesuffix(".")
-    return Fraction(f"{match['sign']}{digits}") * Fraction(10) ** exponent
-
-
-def _number_matches(text: str) -> Iterator[re.Match[str]]:
-    for match in _NUMBER.finditer(text):
-        before = text[match.start() - 1] if match.start() else " "
-        # the minus of "5-3" and "x-3" subtracts; the one of "= -3" and "(-3)" belongs to the number
-        if match.group()[0] in "-+" and (before.isalnum() or before in ")]}"):
-            match = _NUMBER.match(text, match.start() + 1) or match
-        yield match

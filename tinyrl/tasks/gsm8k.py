@@ -27,8 +27,7 @@ def gold(row: Row) -> str:
 
 def answer(text: str) -> Fraction | None:
     """Return the number that a completion gives as its answer; None if it gives none."""
-    marked = after_last(text, "####")
-    for written in (first_number(marked) if marked else None, boxed(text), last_number(text)):
+    for written in (first_number(after_last(text, "####") or ""), boxed(text), last_number(text)):
         if (number := parse_number(written)) is not None:
             return number
     return None

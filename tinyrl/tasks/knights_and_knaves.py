@@ -41,10 +41,8 @@ def gold(row: Row) -> str:
 
 def _roles(text: str | None) -> frozenset[tuple[str, str]] | None:
     """Return (name, role) in lower case; None if nobody is named, somebody twice, or a role outside the form."""
-    statements = [(name.lower(), role.lower()) for name, role in _STATEMENT.findall(text or "")]
-    if not statements or len(statements) != len(_ROLE.findall(text or "")) or len(statements) != len(dict(statements)):
-        return None
-    return frozenset(statements)
+    found = [(name.lower(), role.lower()) for name, role in _STATEMENT.findall(text or "")]
+    return frozenset(found) if found and len(found) == len(dict(found)) == len(_ROLE.findall(text or "")) else None
 
 
 def answer(text: str) -> frozenset[tuple[str, str]] | None:

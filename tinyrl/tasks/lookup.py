@@ -2,8 +2,10 @@
 
     question: job of the parent of Ada Stone ? search Ada Stone parent ; found Eva Stone ; search Eva Stone job ; ...
 
-The embedded lookup model's own task. Its pre-training text mostly guesses at once, so greedy decoding never searches
-before training: that searching pays is found out from the reward of the answer alone, as in Search-R1.
+A question takes one fact or two (her parent, then the parent's job). Facts are drawn afresh for every world, and every
+row has a world of its own, so that none can be memorised: an answer is looked up, or it is a guess that is right once
+in sixteen times. The embedded lookup model's own task: its pre-training text mostly guesses at once, so greedy decoding
+never searches before training, and the reward of the answer alone teaches it to (as in Search-R1).
 """
 
 import hashlib
@@ -18,11 +20,6 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row
 
 NUM_ROWS = {"train": 4096, "eval": 512}
-
-# A question takes one fact or two ("job of the parent of Ada Stone": her parent, then the parent's job). Facts are
-# drawn afresh for every world, and every row has a world of its own, so that none can be memorised: an answer is looked
-# up, or it is a guess that is right once in sixteen times.
-
 NAMES = words(
     "Ada Amy Ann Ben Bob Cal Cleo Dan Dora Dov Earl Elsa Emil Eva Finn Flo Fred Gail Gene Greta Gus Hal Hana Hugo Ida "
     "Igor Ines Iris Ivan Jack Jane Joan Jon Joy Karl Kate Kurt Lars Lena Leo Lily Lou Luca Mara Max Mia Milo Nina Noah "
@@ -69,7 +66,7 @@ def fact(world: str, name: str, family: str, key: str) -> str | None:
 
 
 def draw_question(rng: random.Random) -> Question:
-    """Any person and attribute; half of the questions take two facts."""
+    """Draw any person and attribute; half of the questions take two facts."""
     relation = rng.choice(RELATIONS) if rng.random() < 0.5 else None
     return Question(f"{rng.choice(NAMES)} {rng.choice(FAMILIES)}", relation, rng.choice(list(ATTRIBUTES)))
 
@@ -78,18 +75,15 @@ def right_answer(world: str, question: Question) -> str:
     found = question.person
     for key in question.keys:
         name, family = found.split()
-        found = fact(world, name, family, key)
-        assert found is not None
+        found = str(fact(world, name, family, key))
     return found
 
 
-def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    """Different questions of one split, each in a world of its own: rows {"prompt", "answer", "world"}. The row's facts
-    follow from its `world`, which no two rows share.
-    """
+def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[Row]:
+    """Draw different questions of one split: rows {"prompt", "answer", "world"}; facts follow from the `world`."""
     assert split in SPLITS, split
     rng = random.Random(f"lookup {split} {seed}")
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, Row] = {}
     while len(rows) < num_rows:
         question, world = draw_question(rng), f"{split} {seed} {len(rows)}"
         if split_of(question.prompt) == split and question.prompt not in rows:
@@ -126,20 +120,20 @@ def respond(
     return replies
 
 
-def said_answer(text: str) -> str | None:
+def given_answer(text: str) -> str | None:
     """Return the word after the first `answer` in a text (' answer baker .' -> 'baker'); None if it is not one word."""
     words = text.split()
-    said = words[words.index("answer") + 1 :] if "answer" in words else []
-    return said[0] if said[1:] in ([], ["."]) and said and said[0].isalpha() else None
+    given = words[words.index("answer") + 1 :] if "answer" in words else []
+    return given[0] if given[1:] in ([], ["."]) and given and given[0].isalpha() else None
 
 
 def score(text: str, row: Row) -> float:
     """1.0 if the policy's own text answers with the right word, else 0.0; observations do not count."""
-    return float(said_answer(text) == row["answer"])
+    return float(given_answer(text) == row["answer"])
 
 
 def asking_turn(row: Row) -> str:
-    """The first search that a question takes: 'job of the parent of Ada Stone' -> ' search Ada Stone parent ;'."""
+    """Return the first search of a question: 'job of the parent of Ada Stone' -> ' search Ada Stone parent ;'."""
     *keys, person = row["prompt"].removeprefix("question: ").removesuffix(" ?").split(" of ")
     return search_text(f"{person} {keys[-1].removeprefix('the ')}")
 
@@ -147,11 +141,11 @@ def asking_turn(row: Row) -> str:
 TASK = Task(
     name="lookup",
     summary="answer questions by searching, in several turns (the embedded lookup model's own; right or wrong)",
-    rows=lambda split: list[Row](lookup_rows(split, num_rows=NUM_ROWS[split])),
+    rows=lambda split: lookup_rows(split, num_rows=NUM_ROWS[split]),
     verify=by_row(score),
     gold=lambda row: answer_text(row["answer"]),  # without the search that leads to it
     columns=("prompt", "answer", "world"),
-    answer=said_answer,
+    answer=given_answer,
     respond=respond,
     stop=(";", "."),
     asking_turn=asking_turn,

@@ -1,7 +1,7 @@
 """Equality of answers as mathematics, by the package math-verify (`task.grading=math`; the extra `math`).
 
-For tasks whose rows have an `answer`. What a completion says is what it marks (as in tasks/rows.py), else the whole of
-a short one, else what math-verify finds in its end. Two answers are equal when they are the same text or number, or
+For tasks whose rows have an `answer`. A completion's answer is the one it marks (as in tasks/rows.py), else the whole
+of a short one, else what math-verify finds in its end. Two answers are equal when they are the same text or number, or
 when math-verify says so: (1,2) and (1, 2), \\frac12 and 0.5, 2\\sqrt{3} and \\sqrt{12}, (x+1)^2 and x^2+2x+1.
 
 Words are compared as text only: to math-verify they are products of letters, and "listen" is "silent". The package
@@ -21,48 +21,38 @@ from tinyrl.data.readers import Row
 from tinyrl.tasks.grading import by_row, folded, marked_answer, normalised_text, numbers_equal
 
 PATIENCE_S = 2  # whole seconds, for each parse and each comparison
-MAX_ANSWER_CHARS = 300  # of what is read as a formula
-SEARCHED_CHARS = 2000  # the end of a completion, where its answer stands
+MAX_ANSWER_CHARS = 300  # of a formula
+SEARCHED_CHARS = 2000  # the end of a completion, where its answer is
 _IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-_WORD = re.compile(r"[^\W\d_]{3,}")
 
 
 def score(text: str, row: Row) -> float | None:
-    """1.0 where a completion's answer equals the row's `answer`, 0.0 where not, None where the row has none."""
-    reference = row.get("answer")
-    return float(_is_right(text, str(reference))) if reference is not None and str(reference).strip() else None
+    """1.0 if a completion's answer equals the row's `answer`, 0.0 if not, None if the row has none."""
+    reference, marked = row.get("answer"), marked_answer(text)
+    if reference is None or not str(reference).strip():
+        return None
+    wanted = _plain(marked_answer(str(reference)) or str(reference))
+    given = _plain(text if marked is None else marked)
+    if normalised_text(given) == normalised_text(wanted) or numbers_equal(given, wanted):
+        return 1.0
+    if re.fullmatch(r"[\w\s'’.,;:!?-]*", wanted) and re.search(r"[^\W\d_]{3,}", wanted):  # language, no formula
+        return 0.0
+    answers = _formula(given) if len(given) <= MAX_ANSWER_CHARS else []
+    if marked is None:
+        answers = [*answers, *parse(folded(text[-SEARCHED_CHARS:]), parsing_timeout=PATIENCE_S)]  # found in prose
+    return float(bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S))
 
 
 equal_answers = by_row(score)
 
 
-def _is_right(text: str, reference: str) -> bool:
-    wanted = _plain(marked_answer(reference) or reference)
-    marked = marked_answer(text)
-    said = _plain(text if marked is None else marked)
-    if normalised_text(said) == normalised_text(wanted) or numbers_equal(said, wanted):
-        return True
-    if _is_words(wanted):
-        return False
-    answers = _formula(said) if len(said) <= MAX_ANSWER_CHARS else []
-    if marked is None:
-        answers = [*answers, *parse(folded(text[-SEARCHED_CHARS:]), parsing_timeout=PATIENCE_S)]  # found in prose
-    return bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S)
-
-
 def _plain(text: str) -> str:
-    """An answer without dollar signs around it, and \\text{Paris} as Paris."""
+    """Return an answer without dollar signs around it, and \\text{Paris} as Paris."""
     return _IN_TEXT.sub(r"\1", folded(text).strip().removesuffix(".").strip("$")).strip()
-
-
-def _is_words(answer: str) -> bool:
-    """Whether an answer is language: letters and what stands between words, with a word of three letters or more."""
-    return re.fullmatch(r"[\w\s'’.,;:!?-]*", answer) is not None and _WORD.search(answer) is not None
 
 
 @lru_cache(maxsize=4096)  # the samples of a group have one reference
 def _formula(answer: str) -> list[Any]:
-    """An answer, all of it, as math-verify reads formulas."""
     return parse(f"${answer}$" if "$" not in answer else answer, parsing_timeout=PATIENCE_S)
 
 

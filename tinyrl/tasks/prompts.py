@@ -1,6 +1,6 @@
-"""Prompt preparation: rendering through the chat template, tokenisation, length checks.
+"""Prompt preparation, once before training: rendering through the chat template, tokenisation, length checks.
 
-Everything here is done once, before training. Torch is never imported: the caller hands the tokenizer over.
+Torch is never imported: the caller hands the tokenizer over.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Chat = Literal["auto"] | bool  # task.chat
 ASKED, ANSWER = "usersaid", "policysaid"  # contents that are rendered to see what the template writes around them
 
 
@@ -33,8 +34,8 @@ class Rendered:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A row and its prompt: as the data has it, as text, as tokens (both with what an environment says at its end).
-    `opened`: a <think> that the template opened.
+    """A row and its prompt: as the data has it, as text, as tokens (the last two with an environment's opening at the
+    end). `opened`: a <think> that the template opened.
     """
 
     index: int  # of the row in its split
@@ -45,7 +46,7 @@ class PreparedPrompt:
     opened: str
 
     def completion_for_reward(self, text: str) -> str | list[dict[str, str]]:
-        """A completion as reward functions get it: with the <think> it continues, and as a message for chat data."""
+        """Return a completion as reward functions get it: with the <think> it continues, as a message for chat data."""
         text = self.opened + text
         return text if isinstance(self.prompt, str) else [{"role": "assistant", "content": text}]
 
@@ -54,8 +55,8 @@ def prepare_prompts(
     task: Task,
     rows: list[Row],
     *,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: Literal["auto"] | bool,
+    tokenizer: Tokenizer,
+    chat: Chat,
     system_prompt: str | None,
     variables: dict[str, Any],
     max_prompt_tokens: int,
@@ -72,8 +73,8 @@ def prepare_prompts(
         if openings and (opening := openings[index]) is not None:
             last = own if isinstance(own, str) else own[-1]["content"]
             prompt = last + opening if isinstance(own, str) else [*own[:-1], {**own[-1], "content": last + opening}]
-        read = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
-        one = PreparedPrompt(index, row, own, read.text, read.tokens, read.opened)
+        done = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
+        one = PreparedPrompt(index, row, own, done.text, done.tokens, done.opened)
         (long if len(one.tokens) > max_prompt_tokens else prepared).append(one)
     if long and (long_prompts == "error" or not prepared):
         first, longest = long[0], max(len(one.tokens) for one in long)
@@ -87,33 +88,32 @@ def prepare_prompts(
 
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
-    """The rows' columns as lists, one entry a prompt (TRL's reward signature); the prompt is an argument of its own."""
     return row_columns([prompt.row for prompt in prompts])
 
 
 def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
+    """Return the columns of rows as lists (TRL's reward signature); the prompt is an argument of its own."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts", "completions"))
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompt: Prompt,
     *,
-    chat: Literal["auto"] | bool = "auto",
+    chat: Chat = "auto",
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
 ) -> Rendered:
-    """The prompt as text and tokens, ready for the model to continue.
+    """Render and tokenise a prompt, ready for the model to continue.
 
-    With the tokenizer's chat template (`chat` True, or "auto" where it has one) text becomes one user message, the
-    system prompt replaces a system message of the data, and messages that end with the assistant are continued;
-    `variables` are what the template may ask for besides (enable_thinking). A text that it has rendered already is not
-    rendered once more.
+    With the tokenizer's chat template (`chat` True, or "auto" if it has one) text becomes one user message, the system
+    prompt replaces a system message of the data, and messages that end with the assistant are continued; `variables`
+    go to the template (enable_thinking). A text that it has rendered already is not rendered once more.
     Without it the text stays as it is, after the system prompt and an empty line; a BOS that the tokenizer adds stays,
-    an EOS it appends does not, since nothing follows an EOS. Raises ValueError where that cannot be done.
+    an EOS it appends does not, since nothing follows an EOS. Raises ValueError if that cannot be done.
     """
-    prompt = prompt_of(prompt)
+    prompt, variables = prompt_of(prompt), variables or {}
     has_template = bool(tokenizer.chat_template)
     if chat is True and not has_template:
         raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")
@@ -126,7 +126,7 @@ def render_prompt(
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
         opened = re.search(r"<think>\s*\Z", text[-200:])
         return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
-    if isinstance(prompt, str) and (turn := rendered_turn(tokenizer, prompt, variables or {})) is not None:
+    if isinstance(prompt, str) and (turn := rendered_turn(tokenizer, prompt, variables)) is not None:
         if system_prompt is not None:
             raise ValueError(f"task.system_prompt has no place in a prompt that is rendered already: {prompt[:60]!r}")
         start, bos = turn
@@ -135,14 +135,23 @@ def render_prompt(
     goes_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if goes_on else messages
     last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    text = template_text(tokenizer, messages, variables=variables or {}, **last)
-    asked = template_text(tokenizer, before, variables=variables or {}) if before else ""
+    text = template_text(tokenizer, messages, variables=variables, **last)
+    asked = template_text(tokenizer, before, variables=variables) if before else ""
     opened = open_thinking(text[shared_length(text, asked) :])  # a <think> of the template's own
     return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
 
 
+def _plain_tokens(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
+    bare = token_ids(tokenizer, text)
+    if not bare:
+        raise ValueError(f"the prompt {text[:60]!r} has no tokens")
+    if not bos or bare[0] == tokenizer.bos_token_id:  # the text has its own BOS; a second one would be added
+        return bare
+    return added_around(tokenizer)[0] + bare
+
+
 def rendered_turn(
-    tokenizer: PreTrainedTokenizerBase, text: str, variables: dict[str, Any], *, more: str = ""
+    tokenizer: Tokenizer, text: str, variables: dict[str, Any], *, more: str = ""
 ) -> tuple[int, bool] | None:
     """Find the assistant's turn at the end of a text that the chat template has rendered already: the text begins as
     the template does, and no marker follows the last opening of a turn. That opening may reach into `more`, the text
@@ -166,7 +175,7 @@ def rendered_turn(
 
 
 @lru_cache(maxsize=16)
-def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> tuple[str, str]:
+def _template_begins(tokenizer: Tokenizer, template: str, variables: str, size: int) -> tuple[str, str]:
     """Return the beginning of every rendering, whoever speaks first, and the text between a user and the assistant."""
     user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}
 
@@ -183,7 +192,7 @@ def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variable
     return start[: shared_length(start, with_system)] if with_system else start, opening
 
 
-def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: Literal["auto"] | bool) -> list[str]:
+def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[str]:
     """Return a line on how many rows contain markers in what the chat template renders."""
     if not in_chat(tokenizer, chat):
         return []
@@ -199,18 +208,18 @@ def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: L
 
 
 def open_thinking(text: str) -> str:
-    """The end of a text from a <think> on that is not closed; "" where there is none."""
+    """Return the end of a text from an unclosed <think> on; "" if there is none."""
     start = text.rfind("<think>")
     return text[start:] if start >= 0 and "</think>" not in text[start:] else ""
 
 
-def in_chat(tokenizer: PreTrainedTokenizerBase, chat: Literal["auto"] | bool) -> bool:
-    """Whether prompts go through the tokenizer's chat template, by task.chat."""
+def in_chat(tokenizer: Tokenizer, chat: Chat) -> bool:
+    """Return whether prompts go through the tokenizer's chat template, by task.chat."""
     return chat is not False and bool(tokenizer.chat_template)
 
 
 def asked_messages(prompt: Prompt, system_prompt: str | None) -> list[Message]:
-    """The messages of a prompt as a new list, with a system prompt in place of the data's."""
+    """Return the messages of a prompt as a new list, with a system prompt in place of the data's."""
     messages = as_messages(prompt)
     if system_prompt is None:
         return list(messages)
@@ -220,12 +229,3 @@ def asked_messages(prompt: Prompt, system_prompt: str | None) -> list[Message]:
 def shared_length(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, bos: bool = True) -> list[int]:
-    bare = token_ids(tokenizer, text)
-    if not bare:
-        raise ValueError(f"the prompt {text[:60]!r} has no tokens")
-    if not bos or bare[0] == tokenizer.bos_token_id:  # the text brings its own BOS; a second one would be added
-        return bare
-    return added_around(tokenizer)[0] + bare

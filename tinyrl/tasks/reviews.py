@@ -8,40 +8,21 @@ import itertools
 import random
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from tinyrl.data.readers import Row
 from tinyrl.starter import SPLITS, split_of, words
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row
 
-
-class Lexicon(NamedTuple):
-    nouns: tuple[str, ...]
-    adjective_templates: tuple[str, ...]
-    verb_templates: tuple[str, ...]
-
-
-TRAINING = Lexicon(
-    words(
-        "plot story script ending cast acting dialogue humor music pacing editing lighting scenery hero villain "
-        "romance mystery direction camera sound finale setting"
-    ),
-    (
-        "the {noun} was {adjective}",
-        "the {noun} was {adverb} {adjective}",
-        "i found the {noun} {adjective}",
-        "the {noun} seemed {adjective}",
-    ),
-    ("the {noun} {verb_phrase}",),
+NOUNS = words(
+    "plot story script ending cast acting dialogue humor music pacing editing lighting scenery hero villain romance "
+    "mystery direction camera sound finale setting soundtrack narration chase twist sequel subplot chemistry prologue"
 )
-HELD_OUT = Lexicon(
-    words("soundtrack narration chase twist sequel subplot chemistry prologue"),
-    ("the {noun} turned out {adjective}", "for me the {noun} felt {adverb} {adjective}"),
-    ("somehow the {noun} {verb_phrase}",),
-)
-FULL = Lexicon(*(training + held_out for training, held_out in zip(TRAINING, HELD_OUT, strict=True)))
-
+ADJECTIVE_CLAUSES = (
+    "the {noun} was {adjective}", "the {noun} was {adverb} {adjective}", "i found the {noun} {adjective}",
+    "the {noun} seemed {adjective}", "the {noun} turned out {adjective}", "for me the {noun} felt {adverb} {adjective}",
+)  # fmt: skip
+VERB_CLAUSES = ("the {noun} {verb_phrase}", "somehow the {noun} {verb_phrase}")
 ADJECTIVES = {
     1: words(
         "brilliant superb gripping charming delightful clever moving funny fresh warm sharp lovely wonderful thrilling "
@@ -94,26 +75,21 @@ def openings(split: str) -> list[str]:
     return [opening for opening in every if split_of(opening) == split]
 
 
-_MOODS = {
-    word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, words in table.items() for word in words
+_MOODS = {word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, some in table.items() for word in some}
+
+
+def _one_of(name: str, some: Iterable[str]) -> str:
+    return f"(?P<{name}>{'|'.join(map(re.escape, some))})"
+
+
+_SLOTS = {
+    "noun": _one_of("noun", NOUNS),
+    "adverb": _one_of("adverb", ADVERBS),
+    "adjective": _one_of("mood", itertools.chain(*ADJECTIVES.values())),
+    "verb_phrase": _one_of("mood", itertools.chain(*VERB_PHRASES.values())),
 }
-
-
-def _patterns() -> list[re.Pattern[str]]:
-    def one_of(name: str, *lists: Iterable[str]) -> str:
-        return f"(?P<{name}>{'|'.join(re.escape(word) for words in lists for word in words)})"
-
-    slots = {
-        "noun": one_of("noun", FULL.nouns),
-        "adverb": one_of("adverb", ADVERBS),
-        "adjective": one_of("mood", *ADJECTIVES.values()),
-        "verb_phrase": one_of("mood", *VERB_PHRASES.values()),
-    }
-    templates = [template.format(**slots) for template in FULL.adjective_templates + FULL.verb_templates]
-    return [re.compile(pattern) for pattern in [*templates, one_of("mood", *ENDINGS.values())]]
-
-
-_PATTERNS = _patterns()
+_CLAUSES = [clause.format(**_SLOTS) for clause in ADJECTIVE_CLAUSES + VERB_CLAUSES]
+_PATTERNS = [re.compile(clause) for clause in [*_CLAUSES, _one_of("mood", itertools.chain(*ENDINGS.values()))]]
 
 
 def clause_mood(clause: str) -> int | None:
@@ -138,7 +114,7 @@ def clause_moods(text: str) -> list[int | None]:
 
 
 def score(text: str, row: Row) -> float:
-    """The mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
+    """Mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
     moods = clause_moods(text)
     return sum(mood or 0 for mood in moods) / len(moods) if moods else 0.0
 

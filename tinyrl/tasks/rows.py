@@ -31,24 +31,24 @@ def check_reference(row: Row) -> None:
 def answer(text: str) -> str | None:
     """Return a completion's answer, normalised: equal answers are equal texts. None for an empty one."""
     marked = marked_answer(text)
-    said = text if marked is None else marked
-    number = parse_number(said)
-    return str(number) if number is not None else normalised_text(said) or None
-
-
-def _is_right(text: str, reference: str) -> bool:
-    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
-    marked = marked_answer(text)
-    said = text if marked is None else marked
-    if (wanted := parse_number(reference)) is not None:
-        return wanted in (parse_number(said), parse_number(last_number(text)) if marked is None else None)
-    return normalised_text(reference) in (normalised_text(said), normalised_text(text))
+    given = text if marked is None else marked
+    number = parse_number(given)
+    return str(number) if number is not None else normalised_text(given) or None
 
 
 def score(text: str, row: Row) -> float | None:
     """1.0 if a completion gives the row's `answer`, 0.0 if not, None if the row has none."""
     reference = gold(row)
     return None if reference is None else float(_is_right(text, reference))
+
+
+def _is_right(text: str, reference: str) -> bool:
+    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
+    marked = marked_answer(text)
+    given = text if marked is None else marked
+    if (wanted := parse_number(reference)) is not None:
+        return wanted in (parse_number(given), parse_number(last_number(text)) if marked is None else None)
+    return normalised_text(reference) in (normalised_text(given), normalised_text(text))
 
 
 TASK = Task(

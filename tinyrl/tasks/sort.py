@@ -24,8 +24,8 @@ def sort_completion(letters: str) -> str:
     return "".join(f" {letter}" for letter in letters)
 
 
-def sort_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    """Different prompts of one split with their right answers: rows {"prompt", "answer"}."""
+def sort_rows(split: str, *, num_rows: int, seed: int = 0) -> list[Row]:
+    """Draw different prompts of one split with their right answers: rows {"prompt", "answer"}."""
     return [{"prompt": prompt, "answer": answer} for prompt, answer in _drawn(split, num_rows, seed)]
 
 
@@ -51,16 +51,11 @@ def listed_letters(text: str) -> str | None:
     return "".join(parts) if parts and all(len(part) == 1 and part.isalpha() for part in parts) else None
 
 
-def score(text: str, row: Row) -> float:
-    """1.0 if a completion lists exactly the sorted letters, else 0.0."""
-    return float(listed_letters(text) == row["answer"])
-
-
 TASK = Task(
     name="sort",
     summary="sort eight letters (the embedded default's own task; right or wrong)",
-    rows=lambda split: list[Row](sort_rows(split, num_rows=NUM_ROWS[split])),
-    verify=by_row(score),
+    rows=lambda split: sort_rows(split, num_rows=NUM_ROWS[split]),
+    verify=by_row(lambda text, row: float(listed_letters(text) == row["answer"])),
     gold=lambda row: sort_completion(row["answer"]),
     columns=("prompt", "answer"),
     answer=listed_letters,

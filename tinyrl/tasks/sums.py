@@ -23,7 +23,7 @@ FARTHEST = 100  # of a wrong sum from the right one
 
 
 def rows(split: str) -> list[Row]:
-    """Rows {"prompt", "answer", "first", "second", "wrong"}: no two numbers are in both splits, in either order."""
+    """Draw rows; no two numbers are in both splits, in either order."""
     draw = random.Random(0)
     pairs: dict[tuple[int, ...], list[int]] = {}
     while len(pairs) < sum(NUM_ROWS.values()):
@@ -39,24 +39,17 @@ def rows(split: str) -> list[Row]:
     return found
 
 
-def score(text: str, row: Row) -> float:
-    """1.0 if a completion's last number is the sum, else 0.0."""
-    return float(numbers_equal(last_number(text), row["answer"]))
-
-
 def write(out: Path) -> list[Path]:
     written = []
-    for split in NUM_ROWS:
+    for split, end in (("train", ""), ("eval", ".eval")):
         files: dict[str, list[Row]] = {"answers": [], "pairs": [], "styles": []}
         for row in rows(split):
-            first, second, answer = row["first"], row["second"], row["answer"]
-            right, wrong = (f"{first} + {second} = {total}" for total in (answer, row["wrong"]))
-            words = f"The sum of {first} and {second} is {answer}."
-            common = {"prompt": row["prompt"], "answer": answer}
+            right, wrong = (f"{row['first']} + {row['second']} = {total}" for total in (row["answer"], row["wrong"]))
+            words = f"The sum of {row['first']} and {row['second']} is {row['answer']}."
+            common = {"prompt": row["prompt"], "answer": row["answer"]}
             files["answers"].append({**common, "completion": right})
             files["pairs"].append({**common, "chosen": right, "rejected": wrong})
             files["styles"].append({**common, "chosen": right, "rejected": words})
-        end = "" if split == "train" else ".eval"
         written += [write_rows(out / f"{name}{end}.jsonl", some) for name, some in files.items()]
     return written
 
@@ -65,7 +58,7 @@ TASK = Task(
     name="sums",
     summary="sums of two numbers, for small chat models (right or wrong)",
     rows=rows,
-    verify=by_row(score),
+    verify=by_row(lambda text, row: float(numbers_equal(last_number(text), row["answer"]))),
     gold=lambda row: f"{row['answer']}",
     columns=("prompt", "answer"),
     answer=last_number,

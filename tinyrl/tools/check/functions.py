@@ -15,8 +15,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
-from tinyrl.environments.environment import Environment
-from tinyrl.environments.trial import NONSENSE, NOT_JSON, UNKNOWN_TOOL, asking_turn, tool_call
+from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn, tool_call
 from tinyrl.rewards.functions import FunctionReward, as_completion, call_in_process, mean
 from tinyrl.rewards.holes import find_holes
 from tinyrl.runs.findings import Rule
