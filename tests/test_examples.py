@@ -22,6 +22,7 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look their annotations up
     sys.path.insert(0, str(EXAMPLES))  # as where it is run as a script
     try:
         spec.loader.exec_module(module)

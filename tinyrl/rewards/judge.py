@@ -31,7 +31,7 @@ from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.http_client import until_done
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
-from tinyrl.environments.trial import NONSENSE
+from tinyrl.environments.environment import NONSENSE
 from tinyrl.errors import ExplainedByCheck, Interrupted
 from tinyrl.rewards.functions import RewardCall, as_completion, mean
 from tinyrl.tasks import Task
