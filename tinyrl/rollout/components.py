@@ -40,8 +40,6 @@ from tinyrl.tasks import Task, layout_notes, load_splits, load_task
 from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 
-SHOWN_TOKENS = 64
-
 
 def trainer_of(method: str) -> Any:
     """The class of a method's trainer; imported now, since others may need libraries that this one does not."""
@@ -190,36 +188,42 @@ class SamplingParts(Parts):
         self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
         self.runner: EpisodeRunner | AgentRunner | None
         if config.environment.agent is not None and config.uses("environment"):
-            self.runner = self._agents()
+            if self.world.size > 1:
+                raise ValueError("environment.agent works in one process, and several were launched")
+            if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+                raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
+            self.runner = AgentRunner(config, positions=self.positions)
         else:
             self.runner = load_episode_runner(config, tokenizer=self.tokenizer, roles=self.roles)
-        self.train_prompts, self.eval_prompts = (self._prompts(split) for split in rows)
+        generation, longest, positions = config.generation, self.longest_response, self.positions
+        if longest >= positions:
+            between = longest - generation.max_new_tokens
+            read = "" if self.runner is None else f" and up to {between} that are read between turns"
+            raise ValueError(
+                f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
+                "positions for prompt and response (of longrope those of original_max_position_embeddings)"
+            )
+        limit = min(generation.max_prompt_tokens, positions - longest)
+        self.train_prompts, self.eval_prompts = (self.prepared(split, limit=limit) for split in rows)
         self.owns_scorer = judge is None
         if judge is None:
             self.scorer = load_scorer(config, self.task, parts=self, options=options, runner=self.runner)
         else:
             self.scorer = judge.with_tokenizer(self.tokenizer)
-        stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
+        stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
         prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
         by_agents = isinstance(self.runner, AgentRunner)  # which write their own prompts
         self.engine, self.engine_reason = engine_of(
-            config.generation,
+            generation,
             self.roles,
             self.tokenizer,
             stop=stop,
-            longest_response=self.longest_response,
-            longest_prompt=config.generation.max_prompt_tokens if by_agents else max(prompts, default=0),
+            longest_response=longest,
+            longest_prompt=generation.max_prompt_tokens if by_agents else max(prompts, default=0),
         )
         self.micro_batches.make_room = self.engine.release
         self.row_fingerprints = fingerprints([p.row for p in self.train_prompts], [p.row for p in self.eval_prompts])
-
-    def _agents(self) -> AgentRunner:
-        if self.world.size > 1:
-            raise ValueError("environment.agent works in one process, and several were launched")
-        if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-            raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
-        return AgentRunner(self.config, positions=self.positions)
 
     def over(
         self,
@@ -243,19 +247,6 @@ class SamplingParts(Parts):
     def longest_response(self) -> int:
         """Tokens of a response, with what is read between its turns."""
         return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
-
-    def _prompts(self, rows: list[Row]) -> list[PreparedPrompt]:
-        generation, runner = self.config.generation, self.runner
-        longest, limit = self.longest_response, generation.max_prompt_tokens
-        positions = self.positions
-        if longest >= positions:
-            between = longest - generation.max_new_tokens
-            read = "" if runner is None else f" and up to {between} that are read between turns"
-            raise ValueError(
-                f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
-                "positions for prompt and response (of longrope those of original_max_position_embeddings)"
-            )
-        return self.prepared(rows, limit=min(limit, positions - longest))
 
     def prepared(
         self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None
@@ -283,38 +274,25 @@ class SamplingParts(Parts):
         return super().template_warnings() + marker_notes(self.tokenizer, rows, chat=self.config.task.chat)
 
     def check(self) -> list[str]:
-        """The reference at step 0, and the reward on a gold answer."""
-        self._check_reference()
+        """Check the reference at step 0, and the reward on a gold answer."""
+        config, prompts = self.config, [prompt.tokens for prompt in self.train_prompts]
+        how: Any = {"temperature": config.generation.temperature, "autocast": self.accelerator.autocast}
+        check_reference(self.roles, prompts[:4], **how)
         if not self.world.is_main:  # rank 0 calls the rewards
             return []
         self.scorer.start()
-        first = self.train_prompts[0]
         judged, warnings = self.scorer.check(self.train_prompts)
-        warnings += self.template_warnings() + self._few_held_out()
-        notes = [*layout_notes(first.row), *self._engine_notes(), *self._episode_notes()]
-        notes += filter(None, [*judged, unused_defaults(self.roles.causal, self.config.generation)])
-        return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
-
-    def _episode_notes(self) -> list[str]:
+        warnings += self.template_warnings()
+        if config.run.eval_prompts:
+            held_out, train = ({prompt_key(p.prompt) for p in of} for of in (self.eval_prompts, self.train_prompts))
+            warnings += few_held_out(len(held_out), trained_on=len(held_out) < FEW and held_out <= train)
+        notes = [*layout_notes(self.train_prompts[0].row), *self.engine.start(prompts)]
         if isinstance(self.runner, AgentRunner):
-            return [f"environment {self.runner.environment.describe()}"]
-        return [] if self.runner is None else episode_notes(self.runner)
-
-    def _engine_notes(self) -> list[str]:
-        return self.engine.start([p.tokens for p in self.train_prompts])
-
-    def _few_held_out(self) -> list[str]:
-        if not self.config.run.eval_prompts:
-            return []
-        held_out = {prompt_key(p.prompt) for p in self.eval_prompts}
-        few = len(held_out) < FEW
-        return few_held_out(
-            len(held_out), trained_on=few and held_out <= {prompt_key(p.prompt) for p in self.train_prompts}
-        )
-
-    def _check_reference(self) -> None:
-        prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature
-        check_reference(self.roles, prompts, temperature=temperature, autocast=self.accelerator.autocast)
+            notes.append(f"environment {self.runner.environment.describe()}")
+        elif self.runner is not None:
+            notes += episode_notes(self.runner)
+        notes += filter(None, [*judged, unused_defaults(self.roles.causal, config.generation)])
+        return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
     def memory(self) -> dict[str, int]:
         model = self.scorer.model.model if self.scorer.model is not None else None

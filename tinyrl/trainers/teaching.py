@@ -290,14 +290,8 @@ class ServerTeacher(Teacher):
 LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
 
 
-TEACHERS: dict[str, type[Teacher]] = {
-    **dict.fromkeys(LOCAL, LocalTeacher),
-    "server": ServerTeacher,
-}
-
-
 def teacher_of(trainer: OnPolicyTrainer) -> Teacher:
-    return TEACHERS[trainer.config.teacher.kind](trainer)
+    return (ServerTeacher if trainer.config.teacher.kind == "server" else LocalTeacher)(trainer)
 
 
 class Hint:
