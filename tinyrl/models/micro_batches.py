@@ -15,7 +15,7 @@ import torch
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory
 from tinyrl.models.packing import shared_start
-from tinyrl.models.parallel import World
+from tinyrl.models.parallel import ALONE, World
 from tinyrl.runs.signals import check_stop, watched
 
 MOST_TOKENS = 131_072  # that a measurement may come to
@@ -132,14 +132,20 @@ def _spread(indices: Iterable[int], costs: Sequence[int], count: int) -> list[li
 
 @dataclass(frozen=True)
 class Work:
-    """A pass over rows: their sizes, the function to run on each micro-batch, and which rows (None: all)."""
+    """A pass over rows: their sizes, the function to run on each micro-batch, which rows (None: all), and the processes
+    that share them by tokens.
+    """
 
     sizes: RowSizes
     run: Callable[[list[int]], None]
     rows: Sequence[int] | None = None
+    world: World = ALONE
 
     def plan(self, max_tokens: int) -> list[list[int]]:
-        return self.sizes.plan(range(len(self.sizes)) if self.rows is None else self.rows, max_tokens=max_tokens)
+        rows = range(len(self.sizes)) if self.rows is None else self.rows
+        if self.world.size > 1:
+            rows = self.sizes.shares(rows, self.world.size)[self.world.rank]
+        return self.sizes.plan(rows, max_tokens=max_tokens)
 
 
 class MicroBatches:
@@ -202,13 +208,6 @@ class MicroBatches:
             alone = [work.sizes.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
             raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
         self.tokens = smaller
-
-
-def own_rows(sizes: RowSizes, rows: Sequence[int] | None, world: World) -> Sequence[int] | None:
-    """This process's share of some rows (None: all), by tokens; as they are in a single process."""
-    if world.size == 1:
-        return rows
-    return sizes.shares(range(len(sizes)) if rows is None else rows, world.size)[world.rank]
 
 
 def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ from tinyrl.models.loading import (
     load_tokenizer,
     resolve_model_path,
 )
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reading import ADAPTER_FILES, reading
 
@@ -71,7 +71,7 @@ class SequenceRewardModel:
             scores[rows] = self._score_batch([tokens[i] for i in rows]).double().cpu()
 
         sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
-        micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+        micro_batches.run(Work(sizes, run, world=world))
         world.sum(scores)
         return scores.tolist()
 

@@ -16,7 +16,7 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Episode, episode_text
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
@@ -312,7 +312,7 @@ class Scorer:
 
         sizes = RowSizes.of(asked, [len(answer) for answer in answers], packed=roles.packs)
         with roles.acting("reward"):
-            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+            self.micro_batches.run(Work(sizes, run, world=world))
         world.sum(scores)
         return scores.tolist()
 

@@ -26,7 +26,7 @@ from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.checks import check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import World, world
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, bytes_by_role, load_roles, save_roles
@@ -144,7 +144,7 @@ class Parts:
                 output[where, : result.shape[1]] = result.float()
 
         with torch.no_grad(), self.roles.acting(role), self.accelerator.autocast():
-            self.micro_batches.run(Work(sizes, run, own_rows(sizes, rows, among)))
+            self.micro_batches.run(Work(sizes, run, rows, among))
         count = max(1, *among.gather(len(outputs)))  # none where it had no rows
         outputs += [torch.zeros(len(sizes), width, device=device) for _ in range(count - len(outputs))]
         among.sum(*outputs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tinyrl.data.formats import is_empty, text_examples
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.micro_batches import Work, own_rows
+from tinyrl.models.micro_batches import Work
 from tinyrl.rollout.components import Parts
 from tinyrl.trainers.rows import Example, RowTrainer, answer_logprobs, joined, rendered, sizes_of
 from tinyrl.training.session import Session
@@ -52,7 +52,7 @@ class Sft(RowTrainer):
 
         sizes = sizes_of(self, examples)
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, self.world)), restart=sums.clear)
+            self.micro_batches.run(Work(sizes, run, world=self.world), restart=sums.clear)
         loss = sum(self.world.gather(float(sum(sums)))) / max(1, sum(example.num_counted for example in examples))
         return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
 

@@ -36,7 +36,7 @@ from tinyrl.models.device import to_device
 from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching, distances, top_k_of
 from tinyrl.models.loading import check_ids, embedding_rows
 from tinyrl.models.logprobs import Head, token_logprobs
-from tinyrl.models.micro_batches import RowSizes, Work, own_rows
+from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role
 from tinyrl.rollout.sample import Sample, fill, loss_mask, padded, rewards_of
@@ -216,7 +216,7 @@ class LocalTeacher(Teacher):
 
         sizes = RowSizes.of(prompts, map(len, responses), packed=roles.packs)
         with torch.no_grad(), roles.acting(role), trainer.accelerator.autocast():
-            trainer.micro_batches.run(Work(sizes, run, own_rows(sizes, None, trainer.world)))
+            trainer.micro_batches.run(Work(sizes, run, world=trainer.world))
         trainer.world.sum(of_tokens, *found)
         if top_k is not None:
             return of_tokens.cpu(), TeacherTopK(found[0].cpu(), found[1].cpu())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.models.device import Accelerator, free_bytes
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World, sum_step
 from tinyrl.models.roles import Role, Roles
 from tinyrl.runs.rng_state import restore_torch_rng, torch_rng
@@ -117,7 +117,7 @@ class Updater:
             for key, value in metrics.items():
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value
 
-        work = [Work(one.sizes, partial(run, one), own_rows(one.sizes, one.rows, self.world)) for one in passes]
+        work = [Work(one.sizes, partial(run, one), one.rows, self.world) for one in passes]
         try:
             with self._own_random_numbers(before) as pass_rng:
                 self.micro_batches.run(*work, restart=restart)
