@@ -126,11 +126,10 @@ class Parts:
         *,
         role: Role,
         width: int = 1,
-        rows: list[int] | None = None,
         among: World | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run `compute` (rows -> tensors (n, at most width)) without gradient; returns (N, width) tensors on the CPU, 0
-        for those not in `rows` (None: all are). Each process of `among` (None: all) computes some of them.
+        """Run `compute` (rows -> tensors (n, at most width)) without gradient; returns (N, width) tensors on the CPU. Each
+        process of `among` (None: all) computes some of the rows.
         """
         device, among = self.roles.device, self.world if among is None else among
         outputs: list[Tensor] = []
@@ -144,7 +143,7 @@ class Parts:
                 output[where, : result.shape[1]] = result.float()
 
         with torch.no_grad(), self.roles.acting(role), self.accelerator.autocast():
-            self.micro_batches.run(Work(sizes, run, rows, among))
+            self.micro_batches.run(Work(sizes, run, world=among))
         count = max(1, *among.gather(len(outputs)))  # none where it had no rows
         outputs += [torch.zeros(len(sizes), width, device=device) for _ in range(count - len(outputs))]
         among.sum(*outputs)
