@@ -16,7 +16,7 @@ from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
-KINDS = ("qwen3", "gpt2", "gemma4", "qwen3.5", "gpt-oss")  # our layers, the library's, windows, states, experts
+KINDS = ("gemma4", "qwen3.5")  # windows and states
 
 
 def choose(made: Any, *, longest: int = 64, **settings: Any) -> tuple[Any, str]:

@@ -270,7 +270,18 @@ class AgentRunner:
         """`group_size` episodes for each request, in order: the first conversation of each, the prompt it had, the
         episode, and further conversations. An episode that failed, or asked nothing, has one token that is not chosen.
         """
-        listening = self._listening = self._listening or self._listen(engine)
+        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
+
+        if (listening := self._listening) is None:
+            assert isinstance(engine, LocalEngine), "the configuration has checked it"
+            scheduler = LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE)
+            own: Any = {
+                "positions": self.positions,
+                "variables": self.variables,
+                "max_new_tokens": 0,
+            }  # an episode's own
+            opened = Endpoint(scheduler, {MODEL: "policy"}, defaults=SamplingParams(), hosts=LOCAL, episodes={}, **own)
+            listening = self._listening = Listening(opened)
         settings, greedy, endpoint = self.config.generation, options.get("greedy", False), listening.endpoint
         keys, _ = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
         params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
@@ -320,23 +331,6 @@ class AgentRunner:
             completions.append(completion)
             first_prompts.append(tokens)
         return completions, first_prompts, gathered, others
-
-    def _listen(self, engine: SamplingEngine) -> Listening:
-        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
-
-        assert isinstance(engine, LocalEngine), "the configuration has checked it"
-        scheduler = LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE)
-        endpoint = Endpoint(
-            scheduler,
-            {MODEL: "policy"},
-            defaults=SamplingParams(),
-            max_new_tokens=self.config.generation.max_new_tokens,
-            positions=self.positions,
-            variables=self.variables,
-            hosts=LOCAL,
-            episodes={},
-        )
-        return Listening(endpoint)
 
     def close(self) -> None:
         self.environment.close()

@@ -259,6 +259,7 @@ class Decoder:
         shared = {p.data_ptr() for p in self.model.parameters()}
         return weight_bytes(t for t in own if t.data_ptr() not in shared)
 
+    @torch.no_grad()
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
         embedding = self.backbone.embed_tokens.weight
@@ -269,32 +270,29 @@ class Decoder:
         weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(self.dtype))
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
-        for i, layer in enumerate(self.backbone.layers):
-            weights = self._weights_of(layer, adapter)
-            if i == len(self.layers):
-                self.layers.append(weights)
-            for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
-                renewed(old, fresh)
-
-    @torch.no_grad()
-    def _weights_of(self, layer: Any, adapter: str | None) -> LayerWeights:
-        dtype, merged, (qkv, gate_up) = self.dtype, self.held == "merged", self._joint(layer)
-        norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        heads = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        merged, packed, dtype = self.held == "merged", self.held == "packed", self.dtype
 
         def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
             if merged:
                 return merged_projection(modules, adapter, parts=parts, norm=norm)
-            return joined(modules, adapter, dtype=dtype, packed=self.held == "packed")
+            return joined(modules, adapter, dtype=dtype, packed=packed)
 
-        return LayerWeights(
-            own(qkv, norm=norms[0], parts=self.num_kv_heads),
-            own([layer.self_attn.o_proj]),
-            own(gate_up, norm=norms[1]),
-            own([layer.mlp.down_proj]),
-            *(None if merged else norm.to(dtype) for norm in norms),
-            *(None if norm is None else norm.weight.to(dtype) for norm in heads),
-        )
+        for i, layer in enumerate(self.backbone.layers):
+            qkv, gate_up = self._joint(layer)
+            norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+            heads = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+            weights = LayerWeights(
+                own(qkv, norm=norms[0], parts=self.num_kv_heads),
+                own([layer.self_attn.o_proj]),
+                own(gate_up, norm=norms[1]),
+                own([layer.mlp.down_proj]),
+                *(None if merged else norm.to(dtype) for norm in norms),
+                *(None if norm is None else norm.weight.to(dtype) for norm in heads),
+            )
+            if i == len(self.layers):
+                self.layers.append(weights)
+            for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
+                renewed(old, fresh)
 
     def release(self) -> None:
         """Give the memory of the copy back; `sync` takes it again."""

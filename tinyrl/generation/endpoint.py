@@ -297,7 +297,12 @@ class Endpoint:
         body, stops = answer.body, [answer.body.stop] if isinstance(answer.body.stop, str) else answer.body.stop or []
         if episode is not None and ((body.n or 1) > 1 or len(prompts) > 1):
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt", param="n")
-        seed = secrets.randbits(62) if body.seed is None else body.seed
+        defaults, seed = self.defaults, secrets.randbits(62) if body.seed is None else body.seed
+        temperature = defaults.temperature if body.temperature is None else body.temperature
+        greedy = temperature < LEAST_TEMPERATURE
+        top_p = defaults.top_p if body.top_p is None else body.top_p
+        top_k = defaults.top_k if body.top_k is None else max(0, body.top_k)
+        params = SamplingParams(1.0 if greedy else temperature, top_p, top_k, greedy)
         for prompt, sample in itertools.product(prompts, range(body.n or 1)):
             conversation = None
             if episode is None or limit == 0:
@@ -307,7 +312,7 @@ class Endpoint:
                     raise Refused(400, f"{len(prompt)} tokens of the prompt and {most} new ones are more than the "
                                        f"model's {self.positions} positions", param="max_tokens")  # fmt: skip
                 [key] = sample_keys(0, LIVE_STEP, prompts=np.array([seed]), samples=np.array([sample]))
-                sequence = Sequence(prompt, self._params(body), key, most, stops, "cached", self.models[body.model])
+                sequence = Sequence(prompt, params, key, most, stops, "cached", self.models[body.model])
             else:
                 sequence, conversation = episode.call(prompt, answer.given, limit=limit, stop=stops)
             hidden = [] if body.include_stop_str_in_output else stops
@@ -327,14 +332,6 @@ class Endpoint:
             for choice in answer.choices:
                 choice.sequence.cancelled = True
             raise Refused(429, "too many requests wait; try again later")
-
-    def _params(self, body: SampledBody) -> SamplingParams:
-        defaults = self.defaults
-        temperature = defaults.temperature if body.temperature is None else body.temperature
-        greedy = temperature < LEAST_TEMPERATURE
-        top_p = defaults.top_p if body.top_p is None else body.top_p
-        top_k = defaults.top_k if body.top_k is None else max(0, body.top_k)
-        return SamplingParams(1.0 if greedy else temperature, top_p, top_k, greedy)
 
     def _check(self, prompt: list[int], param: str) -> None:
         size = self.scheduler.vocabulary

@@ -146,6 +146,8 @@ class Sequence:
         """Append new tokens up to the one that ends it: EOS, the last of a stop string, or the last within the limit.
         The rest was decoded before anybody looked, and is dropped.
         """
+        # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
+        window = max((len(s.encode()) for s in self.stop), default=0) + 8
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.finish_reason is not None:
                 break
@@ -153,18 +155,15 @@ class Sequence:
             self.logprobs.append(logprob)
             if token in eos:
                 self.finish_reason = "eos"
-            elif self.stop and self._ends_with_stop(tokenizer):
+            elif self.stop and any(
+                s in text for text in [str(tokenizer.decode(self.tokens[-window:]))] for s in self.stop
+            ):
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
         if self.on_tokens is not None and not self.cancelled and len(self.tokens) > self.reported:
             new, self.reported = self.tokens[self.reported :], len(self.tokens)
             self.on_tokens(new)
-
-    def _ends_with_stop(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-        text = str(tokenizer.decode(self.tokens[-max(len(s.encode()) for s in self.stop) - 8 :]))
-        return any(s in text for s in self.stop)
 
     @property
     def completion(self) -> Completion:

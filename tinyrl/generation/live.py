@@ -124,9 +124,16 @@ class LiveScheduler:
             ):
                 scheduler.add(going)
                 while scheduler.busy:
-                    joining = self._joining(first, scheduler.capacity - len(going), scheduler.width - beyond)
-                    going += joining
-                    scheduler.add(joining)
+                    with self._changed:  # the first that wait join, as long as they can
+                        while self._waiting and not (self._closed or self._runs) and len(going) < scheduler.capacity:
+                            s = self._waiting[0]
+                            fits = s.role == first.role and s.room <= scheduler.width - beyond
+                            if not s.cancelled and (not fits or self._alone & {s, first}):
+                                break
+                            self._waiting.popleft()
+                            if not s.cancelled:
+                                going.append(s)
+                                scheduler.add([s])
                     for sequence in scheduler.step():
                         going.remove(sequence)
                         if sequence.finish_reason is not None:
@@ -144,19 +151,6 @@ class LiveScheduler:
                 sequence.tokens, sequence.logprobs = [], []
             with self._changed:
                 self._waiting.extendleft(reversed(going))
-
-    def _joining(self, first: Sequence, most: int, width: int) -> list[Sequence]:
-        """The first that wait, as long as they can join; those that are cancelled are left out."""
-        joining = list[Sequence]()
-        with self._changed:
-            while self._waiting and not self._closed and not self._runs and len(joining) < most:
-                s = self._waiting[0]
-                if not s.cancelled:
-                    if self._alone & {s, first} or s.role != first.role or s.room > width:
-                        break
-                    joining.append(s)
-                self._waiting.popleft()
-        return joining
 
 
 @dataclass(frozen=True)

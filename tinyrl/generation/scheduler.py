@@ -63,7 +63,17 @@ class StepGraphs:
         """
         if not self.fails and shape not in self.graphs:
             try:
-                self.graphs[shape] = self._capture(*shape)
+                before = [tensor.clone() for tensor in self.state]
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):  # libraries make their workspaces now, not inside the capture
+                    self.step(*shape)
+                torch.cuda.current_stream().wait_stream(self.side)
+                for tensor, value in zip(self.state, before, strict=True):
+                    tensor.copy_(value)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
+                    self.step(*shape)
+                self.graphs[shape] = graph
             except RuntimeError as error:
                 if no_memory(error) is not None:
                     raise
@@ -73,19 +83,6 @@ class StepGraphs:
             self.step(*shape)
         else:
             self.graphs[shape].replay()
-
-    def _capture(self, *shape: Any) -> torch.cuda.CUDAGraph:
-        before = [tensor.clone() for tensor in self.state]
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):  # libraries make their workspaces now, not inside the capture
-            self.step(*shape)
-        torch.cuda.current_stream().wait_stream(self.side)
-        for tensor, value in zip(self.state, before, strict=True):
-            tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
-            self.step(*shape)
-        return graph
 
 
 @dataclass(eq=False)
@@ -183,8 +180,13 @@ class Scheduler:
         if not part:
             return False
         first = len(self.live)
-        for slot, sequence in enumerate(part, first):
-            self._move_to_front(sequence.row, slot)
+        for slot, row in enumerate((sequence.row for sequence in part), first):
+            self.cached.remove(row)  # and another that is cached where it is to be live moves to its slot
+            if (other := next((other for other in self.cached if other.slot == slot), None)) is not None:
+                self.cache.exchange(row.slot, slot, max(len(row.tokens), len(other.tokens)))
+                other.slot = row.slot
+            elif row.slot != slot:
+                self.cache.copy(row.slot, slot, len(row.tokens))
         known = [len(s.row.tokens) for s in part]
         new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
@@ -219,7 +221,16 @@ class Scheduler:
         if not groups:
             return self._resume()
         part, counts = [s for group in groups for s in group], [len(group) for group in groups]
-        self._make_room(len(part))
+        # The oldest cached rows that nobody waits for are evicted where the room is needed; others move out of the way.
+        while len(self.live) + len(self.cached) + len(part) > self.capacity:
+            self.cached.remove(next(row for row in self.cached if not row.held))
+        end, taken = len(self.live) + len(part), {row.slot for row in self.cached}
+        unused = (slot for slot in range(self.capacity - 1, end - 1, -1) if slot not in taken)
+        for row in self.cached:
+            if row.slot < end:
+                to = next(unused)
+                self.cache.copy(row.slot, to, len(row.tokens))
+                row.slot = to
         starts = list(accumulate(counts, initial=len(self.live)))
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
         states = self._prefill([group[0].prompt for group in groups], rows)
@@ -350,27 +361,3 @@ class Scheduler:
         del self.live[stay:]
         self._changed = True
         return ended
-
-    def _move_to_front(self, row: CachedRow, slot: int) -> None:
-        """Move a cached row to `slot`, where it is live; another that is cached there moves to its slot."""
-        self.cached.remove(row)
-        other = next((other for other in self.cached if other.slot == slot), None)
-        if other is not None:
-            self.cache.exchange(row.slot, slot, max(len(row.tokens), len(other.tokens)))
-            other.slot = row.slot
-        elif row.slot != slot:
-            self.cache.copy(row.slot, slot, len(row.tokens))
-
-    def _make_room(self, rows: int) -> None:
-        """Evict the oldest cached rows that nobody waits for, where the room is needed, and move others out of the
-        slots right behind the live ones.
-        """
-        while len(self.live) + len(self.cached) + rows > self.capacity:
-            self.cached.remove(next(row for row in self.cached if not row.held))
-        end, taken = len(self.live) + rows, {row.slot for row in self.cached}
-        free = (slot for slot in range(self.capacity - 1, end - 1, -1) if slot not in taken)
-        for row in self.cached:
-            if row.slot < end:
-                to = next(free)
-                self.cache.copy(row.slot, to, len(row.tokens))
-                row.slot = to

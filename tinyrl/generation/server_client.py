@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.http_client import HttpAnswer, HttpClient, NoAnswer
+from tinyrl.tasks.prompts import shared_length
 from tinyrl.text import masked, shortened, whole_address
 
 DETOKENIZE = "/detokenize"
@@ -140,24 +141,18 @@ def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str)
 
 
 def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, with the first token, where a token of ours means another text there; all are compared.
+    """Raise ValueError, with the first text, where a token of ours means another text there; all are compared.
 
     How text is split into tokens is ours alone: the server is sent tokens, and only decodes them, for stop strings.
     Raises ServerError where it does not answer.
     """
 
-    def texts(tokens: range) -> tuple[str, str]:
-        there = server.post(DETOKENIZE, {"model": base, "tokens": [*tokens]})
-        return str(tokenizer.decode([*tokens])), read_as(Detokenized, there, server=server, path=DETOKENIZE).prompt
-
     for start in range(0, len(tokenizer), TOKENS_AT_ONCE):
-        tokens = range(start, min(start + TOKENS_AT_ONCE, len(tokenizer)))
-        here, there = texts(tokens)
-        if here == there:
-            continue
-        while len(tokens) > 1:
-            first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
-            here, there = texts(first)
-            tokens = second if here == there else first
-        here, there = (shortened(repr(text)) for text in texts(tokens))
-        raise ValueError(f"{server.name} has another tokenizer: token {tokens[0]} is {here} here and {there} there")
+        tokens = [*range(start, min(start + TOKENS_AT_ONCE, len(tokenizer)))]
+        there = server.post(DETOKENIZE, {"model": base, "tokens": tokens})
+        texts = str(tokenizer.decode(tokens)), read_as(Detokenized, there, server=server, path=DETOKENIZE).prompt
+        if texts[0] != texts[1]:
+            at = shared_length(*texts)
+            ours, theirs = (shortened(repr(text[at : at + 20])) for text in texts)
+            where = f"character {at} of the text of tokens {tokens[0]} to {tokens[-1]}"
+            raise ValueError(f"{server.name} has another tokenizer: from {where} on, {ours} here is {theirs} there")

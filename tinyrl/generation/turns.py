@@ -235,7 +235,27 @@ class Episodes:
             while not wait_for([call], timeout=POLL_S).done:
                 check_stop()
             for sample, reply in zip(*call.result(), strict=True):
-                self._answered(sample, reply)
+                episode, runner = self.episodes[sample], self.runner
+                if reply is None:  # the environment has nothing more to say, or has failed
+                    episode.over = True
+                    self._ready.append((sample, None))
+                    continue
+                episode.turn_rewards[-1] += reply.reward
+                episode.invalid += reply.invalid
+                last = len(episode.turn_ends) == runner.environment.max_turns
+                if reply.done or last or episode.num_actions >= runner.max_new_tokens:
+                    if reply.text:
+                        episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
+                    episode.over = reply.done
+                    if not reply.done:
+                        episode.finish_reason = "turns" if last else "length"
+                    self._ready.append((sample, None))
+                    continue
+                observed = runner.observations(reply.text, ended_at=episode.ended_at)
+                episode.transcript.append({"role": "tool", "content": observed.text})
+                episode.num_tokens += len(observed.tokens)
+                self.responses[sample].add(observed.tokens)
+                self._ready.append((sample, observed.tokens))
 
     def finalized(self) -> list[Completion]:
         """The responses with what their episodes came to: why they ended, and the rewards of those cut off."""
@@ -258,29 +278,6 @@ class Episodes:
         prompts = [self.prompts[i] for i in samples]
         columns = {"seed": [self.seeds[i] for i in samples], **columns_of(prompts)}
         return [p.prompt for p in prompts], [self.episodes[i].transcript for i in samples], columns
-
-    def _answered(self, sample: int, reply: Reply | None) -> None:
-        episode, runner = self.episodes[sample], self.runner
-        if reply is None:  # the environment has nothing more to say, or has failed
-            episode.over = True
-            self._ready.append((sample, None))
-            return
-        episode.turn_rewards[-1] += reply.reward
-        episode.invalid += reply.invalid
-        last = len(episode.turn_ends) == runner.environment.max_turns
-        if reply.done or last or episode.num_actions >= runner.max_new_tokens:
-            if reply.text:
-                episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
-            episode.over = reply.done
-            if not reply.done:
-                episode.finish_reason = "turns" if last else "length"
-            self._ready.append((sample, None))
-            return
-        observed = runner.observations(reply.text, ended_at=episode.ended_at)
-        episode.transcript.append({"role": "tool", "content": observed.text})
-        episode.num_tokens += len(observed.tokens)
-        self.responses[sample].add(observed.tokens)
-        self._ready.append((sample, observed.tokens))
 
 
 def episode_notes(runner: EpisodeRunner) -> list[str]:
