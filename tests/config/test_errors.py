@@ -44,7 +44,6 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ({"model": {"path": "x" * 200, "dtype": "y" * 200}}, (f"`model.dtype` is '{'y' * 76}...",)),
         ({"task": {"chat_template": {"a": [1]}}}, ("`task.chat_template.a` is [1]",)),
         ({"task": {"chat_template": {"tokenize": False}}}, ("task.chat_template", "tokenize")),
-        ({"task": {"chat_template": {"a": 1}, "chat": False}}, ("task.chat_template", "task.chat=false")),
         ({"grpo": {"beta": 0.1}}, ("`grpo.beta`", "`grpo.kl_coef`")),
         ({"output_dir": "x"}, ("`output_dir`", "`--output-dir`")),
     ],

@@ -145,7 +145,6 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         ("=3", "section.key=value"),
         ("grpo..x=3", "section.key=value"),
         ("grpo.x=[1", "broken YAML"),
-        ("grpo.x=2024-01-01", "is a date"),
         ("grpo.x=&a [*a]", "no aliases"),
         ("list.0.x=1", "(r.yaml), so give all of it: list="),
         ("text.x=1", "(r.yaml), so give all of it: text="),

@@ -68,7 +68,8 @@ def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
 
 def _unknown(path: KeyPath, source: Source) -> str:
     """The sentence for an unknown key: its name in another library, the section that has it, or a near one."""
-    method, (*parents, key) = source.values.get("method"), path
+    *parents, key = path
+    method: Any = source.values.get("method")
     unused = {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set[str]()
     for leaf in _leaves(source.value(path), path):  # of verl's names the end of a dotted one is known
         if found := find_alias(tuple(map(str, leaf)), method=method):
@@ -76,15 +77,11 @@ def _unknown(path: KeyPath, source: Source) -> str:
             start = f"{source.place(leaf)}: `{dotted(leaf)}` is not a setting: "
             if answer.startswith("!"):
                 return start + answer[1:]
-            section, dot, rest = answer.partition(".")
-            if (
-                section in ("grpo", "ppo")
-                and method in ("grpo", "ppo")
-                and re.split(r"\W", rest)[0] in fields_of(method)
-            ):
-                section = method  # grpo.kl_coef is ppo.kl_coef under PPO
-            setting, remark = re.fullmatch(r"([\w.-]+)(.*)", section + dot + rest, re.DOTALL).groups()  # pyright: ignore
-            return f"{start}`{name}` is `{setting}` here{remark}"
+            section, _, rest = answer.partition(".")
+            if {section, method} == {"grpo", "ppo"} and re.split(r"\W", rest)[0] in fields_of(method):
+                answer = f"{method}.{rest}"
+            setting = re.split(r"[^\w.-]", answer)[0]
+            return f"{start}`{name}` is `{setting}` here{answer.removeprefix(setting)}"
     known = [*_fields(_walk(tuple(parents))[1])]
     homes = [home for home in SECTIONS if home not in unused and key in fields_of(home)]
     near = did_you_mean(str(key), known)
