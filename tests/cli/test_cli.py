@@ -14,8 +14,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tinyrl import __version__
-from tinyrl.cli.commands import GONE, app
-from tinyrl.cli.errors import user_errors
+from tinyrl.cli.commands import app
+from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
@@ -359,14 +359,6 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
-
-
-@pytest.mark.parametrize("gone", GONE)
-def test_a_removed_command_is_answered_with_the_line_that_replaces_it(gone: str):
-    name, *options = gone.split()
-    done = run(name, "x", *(f"{option}=x" if option.startswith("-") else option for option in options))
-    assert done.exit_code == 2
-    assert GONE[gone] in done.output
 
 
 def test_the_commands_are_these():
