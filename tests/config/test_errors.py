@@ -125,8 +125,3 @@ def test_names_of_trl_and_verl_are_answered_also_with_dots(override: str, method
         load_config(method, None, overrides=["task.data=rows.jsonl", override])
     assert str(caught.value).startswith(f"override '{override}'")
     assert setting in str(caught.value)
-
-
-def test_a_familiar_name_that_is_a_setting_where_it_stands_is_one():
-    for values in ({"run": {"seed": 3}}, {"generation": {"temperature": 0.5}}, {"ppo": {"beta": "not looked at"}}):
-        assert build_config(Source("r.yaml", {"method": "grpo", **values})).method == "grpo"

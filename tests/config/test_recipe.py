@@ -173,13 +173,6 @@ def test_a_mistake_in_an_override_is_placed_there(recipe: Callable[..., str]):
     assert refused("ppo", name, "ppo.num_epochs=1").startswith("r.yaml:1: ")
 
 
-@pytest.mark.parametrize(
-    ("method", "part"), [("gpro", "`grpo`"), ("", "Methods: "), ("starter-grpo", "train grpo"), ("run.seed=3", "train")]
-)
-def test_unknown_methods(method: str, part: str):
-    assert part in refused(method, None)
-
-
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
     embedded = load_config("grpo", None, overrides=[])
     assert embedded == load_config("grpo", "starter-grpo", overrides=[])
