@@ -44,7 +44,6 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ({"model": {"path": "x" * 200, "dtype": "y" * 200}}, (f"`model.dtype` is '{'y' * 76}...",)),
         ({"task": {"chat_template": {"a": [1]}}}, ("`task.chat_template.a` is [1]",)),
         ({"task": {"chat_template": {"tokenize": False}}}, ("task.chat_template", "tokenize")),
-        ({"task": {"chat_template": {"a": 1}, "chat": False}}, ("task.chat_template", "task.chat=false")),
         ({"grpo": {"beta": 0.1}}, ("`grpo.beta`", "`grpo.kl_coef`")),
         ({"output_dir": "x"}, ("`output_dir`", "`--output-dir`")),
     ],
@@ -126,8 +125,3 @@ def test_names_of_trl_and_verl_are_answered_also_with_dots(override: str, method
         load_config(method, None, overrides=["task.data=rows.jsonl", override])
     assert str(caught.value).startswith(f"override '{override}'")
     assert setting in str(caught.value)
-
-
-def test_a_familiar_name_that_is_a_setting_where_it_stands_is_one():
-    for values in ({"run": {"seed": 3}}, {"generation": {"temperature": 0.5}}, {"ppo": {"beta": "not looked at"}}):
-        assert build_config(Source("r.yaml", {"method": "grpo", **values})).method == "grpo"

@@ -145,7 +145,6 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         ("=3", "section.key=value"),
         ("grpo..x=3", "section.key=value"),
         ("grpo.x=[1", "broken YAML"),
-        ("grpo.x=2024-01-01", "is a date"),
         ("grpo.x=&a [*a]", "no aliases"),
         ("list.0.x=1", "(r.yaml), so give all of it: list="),
         ("text.x=1", "(r.yaml), so give all of it: text="),
@@ -172,13 +171,6 @@ def test_a_mistake_in_an_override_is_placed_there(recipe: Callable[..., str]):
         assert part in found
     assert refused("grpo", name, "grpo.minibatch_size=7").startswith("grpo.minibatch_size=7 does not divide")
     assert refused("ppo", name, "ppo.num_epochs=1").startswith("r.yaml:1: ")
-
-
-@pytest.mark.parametrize(
-    ("method", "part"), [("gpro", "`grpo`"), ("", "Methods: "), ("starter-grpo", "train grpo"), ("run.seed=3", "train")]
-)
-def test_unknown_methods(method: str, part: str):
-    assert part in refused(method, None)
 
 
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
@@ -219,16 +211,9 @@ def round_trip(config: Config, folder: Path) -> Config:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lora", [True, False])
 def test_config_yaml_is_the_same_object(method: str, lora: bool, tmp_path: Path):
-    config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": {"data": "x.jsonl"}})
+    asked = {"ppo": {"minibatch_size": None}}  # defaults to 64: a null that was left out would come back as 64
+    config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": {"data": "x.jsonl"}, **asked})
     assert round_trip(config, tmp_path) == config
-
-
-def test_a_null_that_was_asked_for_stays_null(tmp_path: Path):
-    """ppo.minibatch_size defaults to 64: a null that was left out would come back as 64."""
-    config = Config.model_validate({"method": "ppo", "ppo": {"minibatch_size": None}})
-    back = round_trip(config, tmp_path)
-    assert back == config
-    assert back.ppo.minibatch_size is None
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
@@ -324,22 +309,6 @@ def test_any_text_gives_a_config_or_a_sentence(tmp_path: Path, text: str, method
     path = tmp_path / "fuzz.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     check_answer(lambda: load_config(method, str(path), overrides=[]), method)
-
-
-DOTTED = st.sampled_from(
-    [f"{section}.{key}" for section, key in SECTION_KEYS] + [*fields_of(), "reward.functions.0.use"]
-)
-WRITTEN = st.sampled_from(
-    ["1", "-1", "null", "[1, 2]", "{a: b}", "&a [*a]", "2024-01-01", "!!binary x", "0b_", "'", "@"]
-)
-
-
-@given(
-    st.lists(st.tuples(DOTTED | st.text(max_size=8), WRITTEN | st.text(max_size=8)).map("=".join) | st.text(max_size=8))
-)
-@settings(max_examples=200, deadline=None)
-def test_any_overrides_give_a_config_or_a_sentence(overrides: list[str]):
-    check_answer(lambda: load_config("ppo", "starter-ppo", overrides=overrides), "ppo")
 
 
 def test_a_recipe_says_its_method_where_none_is_said(recipe: Callable[[str | bytes], str]):

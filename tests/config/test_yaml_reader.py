@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
+from tinyrl.config.yaml_reader import dump_plain, parse_plain
 
 
 def where(line: int | None) -> str:
@@ -89,17 +89,6 @@ def test_every_key_knows_its_line():
     assert {key: int(place.split(":")[1]) for key, place in places.items()} == {
         "a": 1, "b": 2, "b.c": 3, "b.d": 4, "b.d.0": 5, "b.d.0.e": 5, "b.d.1": 6,
     }  # fmt: skip
-
-
-def test_a_source_knows_where_and_what():
-    source = Source("f.yaml", {"a": {"b": [{"c": 1}]}}, {"a": "f.yaml:1", "a.b.0": "f.yaml:3", "x.y": "f.yaml:9"})
-    assert source.place(("a", "b", 0, "c")) == "f.yaml:3"
-    assert source.place(("a", "z")) == "f.yaml:1"
-    assert source.place(("x",)) == "f.yaml:9"  # nobody wrote x itself
-    assert source.place(("nothing",)) == "f.yaml"
-    assert source.value(("a", "b", 0, "c")) == 1
-    assert source.value(("a", "b", 7, "c")) is None
-    assert source.value(("a", "b", "c")) is None
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))

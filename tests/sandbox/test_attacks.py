@@ -344,6 +344,20 @@ def test_output_ends(stream: str):
     assert run_program("print('x' * 999)", limits=Limits(output_bytes=1000)).ok
 
 
+def test_output_takes_no_more_memory_than_its_limit():
+    program = """
+import os
+written = 0
+try:
+    while written < 10**7: written += os.write(2, b"x" * 10**5)
+except OSError:
+    pass
+print(written)
+"""
+    outcome = run_program(program, limits=Limits(output_bytes=1000, scratch_bytes=0))
+    assert (outcome.stdout, outcome.reason) == ("1001\n", "output too long")
+
+
 def test_a_reply_ends():
     [outcome] = call_function("def f(): return 'x' * 10 ** 7", "f", [[]], limits=Limits(output_bytes=1000))
     assert (outcome.reason, outcome.value) == ("output too long", None)

@@ -150,11 +150,12 @@ def test_a_file_is_read_once(tmp_path: Path, method: str, monkeypatch: pytest.Mo
 def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
-    def read(source: str, revision: str | None) -> list[tuple[str, dict[str, str]]]:
+    def read(source: str, revision: str | None, *, saved: bool) -> list[tuple[str, dict[str, str]]]:
+        assert not saved
         asked.append((source, revision))
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 
-    monkeypatch.setattr(readers, "_read_hub", read)
+    monkeypatch.setattr(readers, "_read_dataset", read)
     task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
     rows_of(TOY, "train", **task)
     rows_of(TOY, "eval", **task)

@@ -1,10 +1,12 @@
-"""The decorator of all commands, the options that several share, and the environment of the libraries."""
+"""What all commands share: options, the decorator, error messages with exit codes, the environment of the libraries."""
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import os
+import resource
 import sys
 import traceback
 import warnings
@@ -14,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tinyrl.cli.errors import address_space, user_errors
-from tinyrl.runs.launched import Options
+from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, no_memory
+from tinyrl.runs.launched import VOICE, Options, launched_rank
 from tinyrl.runs.signals import StopFlag
+from tinyrl.text import redact, visible
 
 # Iterations for which an OpenMP thread spins before it sleeps: the most that costs nothing when alone. Two threads on
 # two cores, seconds of a GRPO step of a small model, alone and beside a busy process: 300,000 (libgomp's default) 3.2
@@ -24,6 +27,9 @@ from tinyrl.runs.signals import StopFlag
 SPINS = "30000"
 LIBRARIES_GB = 1.0  # least address space of a CPU build of torch with transformers and PEFT
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
+MOST_LINES = 6
+FRAMES = "\nException raised from "  # the start of the stack that torch's C++ appends to a message
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def complete_setting(incomplete: str) -> list[str]:
@@ -119,3 +125,50 @@ def configure_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+@contextmanager
+def user_errors(debug: bool, *, training: bool = False) -> Iterator[None]:
+    """Turn errors that a user can fix into at most six lines and an exit code; with `debug` they are raised.
+
+    While `training` a ValueError is a bug: only memory that ran out is reported.
+    """
+    try:
+        yield
+    except (ValueError, Stop, *MAY_BE_MEMORY) as error:
+        known = _out_of_memory(error) or (None if training else error)
+        if debug or not isinstance(known, ValueError | OSError | Stop):
+            raise
+        raise typer.Exit(_report(known)) from None
+
+
+def address_space() -> int | None:
+    """Return the bytes of address space that a shell or a scheduler allows this process, if it sets a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _out_of_memory(error: Exception) -> OutOfRoom | None:
+    reason, limit = None if isinstance(error, Stop) else no_memory(error), address_space()
+    if limit is not None and isinstance(error, SystemError):  # C code was refused memory and did not set an error
+        reason = str(error)
+    if reason is None:
+        return None
+    bound = "" if limit is None else f"; a process may have {limit / 1e9:.3g} GB of address space here (`ulimit -v`)"
+    return OutOfRoom(f"out of memory ({reason.splitlines()[0][:120]}){bound}")
+
+
+def _report(error: Exception) -> int:
+    """Print an error, on one process of several; return the exit code."""
+    code, text = 2, str(error).partition(FRAMES)[0]
+    if isinstance(error, Stop):
+        code, text = error.exit_code, f"stopped: {error}"
+    elif isinstance(error, OSError):
+        code = 4 if error.errno in NO_ROOM else 2
+        if error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = visible(redact(text))  # it may quote any file
+    aside = isinstance(error, Interrupted) and launched_rank() > 0  # rank 0 reports it
+    if not aside and VOICE.speaks(text):
+        print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
+    return code

@@ -135,8 +135,14 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     if is_method(written) and written != method and not isinstance(source.values.get(own), dict):
         place = source.place(("method",))
         raise ValueError(f"{place}: this recipe is for `tinyrl train {written}`, not {method}")
-    for override in overrides:
-        _check_used(override, method)
+    for override in overrides:  # a recipe may hold sections for several methods; an override that nothing reads may not
+        section, _, name = override.partition("=")[0].partition(".")
+        if section in OPTIONAL_SECTIONS and section not in METHODS[method].sections:
+            users = " and ".join(name for name, other in METHODS.items() if section in other.sections)
+            meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
+            raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
+        if section == "method" and override != f"method={method}":
+            raise ValueError(f"override '{shortened(override)}': the method is given once: tinyrl train {method}")
     source = apply_overrides(source, overrides)
     if is_method(written):
         source.values["method"] = method
@@ -154,19 +160,6 @@ def method_of(words: list[str]) -> tuple[str | None, list[str]]:
     if not isinstance(written, str) or not is_method(written):
         raise ValueError(f"{source.name} says no method; say it first, as in `tinyrl check grpo {shortened(words[0])}`")
     return written, words
-
-
-def _check_used(override: str, method: str) -> None:
-    """A recipe may hold sections for several methods, but an override that nothing reads is a mistake."""
-    key, _, text = override.partition("=")
-    section, _, name = key.partition(".")
-    if key == "method" and text != method:
-        raise ValueError(f"override '{shortened(override)}': the method is said once: tinyrl train {method}")
-    if section in OPTIONAL_SECTIONS and section not in METHODS[method].sections:
-        users = " and ".join(name for name, other in METHODS.items() if section in other.sections)
-        own = METHODS[method].own
-        meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-        raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
 
 
 def build_config(settings: Source | dict[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -76,9 +75,7 @@ class Config(Section):
         if not isinstance(data, dict) or not is_method(data.get("method")):
             return data
         unused = {*OPTIONAL_SECTIONS} - {*METHODS[data["method"]].sections}
-        return {
-            key: {} if value is None and key != "method" else value for key, value in data.items() if key not in unused
-        }
+        return {k: {} if v is None and k != "method" else v for k, v in data.items() if k not in unused}
 
     @model_validator(mode="after")
     def _resolve(self) -> Config:
@@ -160,13 +157,7 @@ OUR_ARGUMENTS = {
 
 def conflicts(config: Config) -> Iterator[str]:
     """A sentence for each pair of settings that cannot go together, most telling first."""
-    sampling = (_sampling, _kl, _server, _teacher) if config.samples else ()
-    of_method = {"grpo": (_grpo,), "ppo": (_ppo,), "dpo": (_dpo,)}.get(config.method, ())
-    return chain.from_iterable(rules(config) for rules in (_models, _episodes, *sampling, *of_method))
-
-
-def _models(config: Config) -> Iterator[str]:
-    lora, model = config.lora, config.model
+    lora, model, environment = config.lora, config.model, config.environment
     if config.samples and lora.dropout > 0:
         yield f"lora.dropout={lora.dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0"
     if not lora.enabled and model.quantization:
@@ -175,28 +166,21 @@ def _models(config: Config) -> Iterator[str]:
         yield f"model.adapter={model.adapter} needs lora.enabled=true; to train all weights, merge it into the base"
     if config.uses("critic") and not lora.enabled and config.critic.kind == "adapter":
         yield "critic.kind=adapter needs lora.enabled=true; else use separate, shared or shared-detached"
-
-
-def _episodes(config: Config) -> Iterator[str]:
-    """Chat templates and environments."""
-    task, environment = config.task, config.environment
-    for name in task.chat_template:
-        if name in OUR_ARGUMENTS or not name.isidentifier():
-            what = "tinyrl's to set" if name in OUR_ARGUMENTS else "no name of a variable"
-            yield f"task.chat_template: {shortened(repr(name))} is {what}; give what the model's template asks for"
-    if task.chat_template and task.chat is False:
-        yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
-    yield from _agents(config)
-    use = environment.use
-    if use and environment.tools:
-        yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"
-    if use == "search" and environment.corpus is None:
+    for name in OUR_ARGUMENTS & {*config.task.chat_template}:
+        yield f"task.chat_template: '{name}' is tinyrl's to set; give what the model's template asks for"
+    if environment.agent is not None:
+        yield from _agent(config)
+    if environment.use and environment.tools:
+        yield f"environment.tools are answered by tinyrl, and environment.use={environment.use} answers itself"
+    if environment.use == "search" and environment.corpus is None:
         yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
+    if config.samples:
+        yield from _sampling(config)
+    if config.method in ("grpo", "ppo", "dpo"):
+        yield from _losses(config)
 
 
-def _agents(config: Config) -> Iterator[str]:
-    if config.environment.agent is None:
-        return
+def _agent(config: Config) -> Iterator[str]:
     said, grpo = "environment.agent", config.grpo
     if config.environment.use or config.environment.tools:
         yield f"{said} brings its own tools; leave out environment.use and environment.tools"
@@ -215,7 +199,7 @@ def _agents(config: Config) -> Iterator[str]:
 
 
 def _sampling(config: Config) -> Iterator[str]:
-    generation, section, method = config.generation, config.on_policy, config.method
+    generation, section, method, teacher = config.generation, config.on_policy, config.method, config.teacher
     overlong, longest = config.reward.overlong_tokens, generation.max_new_tokens
     if overlong > longest:
         yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
@@ -224,70 +208,45 @@ def _sampling(config: Config) -> Iterator[str]:
         most = min(size, total)
         fits = next((n for n in range(most, max(0, most - 10_000), -1) if total % n == 0), 1)
         yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, null: all"
-
-
-def _kl(config: Config) -> Iterator[str]:
-    section, method = config.on_policy, config.method
     if section.kl_coef > 0 and config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
-
-
-def _server(config: Config) -> Iterator[str]:
-    generation = config.generation
     if generation.url is not None and not is_address(generation.url):
         url = shortened(masked(generation.url))
         yield f"generation.url: '{url}' is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
-    if generation.engine != "server":
-        return
-    if generation.url is None:
+    if generation.engine == "server" and generation.url is None:
         yield "generation.engine=server needs generation.url, the address of a server: http://127.0.0.1:8000"
-    if not config.lora.enabled:
+    if generation.engine == "server" and not config.lora.enabled:
         yield "generation.engine=server takes LoRA adapters, so it needs lora.enabled=true; else use engine=auto"
+    if config.learns_from_teacher:
+        if teacher.kind in ("self", "start") and teacher.hint is None:
+            yield f"teacher.path={teacher.path} needs teacher.hint: without one it knows no more than the policy"
+        if teacher.kind == "start" and not config.has_reference:
+            yield "teacher.path=start is the reference, and reference.kind=none leaves none"
+        if teacher.kind == "server" and generation.temperature != 1.0:
+            yield f"generation.temperature={generation.temperature} is not the 1 at which a server's teacher answers"
+        if method == "distill" and config.environment.use and config.distill.on_policy < 1:
+            yield f"distill.on_policy={config.distill.on_policy}: given answers are no episodes of environment.use"
 
 
-def _teacher(config: Config) -> Iterator[str]:
-    teacher, kind, distill = config.teacher, config.teacher.kind, config.method == "distill"
-    if not config.learns_from_teacher:
-        return
-    if distill and teacher.coef > 0:
-        yield f"teacher.coef={teacher.coef} weighs the teacher beside a reward; distill learns from it alone"
-    if kind in ("self", "start") and teacher.hint is None:
-        yield f"teacher.path={teacher.path} needs teacher.hint: without one it knows no more than the policy"
-    if kind == "start" and not config.has_reference:
-        yield "teacher.path=start is the reference, and reference.kind=none leaves none"
-    if kind == "server" and config.generation.temperature != 1.0:
-        yield f"generation.temperature={config.generation.temperature} is not the 1 at which a server's teacher answers"
-    if teacher.quantization and kind != "model":
-        yield f"teacher.quantization={teacher.quantization} is for a model of its own, not teacher.path={teacher.path}"
-    if distill and config.environment.use and config.distill.on_policy < 1:
-        yield f"distill.on_policy={config.distill.on_policy}: given answers are no episodes of environment.use"
-
-
-def _grpo(config: Config) -> Iterator[str]:
-    grpo, reward = config.grpo, config.reward
-    if grpo.group_size == 1 and grpo.advantage != "discounted-return":
-        yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2 or more"
-    if grpo.preset == "gdpo":
-        if grpo.advantage != "group":
-            yield f"grpo.advantage={grpo.advantage} is not for grpo.preset=gdpo, which compares single rewards"
-        in_sum = [f"reward.truncated={reward.truncated}"] if reward.truncated == "penalize" else []
-        in_sum += [f"reward.overlong_tokens={reward.overlong_tokens}"] if reward.overlong_tokens else []
-        in_sum += [f"grpo.kl_estimator={grpo.kl_estimator}"] if grpo.kl_coef and grpo.kl_in_reward else []
-        for setting in in_sum:
-            yield f"{setting} changes the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
-
-
-def _ppo(config: Config) -> Iterator[str]:
-    ppo = config.ppo
-    if ppo.target_kl is not None and ppo.kl_coef == 0:
-        yield f"ppo.target_kl={ppo.target_kl} multiplies ppo.kl_coef, which stays 0; start above 0"
-    if ppo.ptx_coef > 0 and ppo.ptx_data is None:
+def _losses(config: Config) -> Iterator[str]:
+    grpo, ppo, dpo, reward = config.grpo, config.ppo, config.dpo, config.reward
+    if config.method == "grpo":
+        if grpo.group_size == 1 and grpo.advantage != "discounted-return":
+            yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
+        if grpo.preset == "gdpo":
+            if grpo.advantage != "group":
+                yield f"grpo.advantage={grpo.advantage} is not for grpo.preset=gdpo, which compares single rewards"
+            in_sum = {
+                f"reward.truncated={reward.truncated}": reward.truncated == "penalize",
+                f"reward.overlong_tokens={reward.overlong_tokens}": reward.overlong_tokens,
+                f"grpo.kl_estimator={grpo.kl_estimator}": grpo.kl_coef and grpo.kl_in_reward,
+            }
+            for setting in (setting for setting, changes in in_sum.items() if changes):
+                yield f"{setting} changes the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
+    if config.method == "ppo" and ppo.ptx_coef > 0 and ppo.ptx_data is None:
         yield f"ppo.ptx_coef={ppo.ptx_coef} needs ppo.ptx_data: rows of text, as `tinyrl train sft` reads them"
-
-
-def _dpo(config: Config) -> Iterator[str]:
-    dpo = config.dpo
-    if dpo.needs_reference and config.reference.kind == "none":
-        yield f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; auto, or loss=orpo or simpo"
-    if dpo.loss == "kto" and dpo.batch_size == 1:
-        yield "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts for its KL; take 2 or more"
+    if config.method == "dpo":
+        if dpo.needs_reference and config.reference.kind == "none":
+            yield f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; auto, or orpo or simpo"
+        if dpo.loss == "kto" and dpo.batch_size == 1:
+            yield "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts for its KL; take 2 or more"

@@ -68,7 +68,8 @@ def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
 
 def _unknown(path: KeyPath, source: Source) -> str:
     """The sentence for an unknown key: its name in another library, the section that has it, or a near one."""
-    method, (*parents, key) = source.values.get("method"), path
+    *parents, key = path
+    method: Any = source.values.get("method")
     unused = {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set[str]()
     for leaf in _leaves(source.value(path), path):  # of verl's names the end of a dotted one is known
         if found := find_alias(tuple(map(str, leaf)), method=method):
@@ -76,15 +77,11 @@ def _unknown(path: KeyPath, source: Source) -> str:
             start = f"{source.place(leaf)}: `{dotted(leaf)}` is not a setting: "
             if answer.startswith("!"):
                 return start + answer[1:]
-            section, dot, rest = answer.partition(".")
-            if (
-                section in ("grpo", "ppo")
-                and method in ("grpo", "ppo")
-                and re.split(r"\W", rest)[0] in fields_of(method)
-            ):
-                section = method  # grpo.kl_coef is ppo.kl_coef under PPO
-            setting, remark = re.fullmatch(r"([\w.-]+)(.*)", section + dot + rest, re.DOTALL).groups()  # pyright: ignore
-            return f"{start}`{name}` is `{setting}` here{remark}"
+            section, _, rest = answer.partition(".")
+            if {section, method} == {"grpo", "ppo"} and re.split(r"\W", rest)[0] in fields_of(method):
+                answer = f"{method}.{rest}"
+            setting = re.split(r"[^\w.-]", answer)[0]
+            return f"{start}`{name}` is `{setting}` here{answer.removeprefix(setting)}"
     known = [*_fields(_walk(tuple(parents))[1])]
     homes = [home for home in SECTIONS if home not in unused and key in fields_of(home)]
     near = did_you_mean(str(key), known)
@@ -178,40 +175,25 @@ def describe_settings(section: str | None = None, *, width: int = WIDTH) -> str:
         homes = [name for name in SECTIONS if section in fields_of(name)]
         near = f" `{section}` is in {and_list(homes)}." if homes else did_you_mean(section, [*SECTIONS])
         raise ValueError(f"there is no section '{shortened(section)}'.{near} Sections: {', '.join(SECTIONS)}")
-    pages = [_page(name, width) for name in ([section] if section else SECTIONS)]
-    return "\n\n".join("\n".join(lines) for lines in pages)
+    return "\n\n".join(_page(name, width) for name in ([section] if section else SECTIONS))
 
 
-def _page(section: str, width: int) -> list[str]:
-    users = [name for name, method in METHODS.items() if section in method.sections]
-    read_by = f"read by {and_list(users)}" if section in OPTIONAL_SECTIONS else ""
+def _page(section: str, width: int) -> str:
+    """Name and default of each field beside what it means and may be; a list's items follow the list."""
     field = Config.model_fields[section]
-    heading = (f"{section}:", str(field.description), read_by)
-    entries = list(_entries(section, field.get_default(call_default_factory=True)))
-    column = max(len(left) for left, *_ in entries) + 2
-    return [line for left, *texts in [heading, *entries] for line in _beside(left, *texts, column=column, width=width)]
-
-
-def _entries(section: str, values: BaseModel) -> Iterator[tuple[str, str, str]]:
-    """Name and default of each field, what it means, and what it may be; a list's items follow the list."""
+    users = [name for name, method in METHODS.items() if section in method.sections]
+    read_by = f" (read by {and_list(users)})" if section in OPTIONAL_SECTIONS else ""
+    entries = [(f"{section}:", f"{field.description}{read_by}")]
+    values: BaseModel = field.get_default(call_default_factory=True)
     for name, kind in fields_of(section).items():
         if name == "forked_from":  # written by `tinyrl train --from`, not set
             continue
         setting = dump_plain({name: getattr(values, name)}).strip()
-        yield f"  {setting}", kind["description"], allowed(kind)
-        for inner, field in _fields(kind.get("items", {})).items():
-            default = f" {field['default']}" if "default" in field else ""
-            yield f"  #   {inner}:{default}", field["description"], allowed(field)
-
-
-def _beside(left: str, meaning: str, allows: str, *, column: int, width: int) -> Iterator[str]:
-    """Comment lines to the right of a setting; what is allowed is broken off only where it does not fit behind."""
-    room = width - column - len("# ")
-    lines, aside = textwrap.wrap(meaning, room), f"({allows})" if allows else ""
-    if aside and len(lines[-1]) + 1 + len(aside) <= room:
-        lines[-1] += f" {aside}"
-    else:
-        lines += textwrap.wrap(aside, room)
-    for line in lines:
-        yield f"{left:{column}}# {line}"
-        left = ""
+        entries.append((f"  {setting}", f"{kind['description']} ({allowed(kind)})"))
+        for inner, item in _fields(kind.get("items", {})).items():
+            default = f" {item['default']}" if "default" in item else ""
+            entries.append((f"  #   {inner}:{default}", f"{item['description']} ({allowed(item)})"))
+    column = max(len(left) for left, _ in entries) + 2
+    rest = f"{'':{column}}# "
+    wrap = [(text, f"{left:{column}}# ") for left, text in entries]
+    return "\n".join(textwrap.fill(text, width, initial_indent=left, subsequent_indent=rest) for text, left in wrap)

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,15 +175,13 @@ def two_labels(values: Iterable[float]) -> tuple[float, float]:
     two.
     """
     labels = sorted(set(values))
-    if len(labels) == 2:
-        return labels[0], labels[1]
-    shown = listed((f"{value:g}" for value in labels), most=5)
-    if len(labels) < 2:
-        raise ValueError(f"all training rows have label {shown}; a reward model needs two labels")
-    raise ValueError(
-        f"the rows have {len(labels)} different labels ({shown}), and a reward model's one score tells two apart. Turn "
-        "ratings into pairs (`chosen`, `rejected`, `margin`) or labels of 0 and 1"
-    )
+    if len(labels) != 2:
+        shown = listed((f"{value:g}" for value in labels), most=5)
+        raise ValueError(
+            f"the rows have {len(labels)} different labels ({shown}), and a reward model learns from two. Turn ratings "
+            "into pairs (`chosen`, `rejected`, `margin`) or labels of 0 and 1"
+        )
+    return labels[0], labels[1]
 
 
 def preference(row: Row) -> Scored:
@@ -193,9 +191,8 @@ def preference(row: Row) -> Scored:
     "Assistant:" of a transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal
     need not hold a prompt. Raises ValueError naming the columns.
     """
-    for column in ("chosen", "rejected"):
-        if column not in row:
-            _column_of(row, column)
+    for column in {"chosen", "rejected"} - {*row}:
+        _column_of(row, column)
     chosen, rejected = (_side(row, c) if row[c] not in (None, []) else "" for c in ("chosen", "rejected"))
     margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
     given = _prompt(row)
@@ -275,11 +272,9 @@ def _prompt(row: Row) -> Prompt | None:
 
 def _number(value: Any, column: str) -> float:
     """Parse a label or margin; a .csv has them as text, and only a label may be true or false."""
-    text = str(value).strip().lower()
-    try:
+    text, found = str(value).strip().lower(), math.nan
+    with suppress(ValueError, OverflowError):
         found = float({"true": 1, "false": 0}.get(text, text) if column == "label" else text)
-    except (ValueError, OverflowError):
-        found = math.nan
     if abs(found) <= LARGEST:
         return found
     what = "true, false or a number" if column == "label" else "a number"
@@ -293,24 +288,27 @@ def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
     """Return a line that counts rows by their columns, and one with what the first row becomes."""
     if not rows:
         return ["rows: none"]
+
+    def shown(side: Side) -> str:
+        text = repr(side)
+        if not isinstance(side, str):
+            calls = [f" (calls {m['tool_calls']!r:.80})" if m.get("tool_calls") else "" for m in side]
+            text = " | ".join(f"{m['role']}: {m['content']!r}{call}" for m, call in zip(side, calls, strict=True))
+        return one_line(text if len(text) <= 240 else f"{text[:120]} ... {text[-120:]}", 480)
+
     kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
-    first = text_examples(rows[0])[-1] if what == "text" else judged(rows[0], what)
-    answers = (first.answer,) if isinstance(first, TextExample) else first.answers
-    prompt = "(the beginning)" if first.prompt is None else _shown(first.prompt)
-    better = " better than " if len(answers) > 1 else ""
-    value = f" ({first.value:g})" if isinstance(first, Scored) and (first.value or what == "labels") else ""
+    if what == "text":
+        last = text_examples(rows[0])[-1]
+        prompt, answers, value = last.prompt, (last.answer,), ""
+    else:
+        first = judged(rows[0], what)
+        prompt, answers = first.prompt, first.answers
+        value = f" ({first.value:g})" if first.value or what == "labels" else ""
+    before = "(the beginning)" if prompt is None else shown(prompt)
     return [
         f"rows: {'; '.join(f'{count:,} with {kind}' for kind, count in kinds.most_common())}",
-        f"for example: {prompt} -> {better.join(map(_shown, answers))}{value}",
+        f"for example: {before} -> {' better than '.join(map(shown, answers))}{value}",
     ]
-
-
-def _shown(side: Side) -> str:
-    text = repr(side)
-    if not isinstance(side, str):
-        calls = [f" (calls {m['tool_calls']!r:.80})" if m.get("tool_calls") else "" for m in side]
-        text = " | ".join(f"{m['role']}: {m['content']!r}{call}" for m, call in zip(side, calls, strict=True))
-    return one_line(text if len(text) <= 240 else f"{text[:120]} ... {text[-120:]}", 480)
 
 
 @contextmanager

@@ -1,24 +1,40 @@
 """Calls of a person's function in its worker process: the whole batch, then row by row.
 
 When a batch fails, its rows are tried one by one in a fresh worker, so that only those at fault are dropped; the cost
-of that is bounded, in workers lost and in time.
+of that is bounded, in workers lost and in time. Nothing here waits without a deadline. What the function prints goes
+into a file, so that no full pipe stops it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
+import os
+import re
+import select
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from tinyrl.runs.launched import VARIABLES
+from tinyrl.runs.signals import check_stop
 from tinyrl.text import did_you_mean, redact, visible
+from tinyrl.workers import worker
 from tinyrl.workers.loading import HERE, FunctionSource, defined_here
-from tinyrl.workers.process import CallFailed, InProcess, LoadFailed, Worker, memory_limit, quoted
+from tinyrl.workers.process import END_S, end_supervised, ending, memory_limit, quoted, said, supervised
 
+POLL_S = 0.1
+GRACE_S = 1.0  # the worker ends a late call itself and writes where it was; after this we do
+EXIT_S = 0.5  # between the end of its pipe and its exit code
+MOST_OUTPUT_BYTES = 64 << 20  # in the file of what a call prints; then it is emptied
 CALL_BYTES = 1 << 16  # of what one call prints
 KEPT_LINES = 200  # of what is printed while there is nowhere to write it
 LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
@@ -63,6 +79,18 @@ class Printed:
             self._write("".join(f"{line}\n" for line in lines))
 
 
+class CallFailed(Exception):
+    """A call gave nothing; the text says why. `worker_lost`: it hung or died, and has to be started again."""
+
+    def __init__(self, reason: str, *, worker_lost: bool) -> None:
+        super().__init__(reason)
+        self.worker_lost = worker_lost
+
+
+class LoadFailed(CallFailed):
+    """The function's file could not be imported, or not in time."""
+
+
 @dataclass(frozen=True)
 class RowFailure:
     """A row for which something went wrong, and what."""
@@ -82,6 +110,7 @@ class Rows:
 
 class WorkerFunction:
     """A function of a person's file in a worker process, started when first needed. Close it, or use it in a `with`.
+    One that a notebook or script defined is called in this process: nothing limits its time or memory.
 
     sources: where it is, the first giving its name; setting: the field that names it, for messages; timeout_s: seconds
     a call may take; host: "module:function" of ours that makes one service of several functions, see worker.py.
@@ -97,7 +126,10 @@ class WorkerFunction:
         self.name = name or sources[0].function
         self.printed, self.read_as_text = Printed(self.name), False
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
-        self._worker: Worker | InProcess | None = None
+        first = sources[0]
+        self._here = defined_here(first.function) if first.module == HERE else None
+        self._process: subprocess.Popen[bytes] | worker.Loaded | None = None
+        self._count = 0  # of requests
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
     def __enter__(self) -> Self:
@@ -117,15 +149,24 @@ class WorkerFunction:
         """Load the function now. ValueError if its code does not load, which before training the user can fix."""
         if self._facts is None:
             try:
-                self._live_worker()
+                self._load()
             except CallFailed as failure:
                 raise ValueError(f"{self._setting} {failure}.") from failure
 
-    def close(self) -> None:
-        """End the worker; a later call starts another."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+    def close(self, *, at_once: bool = False) -> None:
+        """End the worker and whatever it started; an idle one leaves by itself. A later call starts another."""
+        process, self._process = self._process, None
+        if isinstance(process, subprocess.Popen):
+            assert process.stdin
+            assert process.stdout
+            if not at_once:
+                process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=END_S)
+            end_supervised(process)
+            for file in (self._output, process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def rows(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str = "score") -> Rows:
         """Call it with a list of `num_rows` values for each argument; `call`: which function of the host.
@@ -179,9 +220,9 @@ class WorkerFunction:
         return rows
 
     def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str, timeout_s: float) -> Rows:
-        request = {"arguments": arguments, "num_rows": num_rows, "call": call}
+        self._load()
         try:
-            reply = self._live_worker().ask(request, timeout_s=timeout_s)
+            reply = self._reply({"arguments": arguments, "num_rows": num_rows, "call": call}, timeout_s)
         except (TypeError, ValueError, RecursionError):
             for name, values in arguments.items():
                 try:
@@ -192,30 +233,118 @@ class WorkerFunction:
                         "Columns may hold text, numbers, true, false, null, and lists and objects of these."
                     ) from error
             raise
-        finally:
-            self.printed.end_call()
         self.read_as_text |= reply["read_as_text"]
         if len(reply["values"]) != num_rows:
             raise CallFailed(f"had {len(reply['values'])} values for {num_rows} rows", worker_lost=False)
         failures = [RowFailure(row, f"`{self.name}` {quoted(reason)}") for row, reason in reply["failures"]]
         return Rows(reply["values"], failures)
 
-    def _live_worker(self) -> Worker | InProcess:
-        if self._worker is None or not self._worker.alive:
+    def _load(self) -> None:
+        """Start a worker and load the function into it, unless there is one."""
+        if isinstance(self._process, subprocess.Popen) and self._process.poll() is not None:
+            self.close(at_once=True)
+        if self._process is not None:
+            return
+        sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
+        if self._here is None:
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115
+            fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # it is emptied after each call
+            # Sets are in the same order in every run. Without a launcher's variables: people's code is none of the
+            # processes that it started, and a library there would wait for the others.
+            environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+            self._process = subprocess.Popen(
+                supervised([], memory_bytes=memory_limit()),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._output,
+                bufsize=0,
+                env=environment | {"PYTHONHASHSEED": "0"},
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+        else:
+            self._process = worker.Loaded()
+            sources = [{"file": getattr(getattr(self._here, "__code__", None), "co_filename", None)}]
+        path = [*(str(source.folder) for source in self._sources), *sys.path]
+        load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}
+        try:
+            self._facts = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
+        except CallFailed as failure:
             self.close()
-            first = self._sources[0]
-            here = defined_here(first.function) if first.module == HERE else None
-            if here is not None:
-                self._worker = InProcess(here)
-            else:
-                self._worker = Worker(first, memory_bytes=memory_limit(), on_output=self.printed.add)
-            sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
-            path = [*(str(source.folder) for source in self._sources), *sys.path]
-            load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}
+            raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
+
+    def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
+        started, self._count, reply = time.monotonic(), self._count + 1, dict[str, Any]()
+        data = json.dumps({**request, "id": self._count, "timeout_s": timeout_s}).encode("ascii") + b"\n"
+        if isinstance(self._process, worker.Loaded):
+            check_stop()
+            reply = json.loads(json.dumps(self._process.answer(json.loads(data), [self._here])))
+        else:
             try:
-                self._facts = self._worker.ask({"load": load}, timeout_s=max(self._timeout_s, LOAD_TIMEOUT_S))
+                line = self._exchange(data, started + timeout_s + GRACE_S)
+                if not line:
+                    late = time.monotonic() - started >= timeout_s
+                    raise CallFailed(self._why_lost(timeout_s if late else None), worker_lost=True)
+                try:
+                    found = json.loads(line)
+                    if found["id"] != self._count:
+                        raise KeyError
+                except (ValueError, RecursionError, KeyError, TypeError):  # people's code has written there
+                    raise CallFailed("broke the replies of its worker process", worker_lost=True) from None
+                reply = found
+            finally:
+                self.printed.add(self._written())
                 self.printed.end_call()
-            except CallFailed as failure:
-                self.close()
-                raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
-        return self._worker
+                os.ftruncate(self._output.fileno(), 0)
+                if not reply:  # the worker's next reply would be to the wrong request
+                    self.close(at_once=True)
+        if "error" in reply:
+            raise CallFailed(said(reply), worker_lost=False)
+        return reply
+
+    def _exchange(self, data: bytes, deadline: float) -> bytes:
+        """Send a line and return the reply's; b"" where the worker ended or was too late."""
+        assert isinstance(self._process, subprocess.Popen)
+        requests, replies, reply = self._process.stdin, self._process.stdout, bytearray()
+        assert requests
+        assert replies
+
+        def send(data: bytes) -> None:
+            with contextlib.suppress(OSError, ValueError):  # it is gone or closed: the end of its replies tells
+                while data:
+                    data = data[requests.write(data) or 0 :]
+
+        threading.Thread(target=send, args=(data,), daemon=True).start()  # the pipe may be full
+        while not reply.endswith(b"\n"):
+            check_stop()
+            if os.fstat(self._output.fileno()).st_size > MOST_OUTPUT_BYTES:
+                os.ftruncate(self._output.fileno(), 0)
+            if select.select([replies], [], [], POLL_S)[0]:
+                received = os.read(replies.fileno(), 1 << 20)
+                reply += received
+                if not received:
+                    return b""
+            elif time.monotonic() > deadline:
+                return b""
+        return bytes(reply)
+
+    def _written(self) -> bytes:
+        """Return what the function has printed in this call."""
+        return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
+
+    def _why_lost(self, timeout_s: float | None) -> str:
+        """Return how a call was lost, and where the function was if the worker could still write that down."""
+        assert isinstance(self._process, subprocess.Popen)
+        if timeout_s is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=EXIT_S)
+        file, text, code = self._sources[0].file, self._written().decode(errors="replace"), self._process.returncode
+        place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', text) if file else None
+        where = f" ({file.name}, line {place[1]})" if file and place else ""
+        if timeout_s is not None:
+            return f"gave no answer within {timeout_s:g} s{where}"
+        if code is None:
+            return f"broke off its connection to us{where}"
+        lines = [line for line in text.split("\n") if line.strip()]
+        last = f"; it last wrote: {quoted(lines[-1])}" if lines and not where else ""
+        return f"{ending(code)}{where}{last}"
