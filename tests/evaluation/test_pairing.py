@@ -19,8 +19,7 @@ def test_no_better_below_the_number_of_prompts_that_can_show_it() -> None:
     assert (same["reward_mean"], same["distinguishable"]) == (0.0, False)
 
 
-@pytest.mark.parametrize("n", [3, 6, 10, 60])
-@pytest.mark.parametrize("p", [0.5, 0.95])
+@pytest.mark.parametrize(("n", "p"), [(3, 0.5), (6, 0.5), (10, 0.95), (60, 0.95)])
 def test_two_policies_alike_are_told_apart_in_no_more_than_5_percent(n: int, p: float) -> None:
     rng, told, rounds = random.Random(n), 0, 1000
     for _ in range(rounds):

@@ -23,7 +23,6 @@ from tinyrl.evaluation.targets import (
     A_JUDGE,
     Asked,
     Target,
-    check_asked,
     find,
     judged_by,
     locate,
@@ -65,7 +64,6 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
     side need be new to them.
     """
     first = locate(find(target, asked))
-    check_asked(first, asked)
     result: dict[str, Any] = {"target": first.name}
     if first.sampled is not None:
         others = [] if vs is None else [vs]
