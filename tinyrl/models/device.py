@@ -39,10 +39,7 @@ class Accelerator:
 
 
 def make_accelerator(device: str, *, dtype: str) -> Accelerator:
-    """Connect the processes of the launch and choose the device (auto, cpu, cuda) and dtype (auto, or torch's name).
-
-    Raises ValueError for an unknown device, and for CUDA where torch sees none.
-    """
+    """Connect the processes of the launch; choose the device (auto, cpu, cuda) and dtype (auto, or torch's name)."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device!r}: allowed are auto, cpu, cuda")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
@@ -57,9 +54,7 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory in this process for the next tensor: by default each micro-batch's memory goes back
-    to the kernel, which clears every page again.
-    """
+    """Have glibc keep freed memory for the next tensor; by default it goes to the kernel, which clears every page."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         for threshold in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
             mallopt(threshold, 1 << 30)
@@ -81,17 +76,13 @@ def cores_here() -> int:
 
 
 def threads_for(*, width: int, cores: int) -> int:
-    """Return torch's thread count on a CPU for a hidden size: from the work, never from a clock, so that equal commands
-    compute the same. In narrow layers threads mostly wait for each other, and for other processes.
-    """
+    """Return torch's thread count on a CPU for a hidden size: in narrow layers threads mostly wait for each other."""
     return 1 if width < WIDE else max(1, min(cores, width // THREAD_WIDTH))
 
 
 @contextlib.contextmanager
 def as_out_of_memory() -> Iterator[None]:
-    """Raise torch.OutOfMemoryError for every error that reports a lack of memory: by torch on a CPU, by CUDA and its
-    libraries, by threads and processes that could not start.
-    """
+    """Raise torch.OutOfMemoryError for every error that reports a lack of memory, of torch, CUDA or a process."""
     try:
         yield
     except MAY_BE_MEMORY as error:
@@ -122,9 +113,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_room(device: torch.device) -> int:
-    """Return the bytes this process may hold on the device in all, those it holds already among them. On a CPU that is
-    its share of the launch, and at most a container's limit.
-    """
+    """Return the bytes this process may hold on the device in all; on a CPU its share, within a container's limit."""
     if device.type == "cuda":
         return free_bytes(device) + torch.cuda.memory_allocated(device)
     room = free_bytes(device) + psutil.Process().memory_info().rss

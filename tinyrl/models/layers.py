@@ -1,16 +1,14 @@
 """Layers of Llama-like decoders (Llama, Qwen2, Qwen3) for packed training passes, with derivatives by hand.
 
-The library's layers keep a dozen tensors as wide as the feed-forward block and read each several times, and LoRA's
-branch costs two more passes over every output. Here branch and residual are added inside the products and norms are
-recomputed in backward. Weights and adapters are read in place at every call. Tokens are flat: x (N, H). Dropout and
-adapters that are more than W + B A are left to the library (checks.py decides).
+The library's layers keep a dozen tensors as wide as the feed-forward block, and LoRA's branch costs two more passes
+over every output. Here branch and residual are added inside the products and norms are recomputed in backward. Tokens
+are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py decides).
 
 A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r); the last three may be
 None. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
 
-Under autocast the operands of products are in half precision, and so is what goes from one to the next. The residual
-stream has the dtype of the embedding, as in the library. Norms and rotations are computed in float32 and rounded once;
-gradients of parameters are float32 sums.
+Under autocast the operands of products are in half precision. The residual stream has the dtype of the embedding.
+Norms and rotations are computed in float32 and rounded once; gradients of parameters are float32 sums.
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, states: Tensor) -> Tensor:
-        """(N, H) -> (N, V) float32 logits, before the temperature. Computed in the dtype of autocast, else in the wider
-        of states and weight: float32 states of a model with a half-precision head come from a float32 pass of it.
-        """
+        """(N, H) -> (N, V) float32 logits before the temperature, in autocast's dtype, else the wider of the two."""
         dtype = autocast_dtype(self.weight.device.type) or torch.promote_types(states.dtype, self.weight.dtype)
         if dtype == torch.float32:
             bias = None if self.bias is None else self.bias.to(dtype)
@@ -94,9 +92,8 @@ def head_of(model: nn.Module) -> Head:
 def token_logprobs(
     states: Tensor, head: Head, *, targets: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and entropy, under softmax(logits / temperature); both (N,) float32.
-
-    states (N, H), targets (N,). The entropy carries a gradient only when entropy_grad is set.
+    """Log-probability of each target (N,), and entropy, under softmax(logits / temperature) of states (N, H); both (N,)
+    float32. The entropy has a gradient only with entropy_grad.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
         return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
@@ -186,9 +183,8 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
 
 
 class ValueHead(nn.Linear):
-    """states (N, H) in any float dtype -> values (N,) in float32.
-
-    Zero at the start, so the first advantages are the rewards themselves; a random head would add noise to them.
+    """states (N, H) in any float dtype -> values (N,) in float32. Zero at the start, so the first advantages are the
+    rewards themselves.
     """
 
     def __init__(self, hidden_size: int) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,9 +160,7 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:
-    """Return the module below an adapter and the name of its adapted parameter: `weight` of a linear layer; where
-    experts are one tensor (Qwen3-MoE) PEFT adapts the tensor itself.
-    """
+    """Return the module below an adapter and its adapted parameter: `weight`, or the tensor of experts (Qwen3-MoE)."""
     return layer.get_base_layer(), layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
 
 
@@ -174,9 +170,7 @@ def is_plain_lora(layer: LoraLayer) -> bool:
 
 
 def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor | None]:
-    """Return (weight, bias) of a linear layer under `adapter`: W + (alpha / r) B A, added in float32. W itself, not a
-    copy, where the adapter does not touch the layer.
-    """
+    """Return (weight, bias) under `adapter`: W + (alpha / r) B A, added in float32; W itself where it has no branch."""
     base = module.get_base_layer() if isinstance(module, LoraLayer) else module
     weight: Tensor = base.weight  # pyright: ignore[reportAssignmentType]
     if adapter is not None and isinstance(module, LoraLayer) and adapter in module.lora_A:
@@ -199,25 +193,8 @@ def lora_rank(module: nn.Module) -> int:
 
 
 def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor] | None:
-    """Return A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32; None where the adapter does not touch
-    it.
-    """
+    """Return A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32; None where it has no branch."""
     if adapter is None or not isinstance(module, LoraLayer) or adapter not in module.lora_A:
         return None
     a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     return a.detach(), b.detach() * module.scaling[adapter]  # pyright: ignore
-
-
-@contextmanager
-def merged_layers(layers: Sequence[LoraLayer], adapter: str) -> Iterator[None]:
-    """Have the layers compute with merged copies in place of base and branch. No gradients."""
-    with ExitStack() as undo:
-        for layer in [layer for layer in layers if adapter in layer.lora_A]:
-            base, name = adapted_parameter(layer)
-            original: Tensor = getattr(base, name)
-            undo.callback(setattr, base, name, original)
-            undo.callback(setattr, layer, "_disable_adapters", False)
-            weight = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
-            setattr(base, name, nn.Parameter(weight.to(original.dtype), requires_grad=False))
-            layer._disable_adapters = True
-        yield

@@ -80,10 +80,8 @@ def common_length(texts: Sequence[Sequence[int]]) -> int:
 
 
 def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device: torch.device | str = "cpu") -> Packing:
-    """Lay out groups of (tokens of the prompt, tokens of each response), which stand in this order in the sequence,
-    behind `start` tokens that all prompts continue.
-
-    A group with at most one non-empty response is a single causal row; otherwise its prompt is a row of its own.
+    """Lay out groups of (tokens of the prompt, tokens of each response), in this order, behind `start` tokens that all
+    prompts continue. A group with at most one non-empty response is one causal row; else its prompt is its own row.
     """
     pieces = [start] if start else []
     prefix = tuple(range(len(pieces)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -68,23 +68,20 @@ class SequenceRewardModel:
         scores = torch.zeros(len(tokens), dtype=torch.float64)
 
         def run(rows: list[int]) -> None:
-            scores[rows] = self._score_batch([tokens[i] for i in rows]).double().cpu()
+            batch = make_batch([tokens[i] for i in rows], [[] for _ in rows], device=self.device)
+            head = getattr(self.model, "score", None)
+            if isinstance(head, nn.Linear):  # in float32: bfloat16 scores have ties where completions differ
+                bias = None if head.bias is None else head.bias.float()
+                states = last_states(backbone_of(self.model), batch).float()
+                logits = nn.functional.linear(states, head.weight.float(), bias)
+            else:
+                logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+            scores[rows] = (logits[:, self.label].float() + self.offset).double().cpu()
 
         sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
         micro_batches.run(Work(sizes, run, world=world))
         world.sum(scores)
         return scores.tolist()
-
-    def _score_batch(self, tokens: list[list[int]]) -> Tensor:
-        batch = make_batch(tokens, [[] for _ in tokens], device=self.device)
-        head = getattr(self.model, "score", None)
-        if isinstance(head, nn.Linear):  # in float32: bfloat16 scores have ties where completions differ
-            bias = None if head.bias is None else head.bias.float()
-            states = last_states(backbone_of(self.model), batch).float()
-            logits = nn.functional.linear(states, head.weight.float(), bias)
-        else:
-            logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        return logits[:, self.label].float() + self.offset
 
 
 def positions_of(config: Any) -> int:

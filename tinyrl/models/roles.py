@@ -1,8 +1,8 @@
 """Policy, reference, critic and reward as adapters and heads on one base. The only place that switches adapters.
 
 PEFT's switching turns off the gradients of other adapters, and a backward pass after a switch silently loses
-gradients. So: one role at a time, forward, backward, then switch (`with roles.acting(role)`), and each role's
-parameters are collected once, by name, and kept trainable.
+gradients. So: one role at a time, forward, backward, then switch, and each role's parameters are collected once, by
+name, and kept trainable.
 
     role       with LoRA                                                  with full fine-tuning
     policy     adapter `default`                                          the model itself
@@ -16,17 +16,15 @@ parameters are collected once, by name, and kept trainable.
     teacher    adapter `teacher`, frozen, or a model of its own           a model of its own
     base       adapters off                                               the model itself
 
-A reward model that is a model of its own is not a role (models/reward_model.py).
-
-A batch (models/batches.py) lists the N response tokens whose states are wanted; flat values (N,) and states (N, H) are
-in that order. Results come back as (b, T): b rows of a micro-batch, T its longest response.
+A reward model of its own is not a role (reward_model.py). A batch (batches.py) lists N response tokens; flat values
+(N,) and states (N, H) are in that order. Results are (b, T): b rows of a micro-batch, T its longest response.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,8 +55,8 @@ from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
     POLICY_ADAPTER,
+    adapted_parameter,
     load_adapter_weights,
-    merged_layers,
     read_finite,
     read_tensors,
     save_adapter,
@@ -73,10 +71,8 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 
 
 class Roles:
-    """The models of a run and which of them is acting.
-
-    State: the base, its adapters and heads, the parameters of each role by name, whether batches are packed (rows end
-    to end behind shared prompts; set `packs` to False for padded ones).
+    """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
+    role by name, whether batches are packed (rows end to end behind shared prompts) or padded.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
@@ -138,8 +134,8 @@ class Roles:
     def add_adapter(self, name: str, *, config: LoraConfig) -> None:
         """Add an adapter to the same base; which roles train is decided by `self.parameters`."""
         assert self.peft is not None
-        fresh = copy.deepcopy(config)
-        fresh.fan_in_fan_out = self.peft.peft_config[POLICY_ADAPTER].fan_in_fan_out  # pyright: ignore[reportAttributeAccessIssue]
+        fresh, policy = copy.deepcopy(config), self.peft.peft_config[POLICY_ADAPTER]
+        fresh.fan_in_fan_out = policy.fan_in_fan_out  # pyright: ignore[reportAttributeAccessIssue]
         self.peft.add_adapter(name, fresh)
         self._collect_adapters()
 
@@ -155,9 +151,7 @@ class Roles:
     def add_critic(
         self, kind: CriticKind, *, lora: LoraConfig | None = None, model: PreTrainedModel | PeftModel | None = None
     ) -> None:
-        """Give the roles a critic: a value head over the states of an adapter, of the policy, or of `model`, whose
-        parameters that require a gradient are trained.
-        """
+        """Add a value head over the states of an adapter, of the policy, or of `model`, which trains as it stands."""
         self.critic_kind, self.critic_model = kind, model
         self.value_head = ValueHead(self.hidden_size("policy" if model is None else "critic")).to(self.device)
         parameters: dict[str, nn.Parameter] = {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
@@ -211,7 +205,7 @@ class Roles:
     @contextmanager
     def acting(self, role: Role) -> Iterator[PreTrainedModel]:
         """Yield the model as `role` sees it; forward AND backward belong inside. LoRA's dropout, where it is in use, is
-        on inside a block that was entered with gradients on.
+        on in blocks entered with gradients on.
         """
         self._switch(self.adapter_of(role), dropout=self.lora_dropout and torch.is_grad_enabled())
         try:
@@ -223,17 +217,27 @@ class Roles:
     def acting_merged(self, role: Role) -> Iterator[PreTrainedModel]:
         """As `acting`, with the role's adapter merged into private copies of the weights: for sampling."""
         adapter = self.adapter_of(role)
-        merging = nullcontext() if adapter is None else merged_layers(self._layers, adapter)
-        with self.acting(role) as model, merging:
+        with self.acting(role) as model, ExitStack() as undo:
+            for layer in [] if adapter is None else self.adapted_layers(adapter):
+                base, name = adapted_parameter(layer)
+                original: Tensor = getattr(base, name)
+                undo.callback(setattr, base, name, original)
+                undo.callback(setattr, layer, "_disable_adapters", False)
+                merged = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
+                setattr(base, name, nn.Parameter(merged.to(original.dtype), requires_grad=False))
+                layer._disable_adapters = True
             yield model
 
     def adapter_of(self, role: str) -> str | None:
         """Return the adapter of the base that `role` acts through; None: the base as it is."""
-        if role in ("critic", "teacher") and (role != "critic" or self.critic_kind != "adapter"):
-            own_model = role == "critic" or self.teacher_model is not None
-            return POLICY_ADAPTER if own_model else "teacher"
-        own = {"policy": POLICY_ADAPTER, "reference": self.reference_adapter, "critic": "critic", "reward": "reward"}
-        return own.get(role)
+        own = {
+            "reference": self.reference_adapter,
+            "reward": "reward",
+            "base": None,
+            "critic": "critic" if self.critic_kind == "adapter" else POLICY_ADAPTER,
+            "teacher": "teacher" if self.teacher_model is None else POLICY_ADAPTER,
+        }
+        return own.get(role, POLICY_ADAPTER)
 
     def _switch(self, adapter: str | None, *, dropout: bool = False) -> None:
         for layer in self._layers:
@@ -264,9 +268,7 @@ class Roles:
     def batch(
         self, prompts: list[list[int]], responses: list[list[int]], masks: Masks = None, *, last_tokens: bool = False
     ) -> SequenceBatch:
-        """Make the models' input for some rows, listing the response tokens of `masks` (None: all); with `last_tokens`,
-        the states of the rows' last tokens can be read.
-        """
+        """Make the models' input, listing the response tokens of `masks` (None: all). last_tokens: for `scores`."""
         if self.packs:
             return make_packed_batch(prompts, responses, masks, device=self.device, last_tokens=last_tokens)
         return make_batch(prompts, responses, masks, device=self.device)
@@ -292,12 +294,9 @@ class Roles:
         return batch.to_rows(logprobs), batch.to_rows(entropy)
 
     def values(self, batch: SequenceBatch, *, states: Tensor | None = None) -> Tensor:
-        """Compute values (b, T) of states before each response token; the critic must be acting, unless `states` is
-        given. It reads ids beyond its embedding as its last row: a larger policy of the same family has rows that
-        belong to no token, and samples them now and then.
-        """
+        """Compute values (b, T) of states before each response token; the critic must be acting, or `states` given."""
         assert self.value_head is not None
-        if states is None:
+        if states is None:  # a larger policy of the family samples, now and then, a row that belongs to no token
             rows = embedding_rows(self._model_of("critic"))
             if rows < embedding_rows(self.causal):
                 batch = replace(batch, input_ids=batch.input_ids.clamp(max=rows - 1))
@@ -310,9 +309,7 @@ class Roles:
         return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
 
     def scores(self, batch: SequenceBatch) -> Tensor:
-        """Compute scores (b,) of a score head on the shared base, at each row's last token; the reward role must be
-        acting (or the policy, while the head is being trained).
-        """
+        """Compute scores (b,) at each row's last token; the reward role must be acting (or the policy it trains in)."""
         assert self.score_head is not None
         return self.score_head(last_states(backbone_of(self.causal), batch))
 
@@ -328,11 +325,9 @@ class Roles:
 
     @contextmanager
     def gradient_checkpointing(self) -> Iterator[None]:
-        """Recompute the decoders' layers in backward; forward AND backward belong inside. Gradients are the same.
-
-        The library recomputes only layers in training mode, which also turns dropout on (some, such as OPT's, check
-        their own `training`). So a layer is in training mode only while recomputation is chosen, and not while it
-        computes.
+        """Recompute the decoders' layers in backward; forward AND backward belong inside. The library recomputes only
+        layers in training mode, which also turns dropout on (some, such as OPT's, check their own `training`). So a
+        layer is in training mode only while recomputation is chosen, and not while it computes.
         """
         layers = [layer for model in self._trained_models() for layer in recomputable_layers(model)]
         for layer in layers:
@@ -374,9 +369,7 @@ def weight_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def bytes_by_role(roles: Roles, *, reward_model: nn.Module | None = None) -> dict[str, int]:
-    """Return the bytes of `base`, the weights that roles share, and of what each role adds: an adapter, a head, a model
-    of its own. Roles that add nothing (a reference that is the base without adapters) are left out.
-    """
+    """Return the bytes of `base`, the weights that roles share, and of what each role adds, where it adds something."""
     parts: dict[str, tuple[nn.Module | None, ...]] = {
         POLICY_ADAPTER: (),
         "reference": (roles.reference_model,),
@@ -435,7 +428,7 @@ def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase
 
 
 def load_roles(roles: Roles, folder: Path, *, only: Literal["policy", "critic"] | None = None) -> None:
-    """Load a checkpoint into roles like those that were saved; `only` one of them."""
+    """Load a checkpoint, or `only` one role of it; the policy may be any PEFT folder or model of the same shape."""
     for role, place, model, name in _adapters(roles):
         if only in (None, role):
             load_adapter_weights(model, name, folder / place / ADAPTER_FILE)
@@ -448,7 +441,6 @@ def load_roles(roles: Roles, folder: Path, *, only: Literal["policy", "critic"] 
 
 
 def load_policy(roles: Roles, folder: Path) -> None:
-    """Load only the policy of a checkpoint (or of any PEFT folder or transformers model of the same shape)."""
     load_roles(roles, folder, only="policy")
 
 
