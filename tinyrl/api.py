@@ -40,7 +40,7 @@ from tinyrl.tools.report import write_report
 from tinyrl.workers.loading import use_of
 
 if TYPE_CHECKING:
-    from tinyrl.tools.chat.speaker import Speaker
+    from tinyrl.tools.chat import ChatSession
 
 Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
 Reward = str | Callable[..., Any]  # 'file.py:function', a function, a functools.partial, or an object with __call__
@@ -167,13 +167,13 @@ class Run:
             self.exit_code = 0 if launch is None else launch.go(report=write_report)
         return self
 
-    def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
+    def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> ChatSession:
         """Load the policy of the newest checkpoint: `policy("a prompt")` is its answer. Close it, or use `with`."""
         target = policy_at(str(self.path), [])
         configure_libraries()
-        from tinyrl.tools.chat.speaker import load_speaker
+        from tinyrl.tools.chat import ChatSession
 
-        return load_speaker(target, options=Options(_text("device", device), trust_remote_code))
+        return ChatSession(target, options=Options(_text("device", device), trust_remote_code))
 
     def __repr__(self) -> str:
         lines = self.metrics

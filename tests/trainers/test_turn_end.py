@@ -18,7 +18,7 @@ from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.tasks.prompts import token_ids
-from tinyrl.tools.chat.speaker import load_speaker
+from tinyrl.tools.chat import ChatSession
 from tinyrl.tools.export.bundle import export
 from tinyrl.trainers import dpo, reward_model, sft
 from tinyrl.trainers.rows import RowTrainer
@@ -99,7 +99,7 @@ def test_a_policy_that_learnt_from_chat_stops(base: Path, rows: Path, tmp_path: 
         assert {line["eval/truncated"] for line in lines} == {0.0}
     found = evaluate_target(str(tmp_path / "fused"), Asked(num_prompts=8), vs="start", options=CPU)
     assert found["truncated"] == found["other"]["truncated"] == 0.0
-    with load_speaker(policy_at(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
+    with ChatSession(policy_at(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
         assert speaker.say("a", lambda who, text: None).completion.tokens[-1] == end_of(base)
     listed = AutoModelForCausalLM.from_pretrained(
         export(str(tmp_path / "fused"), merge=True).folder

@@ -51,11 +51,10 @@ def chat(
     from tinyrl.evaluation.targets import policy_at
 
     found = policy_at(target, settings or [])
-    from tinyrl.tools.chat.speaker import load_speaker
-    from tinyrl.tools.chat.terminal import converse
+    from tinyrl.tools.chat import ChatSession, converse
 
-    with load_speaker(found, options=options) as speaker:
-        converse(speaker)
+    with ChatSession(found, options=options) as session:
+        converse(session)
 
 
 def serve(

@@ -3,7 +3,7 @@
 A function gets the row, `base_url`, `api_key` and `model` (those that it takes) and returns a text, or JSON; rewards
 judge it. A program gets the row as JSON on its standard input, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
 environment, and prints. Several run at a time, each in a process of its own; one that raises, hangs or dies fails its
-episode alone, and whatever it started, in any session, ends with it (workers/supervisor.py).
+episode alone, and whatever it started, in any session, ends with it (workers/worker.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.rollout.components import Options
-from tinyrl.tools.chat.speaker import load_speaker
+from tinyrl.tools.chat import ChatSession
 from tinyrl.tools.export import merge
 from tinyrl.tools.export.bundle import Bundle, export
 from tinyrl.tools.export.merge import Fidelity, compared
@@ -41,7 +41,7 @@ def exported(run: Path, **given) -> Bundle:
 
 
 def own_answers(run: Path) -> list[str]:
-    with load_speaker(policy_at(str(run), []), options=Options(device="cpu")) as speaker:
+    with ChatSession(policy_at(str(run), []), options=Options(device="cpu")) as speaker:
         return [speaker(prompt, greedy=True) for prompt in PROMPTS]
 
 

@@ -1,1 +1,0 @@
-"""A conversation with a policy: its answers as they are written, what tools say, the start beside it, its reward."""
