@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
-from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.components import Parts
+from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
 from tinyrl.runs.metrics import BEST
@@ -106,8 +105,8 @@ class StepMetrics:
 
 
 class Session:
-    """One run between its first step and its last. `state` is where it stands, `rollout` what an update works on,
-    `update` its number among the step's optimizer steps.
+    """One run between its first step and its last. `state` is where it stands, `minibatch` what an update works
+    on, `update` its number among the step's optimizer steps.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Session:
         self.display, self._sources = display, sources
         self._evaluate = evaluate
         self.state, self.until = RunState(), self.config.run.num_steps  # the step after which to stop
-        self.rollout: Rollout | None = None
+        self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
         self._start: StepStart | None = None  # of the step under way
@@ -177,10 +176,10 @@ class Session:
             )
             yield self.state.step
 
-    def start_update(self, rollout: Rollout | None = None, **metrics: float) -> None:
+    def start_update(self, **metrics: float) -> None:
         """Sampling is over: from here on weights change. Copy them for a stop, or let it wait where they are large."""
         assert self._start is not None, "steps() hands out the steps"
-        self.rollout, self.update = rollout, 0
+        self.update = 0
         self.metrics.start_update(metrics)
         trained = sum(p.numel() * p.itemsize for of in self.optimizers.values() for p in of.parameters.values())
         if 3 * trained > MOST_COPIED:  # weights and two moments
@@ -198,18 +197,21 @@ class Session:
         took = f"; the last one took {self._update_seconds:.0f} s" if known else ""
         self.display.note(f"{signal}: the trained weights are large, so the stop waits for the end of the update{took}")
 
-    def minibatches(self, rollout: Rollout, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step: all conversations of `size` episodes. Each epoch covers all of them, shuffled by
-        (seed, step, epoch).
+    def minibatches(self, samples: list[Sample], *, num_epochs: int, size: int | None) -> Iterator[list[Sample]]:
+        """The samples of each optimizer step: all conversations of `size` episodes. Each epoch covers all of them,
+        shuffled by (seed, step, epoch).
         """
-        count = rollout.num_episodes
+        count = num_episodes(samples)
         size = size or count
         for epoch in range(num_epochs):
             key = f"minibatch {self.config.run.seed} {self.state.step} {epoch}"
             order = list(range(count)) if size >= count else keyed_order(key, count)
             for i in range(0, count, size):
-                yield rollout.rows_of(order[i : i + size])
+                chosen = set(order[i : i + size])
+                self.minibatch = [sample for sample in samples if sample.episode in chosen]
+                yield self.minibatch
                 self.update += 1
+        self.minibatch = []
 
     def end_step(self, **metrics: float) -> None:
         policy = self.optimizers.get("policy")
@@ -217,7 +219,7 @@ class Session:
         optim = {"optim/learning_rate": rate, "optim/skipped_steps": self.updater.skipped}
         self.metrics.end_update(metrics | optim)
         self.state.step += 1
-        self.state.phase, self.rollout, self._start = "evaluation", None, None
+        self.state.phase, self._start = "evaluation", None
         self._update_seconds = self.metrics.seconds.get("update", math.nan)
         self._held.close()
         self._finish_step()
@@ -382,7 +384,7 @@ class Session:
                     for name, parameter in of.parameters.items():
                         parameter.copy_(weights[role][name])
             load_optimizers(self.optimizers, moments)
-        self.state, self.rollout, self.metrics, self._start = start.state, None, StepMetrics(), None
+        self.state, self.metrics, self._start = start.state, StepMetrics(), None
         self.updater.skipped, self.updater.skipped_in_a_row = start.skipped
         if start.loss_scale:
             self.updater.scaler.load_state_dict(start.loss_scale)
@@ -402,10 +404,9 @@ class Session:
         where = f"the batch is in {folder}"
         try:
             folder.mkdir(exist_ok=True)
-            facts = {"why": why, "rows": rows}
+            samples = [sample.plain() for sample in self.minibatch]
+            facts = {"why": why, "rows": rows, "samples": samples}
             (folder / f"{name}-{self.updater.skipped}.json").write_text(json.dumps(facts), encoding="utf-8")
-            if self.rollout is not None:
-                save_file(self.rollout.to_tensors(), folder / f"{name}.safetensors")
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             where = f"the batch could not be written to {folder}: {error}"
         self.display.note(f"warning: step {self.state.step}: {why}; no weight was changed, {where}")

@@ -23,7 +23,7 @@ from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.distributed import ALONE
 from tinyrl.rewards.functions import RewardCall
 from tinyrl.rewards.scorer import Scorer, Scores
-from tinyrl.rollout.collector import apply_length_rules, sample_and_score, written
+from tinyrl.rollout.collector import apply_length_rules, completion_text, sample_and_score
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.progress import Display
 from tinyrl.runs.records import read_steps
@@ -46,7 +46,6 @@ class Answer:
     of its row and the row's key, and why the reward failed (None: it did not).
     """
 
-    prompt: str
     text: str
     reward: float
     tokens: int
@@ -73,17 +72,16 @@ def row_lines(trainer: Any) -> list[str]:
 
 def answers(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> tuple[list[Answer], float]:
     """Sample and score some prompts as a step does; return the answers, and the sum of their log-probabilities."""
-    rollout = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
-    apply_length_rules(rollout, trainer.config.reward, max_new_tokens=trainer.config.generation.max_new_tokens)
-    failed = {one.row: one.reason for one in rollout.failures}
-    rewards, cut, tokens = (x.tolist() for x in (rollout.rewards, rollout.truncated, rollout.num_actions))
-    found = []
-    for i, prompt in enumerate(p for p in prompts for _ in range(samples)):
+    sampled = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
+    apply_length_rules(sampled, trainer.config.reward, max_new_tokens=trainer.config.generation.max_new_tokens)
+    found, logprob = [], 0.0
+    for prompt, one in zip((p for p in prompts for _ in range(samples)), sampled, strict=True):
         row: Row = prompt.row
-        gold = trainer.task.gold(row)
-        text = written(rollout, i, trainer.scorer)
-        found.append(Answer(prompt.text, text, rewards[i], tokens[i], cut[i], gold, row_key(row), failed.get(i)))
-    return found, float(rollout.sampling_logprobs[rollout.response_mask].sum())
+        text, failed = completion_text(one, trainer.scorer), next(iter(one.failures), None)
+        gold, key = trainer.task.gold(row), row_key(row)
+        found.append(Answer(text, one.reward, one.num_actions, one.truncated, gold, key, failed))
+        logprob += sum(x for x, chosen in zip(one.logprobs, one.mask, strict=True) if chosen)
+    return found, logprob
 
 
 def check_model(trainer: Any, notes: list[str]) -> CheckSection:
