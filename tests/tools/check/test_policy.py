@@ -18,7 +18,7 @@ def groups_of(rewards: list[list[float]], texts: list[str] | None = None, **fiel
     fields = {"tokens": 4, "cut": False, "gold": None, "failed": None, **fields}
     return [
         [
-            Answer("sort", texts[i] if texts else f"text {index} {i}", value, row=str(index), **fields)
+            Answer(texts[i] if texts else f"text {index} {i}", value, row=str(index), **fields)
             for i, value in enumerate(group)
         ]
         for index, group in enumerate(rewards)

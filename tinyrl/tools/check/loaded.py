@@ -45,7 +45,6 @@ class Answer:
     of its row and the row's key, and why the reward failed (None: it did not).
     """
 
-    prompt: str
     text: str
     reward: float
     tokens: int
@@ -79,7 +78,7 @@ def answers(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy
         row: Row = prompt.row
         text, failed = completion_text(one, trainer.scorer), next(iter(one.failures), None)
         gold, key = trainer.task.gold(row), row_key(row)
-        found.append(Answer(prompt.text, text, one.reward, one.num_actions, one.truncated, gold, key, failed))
+        found.append(Answer(text, one.reward, one.num_actions, one.truncated, gold, key, failed))
         logprob += sum(x for x, chosen in zip(one.logprobs, one.mask, strict=True) if chosen)
     return found, logprob
 

@@ -34,6 +34,8 @@ FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
 LONG_RUN_S = 48 * 3600
 SHOWN, BAR = 60, 24
+FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
+         "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
 RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 75 %": 1 - 1e-9, "always": 1.0}
 
 
@@ -88,14 +90,14 @@ def figures(
     """
     everything = [answer for group in groups for answer in group]
     drawn, solved = config.generation, config.task.solved_reward
-    f = SimpleNamespace(num_there=num_there, section=config.trains.own, limit=drawn.max_new_tokens)
-    f.prompts, f.samples, f.sample_seconds, f.step_seconds = len(groups), len(groups[0]), seconds, step_seconds
+    f = SimpleNamespace(prompts_there=num_there, section=config.trains.own, limit=drawn.max_new_tokens)
+    f.prompts, f.samples, f.seconds, f.rollout_seconds = len(groups), len(groups[0]), seconds, step_seconds
     rewards = numbers([answer.reward for answer in everything])
-    f.reward, f.greedy = mean(rewards), mean([answer.reward for answer in greedy])
+    f.reward_mean, f.reward_greedy = mean(rewards), mean([answer.reward for answer in greedy])
     f.pass_rates = [mean([answer.reward >= solved for answer in rewarded(group)]) for group in groups]
     f.pass_rate, f.knows_right = mean(f.pass_rates), knows_gold or any(rate > 0 for rate in f.pass_rates)
-    f.lengths = [answer.tokens for answer in everything]
-    f.entropy = -logprobs / max(1, sum(f.lengths))
+    lengths = [answer.tokens for answer in everything]
+    f.mean_length, f.longest, f.entropy = mean(lengths), max(lengths), -logprobs / max(1, sum(lengths))
     f.ends = [of(rewarded(everything), key=lambda answer: answer.reward) for of in (max, min) if rewards]
 
     f.dropped = (1 - len(rewards) / len(everything)) * config.trains.rewarded
@@ -146,8 +148,8 @@ def figures(
     if len(lost) >= 8:
         f.lost, noise = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost))
         f.least_lost = max(3 * noise, 0.1 * (max(rewards) - lowest))
-    f.steps, f.seconds = config.run.num_steps, step_seconds * config.run.num_steps
-    f.lasting = show_seconds(f.seconds)
+    f.steps, f.run_seconds = config.run.num_steps, step_seconds * config.run.num_steps
+    f.lasting = show_seconds(f.run_seconds)
     return f
 
 
@@ -184,7 +186,7 @@ TABLE = (
     Rule("rewards dropped", lambda f: f.dropped >= 0.25,
         "{dropped:.0%} of the completions have no reward: {why}.", LOOK),
     Rule("one reward for everything", lambda f: f.constant,
-        "All completions, {texts} different texts, have the reward {reward:.3g}.", LOOK),
+        "All completions, {texts} different texts, have the reward {reward_mean:.3g}.", LOOK),
     Rule("right answers in another form", lambda f: f.missed >= 0.2,
         "{missed:.0%} of the completions hold the gold answer and are not scored as right: the reward reads it as in "
         "{form}.", "Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft."),
@@ -215,9 +217,9 @@ TABLE = (
         "{repeated:.0%} of the completions repeat another of their prompt (entropy {entropy:.2g} nats a token).",
         "Sample more widely: {wider}."),
     Rule("temperature too high", lambda f: f.temperature > 1 and f.lost > 0 and f.lost >= f.least_lost,
-        "At temperature {temperature:g} the mean reward is {reward:.3g}, greedily it is {greedy:.3g}.",
+        "At temperature {temperature:g} the mean reward is {reward_mean:.3g}, greedily it is {reward_greedy:.3g}.",
         "generation.temperature=1.0."),
-    Rule("a long run", lambda f: f.seconds >= LONG_RUN_S,
+    Rule("a long run", lambda f: f.run_seconds >= LONG_RUN_S,
         "The rollouts of {steps:,} steps alone take about {lasting}.",
         "Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N."),
 )  # fmt: skip
@@ -225,8 +227,8 @@ TABLE = (
 
 def section(f: SimpleNamespace) -> CheckSection:
     """Return pass rates, rewards, lengths and the answers with the highest and the lowest reward."""
-    took = show_seconds(f.sample_seconds)
-    lines, rates = [f"{f.prompts} of {f.num_there:,} prompts, {f.samples} completions each, in {took}"], None
+    took, rates = show_seconds(f.seconds), None
+    lines = [f"{f.prompts} of {f.prompts_there:,} prompts, {f.samples} completions each, in {took}"]
     if f.knows_right:
         edges = pairwise([-1.0, *RATES.values()])
         counts = [sum(low < rate <= high for rate in f.pass_rates) for low, high in edges]
@@ -234,19 +236,14 @@ def section(f: SimpleNamespace) -> CheckSection:
         bars = {name: "#" * math.ceil(BAR * count / (max(counts) or 1)) for name, count in rates.items()}
         lines += [f"pass rate {name:9} {count:4} {bars[name]}" for name, count in rates.items()]
     if f.ends:
-        lines += [f"reward {number(f.reward)} on average, greedily {number(f.greedy)}",
+        lines += [f"reward {number(f.reward_mean)} on average, greedily {number(f.reward_greedy)}",
                   f"{f.spread:.0%} of groups of {f.size} have rewards that differ"]  # fmt: skip
         lines += [f"  reward {number(answer.reward)}: {one_line(answer.text, SHOWN)!r}" for answer in f.ends]
-    length, longest = mean(f.lengths), max(f.lengths)
-    lines += [f"{length:.1f} tokens on average, at most {longest}; {f.truncated:.0%} cut off at {f.limit}",
+    lines += [f"{f.mean_length:.1f} tokens on average, at most {f.longest}; {f.truncated:.0%} cut off at {f.limit}",
               f"entropy {f.entropy:.2g} nats a token; {f.distinct:.0%} of a prompt's completions are different; "
-              f"{f.step_seconds:.2g} s to sample a step like this"]  # fmt: skip
-    facts = {
-        "prompts": f.prompts, "prompts_there": f.num_there, "samples": f.samples, "pass_rates": rates,
-        "pass_rate": f.pass_rate if f.knows_right else None, "groups_with_spread": f.spread, "reward_mean": f.reward,
-        "reward_greedy": f.greedy, "mean_length": length, "longest": longest, "truncated": f.truncated,
-        "entropy": f.entropy, "distinct": f.distinct, "seconds": f.sample_seconds, "rollout_seconds": f.step_seconds,
-    }  # fmt: skip
+              f"{f.rollout_seconds:.2g} s to sample a step like this"]  # fmt: skip
+    facts = {name: getattr(f, name) for name in FACTS} | {"pass_rates": rates, "groups_with_spread": f.spread}
+    facts["pass_rate"] = f.pass_rate if f.knows_right else None
     return CheckSection("policy", lines, facts, [rule.finding(f) for rule in TABLE if rule.when(f)])
 
 
