@@ -237,13 +237,11 @@ def test_the_loss_at_the_start_is_known(
     assert first["preference/loss"] == pytest.approx(start, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "adapter", "full"])
+@pytest.mark.parametrize("lora", [True, False])
 def test_a_reference_that_is_another_model_stops_the_run(
-    kind: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora: bool, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(model, rows, lora=kind != "full")
-    if kind == "adapter":
-        config.model.adapter = str(start_adapter(model, rows, tmp_path))
+    config = settings(model, rows, lora=lora)
     parts = loaded(config)
     assert parts.check()
     stir(parts.roles.parameters["policy"])
@@ -302,11 +300,9 @@ def test_a_start_adapter_is_the_reference(model: Path, rows: Path, tmp_path: Pat
 STEPS_0_AND_3 = ("step-000000", "step-000003")
 
 
-@pytest.mark.parametrize(("loss", "lora"), [("orpo", True), ("simpo", False)])
-def test_losses_without_a_reference_hold_none(loss: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
-    config = settings(model, rows, lora=lora, dpo={"loss": loss}, run={"num_steps": 1})
-    if lora:
-        config.model.adapter = str(start_adapter(model, rows, tmp_path))
+def test_losses_without_a_reference_hold_none(model: Path, rows: Path, tmp_path: Path) -> None:
+    config = settings(model, rows, dpo={"loss": "orpo"}, run={"num_steps": 1})
+    config.model.adapter = str(start_adapter(model, rows, tmp_path))
     code, run, _ = running.train(config, tmp_path)
     assert code == 0
     assert not loaded(config).roles.has_reference

@@ -228,23 +228,15 @@ def test_a_run_whose_last_save_failed_says_how_to_get_the_last_step(
 # Under other settings
 
 
-CHANGES: dict[str, list[str]] = {
-    "a KL where there was none": ["grpo.kl_coef=0.1"],
-    "several steps where there was one": ["grpo.num_epochs=2"],
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_settings_changed_inside_an_update(name: str, model: Path, tmp_path: Path) -> None:
+def test_settings_changed_inside_an_update(model: Path, tmp_path: Path) -> None:
     """The step that was stopped is begun again under the new settings, and counted once."""
-    overrides = CHANGES[name]
+    overrides = ["grpo.kl_coef=0.1", "grpo.num_epochs=2"]
     settings = running.config("grpo", model, run={"save_every": 1, "num_steps": STEPS})
     run = stopped_in_update(settings, tmp_path)
     assert running.go_on(run, config=run.read_config(overrides), allow_config_change=True) == 0
     assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
     assert run.read_config() == run.read_config(overrides)
-    if name == "a KL where there was none":
-        assert ["objective/kl" in line for line in running.metrics(run)] == [False, False, True, True]
+    assert ["objective/kl" in line for line in running.metrics(run)] == [False, False, True, True]
 
 
 @pytest.mark.slow

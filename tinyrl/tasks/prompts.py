@@ -45,11 +45,6 @@ class PreparedPrompt:
     tokens: list[int]
     opened: str
 
-    def completion_for_reward(self, text: str) -> str | list[dict[str, str]]:
-        """Return a completion as reward functions get it: with the <think> it continues, as a message for chat data."""
-        text = self.opened + text
-        return text if isinstance(self.prompt, str) else [{"role": "assistant", "content": text}]
-
 
 def prepare_prompts(
     task: Task,

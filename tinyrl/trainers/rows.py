@@ -220,21 +220,16 @@ def spans(example: Example) -> Iterator[tuple[str, list[int]]]:
             yield name if learnt else "read", [token for _, token in piece]
 
 
-def by_side(examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts and answers of n examples as rows of a batch: their n first answers, then their n second ones."""
-    sides = range(len(examples[0].answers))
-    return [e.prompt for e in examples] * len(sides), [e.answers[side] for side in sides for e in examples]
+def by_side(examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+    """Prompts, answers and masks of n examples as rows of a batch: their n first answers, then their n second ones."""
+    rows = [(one, side) for side in range(len(examples[0].answers)) for one in examples]
+    masks = [one.masks[side] if one.masks else [True] * len(one.answers[side]) for one, side in rows]
+    return [one.prompt for one, _ in rows], [one.answers[side] for one, side in rows], masks
 
 
 def answer_logprobs(parts: Parts, role: Literal["policy", "reference"], examples: Sequence[Example]) -> Tensor:
     """Log-probabilities of the learnt tokens of `by_side`, (answers, T), 0 elsewhere; the role must be acting."""
-    prompts, answers = by_side(examples)
-    masks = None
-    if any(e.masks for e in examples):
-        every = [e.masks or tuple([True] * len(answer) for answer in e.answers) for e in examples]
-        masks = [mask for side in zip(*every, strict=True) for mask in side]
-    batch = parts.roles.batch(prompts, answers, masks)
-    return parts.roles.logprobs(role, batch, temperature=1.0)[0]
+    return parts.roles.logprobs(role, parts.roles.batch(*by_side(examples)), temperature=1.0)[0]
 
 
 def sizes_of(parts: Parts, examples: Sequence[Example]) -> RowSizes:

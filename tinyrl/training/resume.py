@@ -61,10 +61,9 @@ def resume(
             sources = read_sources(config, rows=trainer.row_fingerprints, known=known.files)
             what = "what the run reads has changed"
             changes += refuse(what, changed_sources(known, sources), since=since, allowed=allow_config_change)
-            notes += trainer.check()
+            notes += [resolve_threads(trainer), *trainer.check()]
             session = Session(trainer, run, sources=lambda: sources)
             if folder is None or kept is None:
-                notes.append(resolve_threads(trainer))
                 run.cut({})
             else:
                 notes += session.restore(folder, kept)
@@ -106,8 +105,9 @@ def started_with(run: RunDir, given: Options) -> tuple[Options, list[str]]:
             f"{run.path} was started with --trust-remote-code: "
             f"`{shlex.join(['tinyrl', 'train', '--resume', str(run.path), '--trust-remote-code'])}`"
         )
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    now = given.device if given.device != "auto" else "cpu" if device == "cpu" else here
+    now = given.device
+    if now == "auto":
+        now = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     notes = [f"warning: {run.path} was started on {device}, and goes on on {now}"] if now != device else []
     if given.trust_remote_code and not trusted:
         notes.append(f"warning: {run.path} was started without --trust-remote-code")

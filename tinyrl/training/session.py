@@ -25,9 +25,14 @@ from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+<<<<<<< HEAD
 from tinyrl.models.device import as_out_of_memory, cores_here, peak_memory_gb
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.sample import Sample, num_episodes
+=======
+from tinyrl.models.device import as_out_of_memory, peak_memory_gb
+from tinyrl.rollout.buffer import Rollout
+>>>>>>> h-train
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
@@ -141,17 +146,15 @@ class Session:
             code = self._train()
             if code is not None or not self.world.is_main:
                 return code or 0
-            for failed, write in (
-                (
-                    f"the report could not be written; later: tinyrl report {self.run.path}",
-                    lambda: report(self.run.path),
-                ),
-                ("the run could not be summed up", lambda: tell(summary(self.run, prompts=self.trainer.has_prompts))),
+            for write in (
+                lambda: report(self.run.path),
+                lambda: tell(summary(self.run, prompts=self.trainer.has_prompts)),
             ):
                 try:
                     write()
                 except AFTERWARDS as error:
-                    print(f"warning: {failed} ({type(error).__name__}: {error})", file=sys.stderr)
+                    what = f"warning: no report or summary ({type(error).__name__}: {error})"
+                    print(f"{what}; later: tinyrl report {self.run.path}", file=sys.stderr)
             if not self.saved:
                 return self._unsaved("done, but the last step is not saved")
             if not self.finished:
@@ -403,13 +406,8 @@ class Session:
             self.display.note(f"optim.optimizer={self.config.optim.optimizer} begins without the moments of the other")
         if kept.setting("run", "micro_batch_tokens") == self.config.run.micro_batch_tokens:
             self.trainer.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
-        wanted, cores = self.config.run.threads, cores_here()
-        threads = kept.threads if wanted == "auto" else wanted  # auto: on a GPU
-        torch.set_num_threads(threads)
-        if threads > cores and self.trainer.accelerator.device.type == "cpu":
-            self.display.note(
-                f"warning: run.threads={threads} where each process has {cores} cores: slow, and as before"
-            )
+        if self.config.run.threads == "auto":  # on a GPU
+            torch.set_num_threads(kept.threads)
         random = load_file(folder / RANDOM), kept.python_random
         notes = self._stand_at(kept.run, random=random, records=kept.records)
         there = self.world.is_main and self.run.metrics.is_file()

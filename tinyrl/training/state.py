@@ -150,14 +150,10 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
 def changed_sources(before: Sources, now: Sources) -> list[str]:
     """A line for each source that has changed. One that only `now` has came with a setting, whose change is noted."""
     changes = [f"{name} rows: the data has changed" for name, rows in before.rows.items() if now.rows.get(name) != rows]
-    changed: dict[str, list[str]] = {}
     for name, file in before.files.items():
         there = now.files.get(name)
         if there is None or there.sha256 != file.sha256:
-            setting, _, file_name = name.partition(": ")
-            changed.setdefault(setting, []).append(f"{file_name} {'has changed' if there else 'is not there any more'}")
-    for setting, (first, *others) in changed.items():
-        changes.append(f"{setting}: {first}{f', and {len(others)} other files' if others else ''}")
+            changes.append(f"{name} {'has changed' if there else 'is not there any more'}")
     return changes
 
 
