@@ -128,8 +128,8 @@ class Parts:
         width: int = 1,
         among: World | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run `compute` (rows -> tensors (n, at most width)) without gradient; returns (N, width) tensors on the CPU. Each
-        process of `among` (None: all) computes some of the rows.
+        """Run `compute` (rows -> tensors (n, at most width)) without gradient; returns (N, width) tensors on the CPU.
+        Each process of `among` (None: all) computes some of the rows.
         """
         device, among = self.roles.device, self.world if among is None else among
         outputs: list[Tensor] = []

@@ -25,14 +25,9 @@ from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-<<<<<<< HEAD
-from tinyrl.models.device import as_out_of_memory, cores_here, peak_memory_gb
+from tinyrl.models.device import as_out_of_memory, peak_memory_gb
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.sample import Sample, num_episodes
-=======
-from tinyrl.models.device import as_out_of_memory, peak_memory_gb
-from tinyrl.rollout.buffer import Rollout
->>>>>>> h-train
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
