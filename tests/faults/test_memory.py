@@ -103,8 +103,8 @@ def keep_nothing() -> None:
     """Return freed memory at once, as is the default; an earlier test may have had it kept."""
     device.keep_freed_memory = lambda: False
     library = ctypes.CDLL(None)
-    library.mallopt(device.M_TRIM_THRESHOLD, 128 << 10)
-    library.mallopt(device.M_MMAP_THRESHOLD, 128 << 10)
+    library.mallopt(-1, 128 << 10)
+    library.mallopt(-3, 128 << 10)
     library.malloc_trim(0)
 
 
