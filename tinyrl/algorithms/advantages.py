@@ -38,8 +38,8 @@ def gae(
     value of what would have followed a response that was cut off (None: 0 for all). That is, over True tokens,
     A[t] = sum_l (gamma gae_lambda)^l delta[t + l]: Schulman et al. (1506.02438) Eq. 16, PPO (1707.06347) Eq. 11, 12.
     V[b, t] is the value before token t is chosen.
-    rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number, or (B,), one for each row -> two (B, T),
-    [b, t] with b in [0, B), t in [0, T); 0 on False tokens. Raises AssertionError on shapes.
+    rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number, or (B,), one for each row -> two (B, T);
+    0 on False tokens.
     """
     assert_shapes(mask, rewards=rewards, values=values)
     assert final_values is None or final_values.shape == mask.shape[:1], "one final value per row, (B,)"
@@ -62,8 +62,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
     """Discounted return of each token: R[t] = r[t] + gamma R[t'], t' the next True token after t, R = 0 after the last.
 
     REINFORCE++ (2501.03262): whitened over the batch, with gamma 1, these are its advantages.
-    rewards, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T); 0 on False tokens.
-    Raises AssertionError on shapes.
+    rewards, mask: (B, T) -> (B, T); 0 on False tokens.
     """
     assert_shapes(mask, rewards=rewards)
     rewards = keep_true(rewards, mask)
@@ -106,7 +105,7 @@ def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
 
     RLOO (2402.14740) section 3, n the number of valid scores. NaN scores are left out and get 0; a group with fewer
     than two valid scores, or whose valid scores are all equal, gives exactly 0.
-    scores: (B,), B = P * group_size, grouped as in `group_advantages` -> (B,). Raises AssertionError as there.
+    scores: (B,), B = P * group_size, grouped as in `group_advantages` -> (B,).
     """
     groups, valid, mean, varied = _by_group(scores, group_size)
     count = valid.sum(dim=1, keepdim=True)
@@ -122,7 +121,7 @@ def decoupled_advantages(scores: Tensor, *, weights: Tensor, group_size: int, sc
     std is the deviation over the rows of the batch that have a score. The paper subtracts the batch's mean of A before;
     it is 0, since the advantages of a group add up to 0, and so is what flat groups get here.
     scores: (B, R), NaN where reward k does not apply, grouped as in `group_advantages`; weights: (R,) -> (B,).
-    Raises ValueError and AssertionError as `group_advantages` does; AssertionError on shapes.
+    Raises ValueError and AssertionError as `group_advantages` does.
     """
     assert scores.dim() == 2, f"scores must be (B, R), not {tuple(scores.shape)}"
     assert weights.shape == scores.shape[1:], f"weights is {tuple(weights.shape)}, scores {tuple(scores.shape)}"

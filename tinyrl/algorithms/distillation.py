@@ -71,7 +71,7 @@ def token_advantages(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tenso
 
     The reward is minus k1 (algorithms/kl.py), each token's own, without discount: the policy gradient of the reverse
     KL at each position, as others train it (thinkingmachines.ai/blog/on-policy-distillation). (B, T) each -> (B, T), 0
-    where the mask is False. Raises AssertionError on shapes.
+    where the mask is False.
     """
     assert_shapes(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
     return torch.where(mask, teacher_logprobs - old_logprobs, 0.0)

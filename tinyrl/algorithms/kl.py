@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far outside any trust region, far inside
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Unbiased, high variance, may be negative: k1 = log p(x) - log q(x), p the policy, q the reference.
 
-    logprobs, ref_logprobs: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T). Raises AssertionError on shapes.
+    logprobs, ref_logprobs: (B, T) -> (B, T).
     """
     return _of_difference(logprobs, ref_logprobs, lambda difference: difference)
 
@@ -30,7 +30,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Biased, low variance, never negative: k2 = (log p(x) - log q(x))^2 / 2; its gradient on-policy is KL's.
 
-    logprobs, ref_logprobs: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T). Raises AssertionError on shapes.
+    logprobs, ref_logprobs: (B, T) -> (B, T).
     """
     return _of_difference(logprobs, ref_logprobs, lambda difference: 0.5 * difference.square())
 
@@ -39,7 +39,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Unbiased, low variance, never negative: k3 = q(x)/p(x) - 1 - log(q(x)/p(x)) = exp(-k1) - 1 + k1.
 
     GRPO (2402.03300) Eq. 4. k1 is clamped from below at -20, since exp(-k1) would overflow; a large k1 does no harm.
-    logprobs, ref_logprobs: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T). Raises AssertionError on shapes.
+    logprobs, ref_logprobs: (B, T) -> (B, T).
     """
 
     def estimate(difference: Tensor) -> Tensor:

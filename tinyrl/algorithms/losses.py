@@ -53,8 +53,8 @@ def importance_ratio(
     The last has the value of s and a gradient of each token's own, so that an advantage of token t moves token t; with
     one advantage for all tokens, losses and gradients are those of "sequence".
     Exponents are clamped to +-20 and carry no gradient beyond.
-    logprobs, old_logprobs, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T).
-    Raises ValueError for an unknown `ratio_level`; AssertionError on shapes.
+    logprobs, old_logprobs, mask: (B, T) -> (B, T).
+    Raises ValueError for an unknown `ratio_level`.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     if ratio_level in ("sequence", "sequence-token"):
@@ -92,8 +92,7 @@ def clipped_policy_loss(
     denominators do not include them.
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
     ratios), policy/ratio, and with dual_clip policy/dual_clipfrac.
-    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T); [b, t] with b in [0, B),
-    t in [0, T) -> 0-dim.
+    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T) -> 0-dim.
     Raises ValueError as `importance_ratio` and `masking.aggregate` do; AssertionError on shapes and dual_clip <= 1.
     """
     ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level=ratio_level)
@@ -133,8 +132,7 @@ def cispo_loss(
     below, as the paper runs it. No token loses its gradient.
     token_weights (None: 1) are as in `clipped_policy_loss`: they multiply a token's loss and count in no denominator.
     Metrics: policy/loss, policy/clipfrac (ratios above the cap), policy/approx_kl, policy/ratio (before the cap).
-    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T); [b, t] with
-    b in [0, B), t in [0, T) -> 0-dim.
+    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T) -> 0-dim.
     Raises ValueError as `masking.aggregate` does; AssertionError on shapes and ratio_cap <= 0.
     """
     assert ratio_cap > 0, f"ratio_cap is {ratio_cap}"
@@ -165,8 +163,7 @@ def clipped_value_loss(
     eps is value_clip_eps. From PPO's reference implementation; None is the paper's Eq. 9, the unclipped 0.5 (V - R)^2.
     Metrics: value/loss, and with a clip value/clipfrac (where the clipped square is the larger one, which has no
     gradient).
-    values, old_values, returns, mask: (B, T), [b, t] with b in [0, B), t in [0, T) -> 0-dim.
-    Raises AssertionError on shapes.
+    values, old_values, returns, mask: (B, T) -> 0-dim.
     """
     assert_shapes(mask, values=values, old_values=old_values, returns=returns)
     assert value_clip_eps is None or value_clip_eps >= 0, f"value_clip_eps is {value_clip_eps}"
@@ -195,8 +192,8 @@ def kl_loss(
     on-policy it is 1, but its gradient is not 0) the gradient is that of KL(policy || reference), for tokens sampled
     from the old policy.
     Metrics: policy/kl_loss, the term before its coefficient, divided as the loss is (by the constant too).
-    kl, mask, ratio: (B, T), [b, t] with b in [0, B), t in [0, T) -> 0-dim.
-    Raises ValueError as `masking.aggregate` does; AssertionError on shapes.
+    kl, mask, ratio: (B, T) -> 0-dim.
+    Raises ValueError as `masking.aggregate` does.
     """
     assert_shapes(mask, kl=kl)
     kl = keep_true(kl, mask)
@@ -211,7 +208,7 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: float | None = 
     """Mean entropy over tokens, to be subtracted: loss - entropy_coef * bonus. PPO (1707.06347) Eq. 9, S.
 
     Metrics: policy/entropy (nats per token).
-    entropy, mask: (B, T), [b, t] with b in [0, B), t in [0, T) -> 0-dim. Raises AssertionError on shapes.
+    entropy, mask: (B, T) -> 0-dim.
     """
     bonus = aggregate(entropy, mask, aggregation="token", denominator=denominator)
     return bonus, {"policy/entropy": bonus.detach()}
@@ -235,7 +232,7 @@ def mismatch_weights(
         sequence-mask  W where floor <= W <= cap else 0        masked importance sampling, Liu et al. 2025
 
     old_logprobs are training's numbers for the policy before its update. Exponents are clamped to at most 20.
-    old_logprobs, sampling_logprobs, mask: (B, T), [b, t] with b in [0, B), t in [0, T) -> (B, T) and (B, T) bool, of
+    old_logprobs, sampling_logprobs, mask: (B, T) -> (B, T) and (B, T) bool, of
     which only True tokens mean something. Nothing carries a gradient.
     Raises ValueError for an unknown `mode`; AssertionError on shapes and on cap <= floor.
     """

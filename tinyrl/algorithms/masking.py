@@ -3,6 +3,7 @@
 Every function takes a bool mask, True = this entry counts. What lies under False may be anything, inf and NaN included:
 it is replaced before any arithmetic, so that neither value nor gradient sees it (0 * NaN is NaN, in backward too).
 `aggregate` is the only place where a loss chooses its denominator.
+In this room x[b, t] is of response b in [0, B) and token t in [0, T), and shapes are asserted (AssertionError).
 No paper. Unlike some libraries' whitening, ours subtracts the mean.
 """
 
@@ -35,7 +36,7 @@ def keep_true(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x over True entries: sum_i m_i x_i; 0 where there is none.
 
-    x, mask: any one shape -> 0-dim, or without dimension `dim`. Raises AssertionError as `keep_true` does.
+    x, mask: any one shape -> 0-dim, or without dimension `dim`.
     """
     kept = keep_true(x, mask)
     return kept.sum() if dim is None else kept.sum(dim)
@@ -44,7 +45,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of x over True entries: (sum_i m_i x_i) / (sum_i m_i); 0 where there is none.
 
-    x, mask: any one shape -> 0-dim, or without dimension `dim`. Raises AssertionError as `keep_true` does.
+    x, mask: any one shape -> 0-dim, or without dimension `dim`.
     """
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
@@ -54,7 +55,6 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Zero mean and unit variance over all True entries: (x - mean) / sqrt(var + 1e-8), var with n - 1; 0 elsewhere.
 
     x, mask: any one shape -> the same shape. Fewer than two True entries, or entries that are all equal, give 0.
-    Raises AssertionError as `keep_true` does.
     """
     centred = x.float() - masked_mean(x, mask)
     # A second pass removes what rounding left of the mean: equal entries then give 0, not amplified noise.
@@ -75,8 +75,8 @@ def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator:
     A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
     D = 0 is the count of a step in which nothing counts: the result is 0, not NaN.
 
-    x, mask: (B, T), x[b, t] with b in [0, B), t in [0, T) -> 0-dim float32.
-    Raises ValueError for an unknown `aggregation`, or "constant" without a denominator; AssertionError on shapes.
+    x, mask: (B, T) -> 0-dim float32.
+    Raises ValueError for an unknown `aggregation`, or "constant" without a denominator.
     """
     assert_shapes(mask, x=x)
     assert denominator is None or denominator >= 0, f"denominator is {denominator}"

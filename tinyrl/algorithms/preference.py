@@ -31,7 +31,7 @@ def dpo_loss(
     DPO (2305.18290) Eq. 7; each log-probability summed over the response. Reward: beta (log p - log q).
     With label_smoothing s a label is right with probability 1 - s: (1 - s) loss + s (loss with the sides swapped), the
     conservative DPO of its author's note. TRL's `sigmoid` does not read label_smoothing; its `robust` is another loss.
-    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    All four: (B,) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
     chosen, rejected = _rewards(
         chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
@@ -72,7 +72,7 @@ def mismatched_kl(logprobs: Tensor, ref_logprobs: Tensor) -> float:
     """KTO's reference point: max(0, mean of log p - log q) over responses that belong to other prompts.
 
     KTO (2402.01306) Sec. 4: a cheap stand-in for the KL of policy and reference, biased, and not finite where one of
-    them is not. Both of one shape, a number for each response. Raises AssertionError on shapes.
+    them is not. Both of one shape, a number for each response.
     """
     assert logprobs.shape == ref_logprobs.shape, f"{tuple(logprobs.shape)} against {tuple(ref_logprobs.shape)}"
     return float((logprobs.detach().float() - ref_logprobs.detach().float()).mean().clamp(min=0.0))
@@ -87,7 +87,7 @@ def orpo_loss(
     odds = P / (1 - P). Reward: the log odds. TRL's likelihood term counts the prompt's tokens too and averages over the
     tokens of the batch; the paper's, taken here, is the response's, averaged over pairs (the metric preference/nll).
     P is kept below 1 - 1e-6, since the odds of 1 are infinite.
-    Both: (B,) means, [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    Both: (B,) means -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
     assert beta > 0, f"beta is {beta}"
     _assert_pairs(chosen_logprobs, rejected_logprobs)
@@ -110,7 +110,7 @@ def simpo_loss(
 
     SimPO (2405.14734) Eq. 6, target_margin its gamma, without a reference; log P is the mean log-probability.
     Reward: beta log P.
-    Both: (B,) means, [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    Both: (B,) means -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
     assert beta > 0, f"beta is {beta}"
     _assert_pairs(chosen_logprobs, rejected_logprobs)
@@ -134,7 +134,7 @@ def bradley_terry_loss(
     Eq. 2, None: 0. label_smoothing as in `dpo_loss`; a label that is wrong asks for the margin on the other side.
     Metrics: preference/loss, rewards/chosen and rewards/rejected (the scores), rewards/margin (their difference, that
     asked for not subtracted), rewards/accuracy.
-    chosen_scores, rejected_scores, margin: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    chosen_scores, rejected_scores, margin: (B,) -> 0-dim.
     """
     _assert_pairs(chosen_scores, rejected_scores, *([] if margin is None else [margin]))
     return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, asked=margin)
@@ -148,7 +148,7 @@ def label_loss(
     y in {0, 1}; as in Cobbe et al. (2110.14168) for verifiers. With label_smoothing a, a label is right with
     probability 1 - a: y is replaced by (1 - a) y + a (1 - y).
     Metrics: loss, rewards/mean (of the scores), rewards/accuracy (s > 0 where y is 1, s < 0 where it is 0).
-    scores, labels: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    scores, labels: (B,) -> 0-dim.
     """
     _assert_pairs(scores, labels)
     count = _count(scores, denominator)

@@ -16,7 +16,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
     Ziegler et al. (1909.08593) Eq. 2, per token. 0 on False tokens. A row without a True token gives 0 everywhere, and
     its score is ignored (a dropped row may hold NaN).
-    scores: (B,); kl, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T).
+    scores: (B,); kl, mask: (B, T) -> (B, T).
     Raises AssertionError on shapes and when the score of a row with a True token is not finite: drop the row first.
     """
     assert_shapes(mask, kl=kl)
