@@ -89,7 +89,7 @@ def problem(options: argparse.Namespace) -> str | None:
     if COMMANDS[options.what].needs_a_peer and not options.peer_python:
         return f"{options.what} needs --peer-python: the Python of a virtual environment with TRL"
     if options.what == "real" and options.real_model is None:
-        return f"real needs --real-model: a folder made by `python -m tinyrl.starter.smollm2` (or {REAL_MODEL})"
+        return f"real needs --real-model: a folder made by `python examples/smollm2.py` (or {REAL_MODEL})"
     if options.steps < 2:
         return "--steps must be at least 2: the first is warm-up"
     if "tiny" in options.shapes and len(options.shapes) > 1:

@@ -4,7 +4,7 @@ Models are built from a config with random weights, so nothing is downloaded. On
 completion, so it is taught for 60 steps when to: on random words of which one in 60 is EOS. Completions are then of all
 lengths, as in practice. One for a GPU (Qwen2.5's shapes) has logits as sharp as a real model's instead, so that samples
 are drawn from few words and differ; each completion has all the tokens it may have. What the words are does not matter
-to time and memory. "real" is the folder TINYRL_REAL_MODEL (python -m tinyrl.starter.smollm2), asked for sums in words.
+to time and memory. "real" is the folder TINYRL_REAL_MODEL (python examples/smollm2.py), asked for sums in words.
 
 A folder holds model/ reward_model/ prompts.jsonl eval.jsonl. Run as a script with settings, it writes one of a size.
 """

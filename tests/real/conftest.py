@@ -14,7 +14,7 @@ VARIABLE = "TINYRL_REAL_MODEL"
 def real() -> Path:
     named = os.environ.get(VARIABLE)
     if not named:
-        pytest.skip(f"{VARIABLE} names no folder; python -m tinyrl.starter.smollm2 makes one")
+        pytest.skip(f"{VARIABLE} names no folder; python examples/smollm2.py makes one")
     folder = Path(named).resolve()
     if not (folder / "config.json").is_file():
         pytest.skip(f"{VARIABLE}={named}: no model is there")

