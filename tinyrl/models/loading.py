@@ -144,7 +144,7 @@ def load_causal_lm(
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
-        model, found = loaded
+    model, found = loaded
     check_weights(model, found, path=path)
     for module in model.modules():  # bitsandbytes would repack 4-bit weights for a CPU with AVX512-BF16 when it first
         if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient
