@@ -276,15 +276,17 @@ class WorkerFunction:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
         started, self._count, reply = time.monotonic(), self._count + 1, dict[str, Any]()
         data = json.dumps({**request, "id": self._count, "timeout_s": timeout_s}).encode("ascii") + b"\n"
-        if isinstance(self._process, worker.Loaded):
+        process = self._process
+        assert process is not None
+        if isinstance(process, worker.Loaded):
             check_stop()
-            reply = json.loads(json.dumps(self._process.answer(json.loads(data), [self._here])))
+            reply = json.loads(json.dumps(process.answer(json.loads(data), [self._here])))
         else:
             try:
-                line = self._exchange(data, started + timeout_s + GRACE_S)
+                line = self._exchange(process, data, started + timeout_s + GRACE_S)
                 if not line:
                     late = time.monotonic() - started >= timeout_s
-                    raise CallFailed(self._why_lost(timeout_s if late else None), worker_lost=True)
+                    raise CallFailed(self._why_lost(process, timeout_s if late else None), worker_lost=True)
                 try:
                     found = json.loads(line)
                     if found["id"] != self._count:
@@ -295,17 +297,17 @@ class WorkerFunction:
             finally:
                 self.printed.add(self._written())
                 self.printed.end_call()
-                os.ftruncate(self._output.fileno(), 0)
+                with contextlib.suppress(ValueError):  # another thread has closed it
+                    os.ftruncate(self._output.fileno(), 0)
                 if not reply:  # the worker's next reply would be to the wrong request
                     self.close(at_once=True)
         if "error" in reply:
             raise CallFailed(said(reply), worker_lost=False)
         return reply
 
-    def _exchange(self, data: bytes, deadline: float) -> bytes:
+    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> bytes:
         """Send a line and return the reply's; b"" where the worker ended or was too late."""
-        assert isinstance(self._process, subprocess.Popen)
-        requests, replies, reply = self._process.stdin, self._process.stdout, bytearray()
+        requests, replies, reply = process.stdin, process.stdout, bytearray()
         assert requests
         assert replies
 
@@ -330,15 +332,16 @@ class WorkerFunction:
 
     def _written(self) -> bytes:
         """Return what the function has printed in this call."""
-        return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
+        with contextlib.suppress(ValueError):  # another thread has closed it
+            return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
+        return b""
 
-    def _why_lost(self, timeout_s: float | None) -> str:
+    def _why_lost(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> str:
         """Return how a call was lost, and where the function was if the worker could still write that down."""
-        assert isinstance(self._process, subprocess.Popen)
         if timeout_s is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=EXIT_S)
-        file, text, code = self._sources[0].file, self._written().decode(errors="replace"), self._process.returncode
+                process.wait(timeout=EXIT_S)
+        file, text, code = self._sources[0].file, self._written().decode(errors="replace"), process.returncode
         place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', text) if file else None
         where = f" ({file.name}, line {place[1]})" if file and place else ""
         if timeout_s is not None:
