@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import click
 import typer
 
-from tinyrl.runs.run_dir import RunDir, open_run
+from tinyrl.runs.run_dir import open_run
 
 
 def report(
@@ -28,8 +28,7 @@ def report(
     if output is not None and len(folders) == 1:
         raise ValueError("--output is for a report of several runs; that of one run is in its folder")
     parent = Path(output) if output is not None else folders[0].resolve().parent
-    for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
-        print(path)
+    print(*(write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent)), sep="\n")
 
 
 def show(
@@ -79,7 +78,17 @@ def show(
         text = render_samples(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
         text = text or "every prompt of that step has a sample that is right"
     elif prompts:
-        text = _prompts(opened, notes, num=num or 10, export_hard=export_hard)
+        from tinyrl.runs.show import HARD, prompt_texts, read_prompt_stats, render_prompt_stats
+        from tinyrl.tasks import export_rows, row_texts
+
+        prompt_stats = read_prompt_stats(opened.prompts, notes)
+        hard = {record.index: record.key for record in prompt_stats if record.outcome in HARD}
+        texts = prompt_texts(opened.samples, {*hard})
+        if texts.keys() < hard.keys():
+            texts = row_texts(opened, hard, notes) | texts
+        text = render_prompt_stats(prompt_stats, texts, num=num or 10)
+        if export_hard is not None:
+            text += f"\n\n{export_rows(opened.read_config(), {*hard.values()}, Path(export_hard))}"
     else:
         from tinyrl.runs.show import show_checkpoints
 
@@ -92,22 +101,6 @@ def show(
         print(text)
     for note in notes:
         print(f"tinyrl: {note}", file=sys.stderr)
-
-
-def _prompts(run: RunDir, notes: list[str], *, num: int, export_hard: str | None) -> str:
-    from tinyrl.runs.show import HARD, prompt_texts, read_prompt_stats, render_prompt_stats
-    from tinyrl.tasks import export_rows, row_texts
-
-    prompt_stats = read_prompt_stats(run.prompts, notes)
-    hard = {record.index: record.key for record in prompt_stats if record.outcome in HARD}
-    texts = prompt_texts(run.samples, {*hard})
-    if texts.keys() < hard.keys():
-        texts = row_texts(run, hard, notes) | texts
-    text = render_prompt_stats(prompt_stats, texts, num=num)
-    if export_hard is not None:
-        keys = {record.key for record in prompt_stats if record.outcome in HARD}
-        text += f"\n\n{export_rows(run.read_config(), keys, Path(export_hard))}"
-    return text
 
 
 def complete_section(incomplete: str) -> list[str]:

@@ -34,8 +34,8 @@ def export(
     configure_libraries()
     from tinyrl.tools.export.bundle import export as write
 
-    form = {"merge": merge, "dtype": dtype, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
-    print(write(run, output=output, overwrite=overwrite, **form).render())
+    given = {"merge": merge, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
+    print(write(run, dtype=dtype, output=output, overwrite=overwrite, **given).render())
 
 
 def chat(

@@ -17,7 +17,7 @@ from tinyrl.rollout.components import Options
 from tinyrl.tools.chat import ChatSession
 from tinyrl.tools.export import merge
 from tinyrl.tools.export.bundle import Bundle, export
-from tinyrl.tools.export.merge import Fidelity, compared
+from tinyrl.tools.export.merge import MergeCheck, compared
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
 NEW = 6
@@ -122,7 +122,7 @@ def test_a_merge_that_loses_the_adapter_is_found_and_not_kept(
 def test_over_one_percent_of_changed_tokens_is_refused_unless_told(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(merge, "compared", lambda wanted, saved: Fidelity(0.3, 0.02, 50))
+    monkeypatch.setattr(merge, "compared", lambda wanted, saved: MergeCheck(0.3, 0.02, 50))
     given = {"merge": True, "dtype": "bfloat16", "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=r"2\.00% of 50 greedy tokens change, more than 1%"):
         exported(folder / "lora", **given)
@@ -134,7 +134,7 @@ def test_over_one_percent_of_changed_tokens_is_refused_unless_told(
 def test_the_share_of_changed_tokens_and_the_gap_are_counted_over_positions():
     wanted = [torch.tensor([[0.0, -1.0], [-1.0, 0.0]]), torch.tensor([[-2.0, -1.0], [0.0, -3.0]])]
     saved = [torch.tensor([[0.0, -1.0], [-1.0, -0.5]]), torch.tensor([[-1.0, -2.0], [0.0, -3.0]])]
-    assert compared(wanted, saved) == Fidelity(gap=1.0, changed=0.25, positions=4)
+    assert compared(wanted, saved) == MergeCheck(gap=1.0, changed=0.25, positions=4)
 
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path, tmp_path: Path):
@@ -155,7 +155,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path
 
 def test_the_next_lines_name_the_folder_the_base_and_a_rank_that_vllm_takes(folder: Path, tmp_path: Path):
     bundle = exported(folder / "lora", output=str(tmp_path / "out"))
-    lines = dict(bundle.commands)
+    lines = bundle.commands
     base = json.loads((bundle.folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert lines["serve"] == (f"vllm serve {base} --enable-lora --max-lora-rank 16 --lora-modules lora={tmp_path}/out")
     assert lines["llama.cpp"].endswith(f"{tmp_path}/out --base {base} --outfile lora.gguf")

@@ -18,7 +18,7 @@ STEPS: dict[int, dict[str, Any]] = {
 
 def card(step: int = 20, *, dtype: str | None = None, **sections: Any) -> str:
     config = Config.model_validate({"method": "grpo", "model": {"path": "Qwen/Qwen3-0.6B"}, **sections})
-    return model_card(config, STEPS, name="my-run", step=step, dtype=dtype, notes=(), picture=False)
+    return model_card(config, STEPS, name="my-run", step=step, dtype=dtype, notes=[], picture=False)
 
 
 def test_it_says_what_it_was_trained_from_on_and_for():

@@ -74,25 +74,17 @@ def grpo_metrics(steps: int, *, eval_every: int = 10) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"step": step}
         if step:
             line |= {
-                "reward/mean": reward + rng.gauss(0, 0.025),
-                "reward/std": 0.3 - 0.2 * done,
-                "reward/sorting": reward,
-                "reward/dropped": 0.0,
-                "reward/zero_spread_groups": 0.05 + 0.5 * done + rng.gauss(0, 0.03),
+                "reward/mean": reward + rng.gauss(0, 0.025), "reward/std": 0.3 - 0.2 * done, "reward/sorting": reward,
+                "reward/dropped": 0.0, "reward/zero_spread_groups": 0.05 + 0.5 * done + rng.gauss(0, 0.03),
                 "objective/kl": 1.3 * done + abs(rng.gauss(0, 0.05)),
-                "policy/entropy": 0.42 - 0.3 * done + rng.gauss(0, 0.01),
-                "policy/clipfrac": 0.0,
-                "policy/approx_kl": 0.0,
-                "optim/grad_norm": 0.6 + rng.gauss(0, 0.1) + (3 if step == 23 else 0),
+                "policy/entropy": 0.42 - 0.3 * done + rng.gauss(0, 0.01), "policy/clipfrac": 0.0,
+                "policy/approx_kl": 0.0, "optim/grad_norm": 0.6 + rng.gauss(0, 0.1) + (3 if step == 23 else 0),
                 "completion/mean_length": 11 + rng.gauss(0, 0.1),
                 "completion/truncated": max(0.0, 0.02 * (1 - done) + rng.gauss(0, 0.004)),
-                "time/rollout": 0.31 + rng.gauss(0, 0.02),
-                "time/update": 0.36 + rng.gauss(0, 0.02),
-                "time/reward": 0.02,
-                "time/total": 0.78 + rng.gauss(0, 0.02),
-                "tokens_per_second": 4200 + rng.gauss(0, 100),
-                "memory/peak_gb": 0.71,
-            }
+                "time/rollout": 0.31 + rng.gauss(0, 0.02), "time/update": 0.36 + rng.gauss(0, 0.02),
+                "time/reward": 0.02, "time/total": 0.78 + rng.gauss(0, 0.02),
+                "tokens_per_second": 4200 + rng.gauss(0, 100), "memory/peak_gb": 0.71,
+            }  # fmt: skip
         if step % eval_every == 0 or step == steps:
             line["time/evaluation"] = 1.9
             line |= evaluation(
@@ -112,36 +104,22 @@ def ppo_metrics(steps: int) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"step": step}
         if step:
             line |= {
-                "reward/mean": -0.3 + 1.9 * done + rng.gauss(0, 0.08),
-                "objective/kl": 6.2 * done + rng.gauss(0, 0.3),
-                "policy/entropy": 2.4 - 0.8 * done + rng.gauss(0, 0.03),
-                "policy/clipfrac": 0.09,
-                "policy/approx_kl": 0.01,
-                "value/loss": 4 * math.exp(-step / 4) + 0.2 + abs(rng.gauss(0, 0.05)),
+                "reward/mean": -0.3 + 1.9 * done + rng.gauss(0, 0.08), "objective/kl": 6.2 * done + rng.gauss(0, 0.3),
+                "policy/entropy": 2.4 - 0.8 * done + rng.gauss(0, 0.03), "policy/clipfrac": 0.09,
+                "policy/approx_kl": 0.01, "value/loss": 4 * math.exp(-step / 4) + 0.2 + abs(rng.gauss(0, 0.05)),
                 "value/explained_variance": 1 - 9 * math.exp(-step / 3) - 0.6 * math.exp(-step / 30),
-                "optim/grad_norm": 1.2,
-                "value/grad_norm": 0.7,
-                "completion/mean_length": 34 + 3 * done + rng.gauss(0, 0.6),
-                "completion/truncated": 0.0,
-                "time/rollout": 0.5,
-                "time/reference": 0.08,
-                "time/values": 0.07,
-                "time/reward": 0.05,
-                "time/update": 1.1 + rng.gauss(0, 0.05),
-                "time/total": 1.9,
-                "tokens_per_second": 2300,
+                "optim/grad_norm": 1.2, "value/grad_norm": 0.7,
+                "completion/mean_length": 34 + 3 * done + rng.gauss(0, 0.6), "completion/truncated": 0.0,
+                "time/rollout": 0.5, "time/reference": 0.08, "time/values": 0.07, "time/reward": 0.05,
+                "time/update": 1.1 + rng.gauss(0, 0.05), "time/total": 1.9, "tokens_per_second": 2300,
                 "memory/peak_gb": 1.02,
-            }
+            }  # fmt: skip
         if step % 10 == 0:
             line |= {
-                "eval/reward_mean": -0.3 + 1.9 * done,
-                "eval/reward_ci": [-0.42 + 1.9 * done, -0.18 + 1.9 * done],
-                "eval/kl": 6.2 * done,
-                "eval/entropy": 2.4 - 0.8 * done,
-                "eval/mean_length": 34 + 3 * done,
-                "eval/truncated": 0.0,
-                "eval/greedy/reward_mean": 0.1 + 1.7 * done,
-            }
+                "eval/reward_mean": -0.3 + 1.9 * done, "eval/reward_ci": [-0.42 + 1.9 * done, -0.18 + 1.9 * done],
+                "eval/kl": 6.2 * done, "eval/entropy": 2.4 - 0.8 * done, "eval/mean_length": 34 + 3 * done,
+                "eval/truncated": 0.0, "eval/greedy/reward_mean": 0.1 + 1.7 * done,
+            }  # fmt: skip
         lines.append(line)
     return lines
 
