@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tinyrl.algorithms.reward_shaping import token_rewards
+from tinyrl.algorithms.advantages import token_rewards
 
 NAN = math.nan
 

@@ -7,9 +7,8 @@ import torch
 
 from tests.generation.sampling import requests, sample, tokens_of
 from tests.gpu.devices import ON_A_GPU
-from tests.gpu.test_sampling import GROUP, engine_on, full_forward
+from tests.gpu.test_sampling import GROUP, engine_on, full_forward, note_captures
 from tests.tiny_models import TinyModels
-from tinyrl.generation.scheduler import StepGraphs
 from tinyrl.models.checks import as_exact, in_float32
 
 pytestmark = ON_A_GPU
@@ -18,21 +17,12 @@ CAPTURES, KEPT = 10, 1 << 20  # bytes by which memory may differ from one captur
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of every graph that was captured."""
-    found: list[int] = []
-    replay = StepGraphs.__call__
-
-    def noted(self: StepGraphs, rows: int, *draws: Any) -> None:
-        if (rows, *draws) not in self.graphs:
-            found.append(rows)
-        replay(self, rows, *draws)
-
-    monkeypatch.setattr(StepGraphs, "__call__", noted)
-    return found
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every graph that was captured."""
+    return note_captures(monkeypatch)
 
 
-def test_a_capture_in_bfloat16_is_replayed(tiny: TinyModels, captures: list[int]):
+def test_a_capture_in_bfloat16_is_replayed(tiny: TinyModels, captures: list[Any]):
     """The second call captures nothing and draws the same, to the bit; both say what the weights say."""
     engine = engine_on(tiny, CUDA, torch.bfloat16)
     first = sample(engine, GROUP)
@@ -49,7 +39,7 @@ def test_a_capture_in_bfloat16_is_replayed(tiny: TinyModels, captures: list[int]
     assert as_exact(float((said - exact).abs().mean()), float((library - exact).abs().mean()))
 
 
-def test_ten_captures_leave_no_memory_behind(tiny: TinyModels, captures: list[int]):
+def test_ten_captures_leave_no_memory_behind(tiny: TinyModels, captures: list[Any]):
     """Released and captured anew each time, as around phases that need the room: what is held before and after is the
     same from the second time on.
     """

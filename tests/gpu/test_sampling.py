@@ -13,7 +13,7 @@ from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.scheduler import Scheduler, StepGraphs
+from tinyrl.generation.scheduler import DRAWN_BY, Scheduler
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -87,28 +87,33 @@ def test_graphs_and_the_plain_path_draw_the_same_tokens(tiny: TinyModels, device
     assert_same(sample(graphs, 1, greedy=True), greedy, tolerance=MOST_IN_FLOAT32)
 
 
+def note_captures(patch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that are captured from here on."""
+    captured, capture = list[Any](), torch.cuda.graph
+
+    def noted(graph: Any, **named: Any) -> Any:
+        captured.append(graph)
+        return capture(graph, **named)
+
+    patch.setattr(torch.cuda, "graph", noted)
+    return captured
+
+
 @pytest.mark.slow
 def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
     tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     """In later steps, after the weights have moved, and around an evaluation: greedy, of fewer rows."""
-    captured: list[tuple[Any, ...]] = []
-    replay = StepGraphs.__call__
-
-    def noted(self: StepGraphs, *shape: Any) -> None:
-        if shape not in self.graphs:
-            captured.append(shape)
-        replay(self, *shape)
-
-    monkeypatch.setattr(StepGraphs, "__call__", noted)
+    captured = note_captures(monkeypatch)
     engine, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "hf"))
     for step in range(3):
         for each in (engine, slow):
             stir(each, by=0.02 * step)
         assert_same(sample(engine, GROUP), sample(slow, GROUP), tolerance=MOST_IN_FLOAT32)
         assert_same(sample(engine, 2, greedy=True), sample(slow, 2, greedy=True), tolerance=MOST_IN_FLOAT32)
-    assert len(captured) == len(set(captured))
-    assert len({rows for rows, *_ in captured}) > 2
+    shapes = engine._kept.graphs.graphs
+    assert len(captured) == len(shapes)
+    assert len({rows for rows, *_ in shapes}) > 2
     before = len(captured)
     sample(engine, GROUP)
     sample(engine, 2, greedy=True)
@@ -153,8 +158,9 @@ def decoding(engine: FusedEngine, groups: list[int]) -> Iterator[Callable[[], No
         scheduler.step()
         scheduler._place()
         if (graphs := scheduler.graphs) is not None:
-            shape = (len(scheduler.live), *next(iter(graphs.graphs))[1:])
-            yield lambda: graphs(*shape)
+            params = scheduler.params
+            given = tuple(name for name in DRAWN_BY if getattr(params, name) is not None)
+            yield lambda: graphs(len(scheduler.live), given, params.all_greedy)
         else:
             yield lambda: scheduler._step(len(scheduler.live), scheduler.width, scheduler.params)
 

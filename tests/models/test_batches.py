@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny_models import TinyModels
 from tinyrl.models.batches import backbone_of, last_states, make_batch, response_states
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.micro_batches import plan_micro_batches
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 
 
@@ -75,10 +75,13 @@ def test_no_gradient_is_added_up_in_the_order_of_threads(tiny: TinyModels, packe
 
 
 def test_micro_batches_by_padded_tokens_longest_first():
-    lengths = [3, 10, 4, 4, 99]
-    assert plan_micro_batches(range(4), lengths, max_tokens=12) == [[1], [2, 3, 0]]
-    assert plan_micro_batches([0, 4, 2], lengths, max_tokens=8) == [[4], [2, 0]]  # a row over the budget goes alone
-    assert plan_micro_batches([], lengths, max_tokens=8) == []
+    sizes = RowSizes.alone([3, 10, 4, 4, 99], packed=False)
+    assert sizes.plan(range(4), max_tokens=12) == [[1], [2, 3, 0]]
+    assert sizes.plan([0, 4, 2], max_tokens=8) == [
+        [4],
+        [2, 0],
+    ]  # a row over the budget goes alone
+    assert sizes.plan([], max_tokens=8) == []
 
 
 @pytest.mark.parametrize(("kind", "pad_is_eos"), [("gpt2", True), ("gemma2", False)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.runs.rng_state import python_rng
+from tinyrl.models.device import python_rng
 from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, RunState, Sources, read_state
 
 

@@ -12,17 +12,23 @@ from tinyrl.models.batches import make_batch
 from tinyrl.models.device import make_accelerator
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, plan_micro_batches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.training.optim import RoleOptimizer
 from tinyrl.training.update import Pass, Updater
 
 
 def test_plan_packs_by_padded_tokens_longest_first() -> None:
-    lengths = [3, 10, 4, 10, 2]
-    assert plan_micro_batches(range(5), lengths, max_tokens=20) == [[1, 3], [2, 0, 4]]
-    assert plan_micro_batches([0, 2], lengths, max_tokens=4) == [[2], [0]]
-    assert plan_micro_batches(range(5), lengths, max_tokens=1) == [[1], [3], [2], [0], [4]]  # too long goes alone
+    sizes = RowSizes.alone([3, 10, 4, 10, 2], packed=False)
+    assert sizes.plan(range(5), max_tokens=20) == [[1, 3], [2, 0, 4]]
+    assert sizes.plan([0, 2], max_tokens=4) == [[2], [0]]
+    assert sizes.plan(range(5), max_tokens=1) == [
+        [1],
+        [3],
+        [2],
+        [0],
+        [4],
+    ]  # too long goes alone
 
 
 @pytest.fixture

@@ -67,7 +67,13 @@ class RowSizes:
         """Group rows into micro-batches of at most `max_tokens`. A row longer than the budget goes alone."""
         if self.packed:
             return self._plan_groups(rows, max_tokens)
-        return plan_micro_batches(rows, self.lengths, max_tokens=max_tokens)
+        lengths, plan = self.lengths, list[list[int]]()
+        for row in sorted(rows, key=lambda r: (-lengths[r], r)):  # of at most max_tokens with the padding
+            if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
+                plan[-1].append(row)
+            else:
+                plan.append([row])
+        return plan
 
     def shares(self, rows: Sequence[int], count: int) -> list[list[int]]:
         """Rows in `count` shares of about as many tokens. Rows with one prompt stay together, where that is read once
@@ -208,17 +214,3 @@ class MicroBatches:
             alone = [work.sizes.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
             raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
         self.tokens = smaller
-
-
-def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Group rows into micro-batches of at most `max_tokens` padded tokens (rows x longest), longest rows first.
-
-    lengths: tokens of each row of the rollout, indexed by row. A row longer than the budget goes alone.
-    """
-    plan: list[list[int]] = []
-    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
-            plan[-1].append(row)
-        else:
-            plan.append([row])
-    return plan

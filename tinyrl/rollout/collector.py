@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.reward_shaping import token_rewards
+from tinyrl.algorithms.advantages import token_rewards
 from tinyrl.config.sections import RewardConfig, RunConfig
 from tinyrl.data.messages import policy_text
 from tinyrl.environments.environment import Episode

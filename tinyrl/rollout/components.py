@@ -24,7 +24,7 @@ from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_r
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.checks import check_reference
-from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
+from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, seed_generators, threads_for, to_device
 from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import World, world
@@ -35,7 +35,6 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.sample import Sample, Tokens, batch_of, sizes_of
 from tinyrl.runs.launched import Options
-from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, layout_notes, load_splits, load_task
 from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts

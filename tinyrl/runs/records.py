@@ -126,7 +126,7 @@ def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class HeldOutSample:
     """A held-out completion, cut to what the page shows; `omitted` messages are left out in the middle. length:
     characters that the policy wrote.
     """
@@ -145,8 +145,8 @@ class Sample:
 class HeldOut:
     """by_step: step to prompt_index to its first sample, by step. last: every sample of the last step, as recorded."""
 
-    by_step: dict[int, dict[int, Sample]] = field(default_factory=dict)
-    last: tuple[Sample, ...] = ()
+    by_step: dict[int, dict[int, HeldOutSample]] = field(default_factory=dict)
+    last: tuple[HeldOutSample, ...] = ()
 
     @property
     def first_step(self) -> int:
@@ -159,14 +159,14 @@ class HeldOut:
 
 def read_held_out(path: Path, notes: list[str]) -> HeldOut:
     """Read the samples of kind "eval" of a samples.jsonl."""
-    by_step: dict[int, dict[int, Sample]] = {}
-    last = list[Sample]()
+    by_step: dict[int, dict[int, HeldOutSample]] = {}
+    last = list[HeldOutSample]()
     for row in samples_of(path, notes, kind="eval"):
         if not isinstance(index := row.get("prompt_index"), int):
             continue
         turns = messages_of(row)
         messages, omitted = _without_middle(turns, MOST_MESSAGES)
-        sample = Sample(
+        sample = HeldOutSample(
             prompt_index=index,
             sample=which if isinstance(which := row.get("sample"), int) else 0,
             prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),

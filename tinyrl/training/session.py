@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-from tinyrl.models.device import as_out_of_memory, peak_memory_gb
+from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
@@ -33,7 +33,6 @@ from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.records import read_steps
-from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.models.device import Accelerator, free_bytes
+from tinyrl.models.device import Accelerator, free_bytes, restore_torch_rng, torch_rng
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World, sum_step
 from tinyrl.models.roles import Role, Roles
-from tinyrl.runs.rng_state import restore_torch_rng, torch_rng
 from tinyrl.training.optim import RoleOptimizer
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)

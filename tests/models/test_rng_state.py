@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors, seed_generators
+from tinyrl.models.device import python_rng, restore_rng, rng_tensors, seed_generators
 
 
 def draw() -> tuple[float, float, float, float]:
