@@ -204,7 +204,7 @@ def check_replicas(world: World, parameters: dict[str, dict[str, nn.Parameter]])
     if world.size == 1:
         return
     named = {f"{role} {name}": p for role, of_role in parameters.items() for name, p in of_role.items()}
-    sums = {name: int(torch.hash_tensor(p.detach())) for name, p in named.items()}
+    sums = {name: int(torch.hash_tensor(p.detach()).view(torch.int64)) for name, p in named.items()}
     advice = "Are they on unlike devices or versions? The last checkpoint is that of process 0"
     check_alike(world, sums, what="checksums of weights", advice=advice, error=GuardStop)
 
