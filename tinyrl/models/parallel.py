@@ -111,8 +111,9 @@ class World:
     def announce(self, reason: str) -> None:
         """Tell the others that this process leaves, so that nobody waits for it."""
         if self.store is not None and not self.why_left:
+            self.why_left = f"process {self.rank} has left ({reason})"  # a later reason does not replace it
             with contextlib.suppress(RuntimeError):  # the store has gone
-                self.store.set(LEFT, f"process {self.rank} has left ({reason})")
+                self.store.set(LEFT, self.why_left)
 
     def speaks(self, sentence: str) -> bool:
         """Return whether this process is to print an error: rank 0, and another one what rank 0 does not print."""
