@@ -90,7 +90,9 @@ class World:
                 pause = min(2 * pause, LONGEST_S)
                 check_stop()
                 if self.why_left:
-                    raise Interrupted(self.why_left)
+                    time.sleep(ARRIVES_S)
+                    if not work.is_completed():
+                        raise Interrupted(self.why_left)
             work.wait()
         except torch.OutOfMemoryError:
             raise
