@@ -90,7 +90,9 @@ class World:
                 pause = min(2 * pause, LONGEST_S)
                 check_stop()
                 if self.why_left:
-                    raise Interrupted(self.why_left)
+                    time.sleep(ARRIVES_S)
+                    if not work.is_completed():
+                        raise Interrupted(self.why_left)
             work.wait()
         except torch.OutOfMemoryError:
             raise
@@ -111,8 +113,9 @@ class World:
     def announce(self, reason: str) -> None:
         """Tell the others that this process leaves, so that nobody waits for it."""
         if self.store is not None and not self.why_left:
+            self.why_left = f"process {self.rank} has left ({reason})"  # a later reason does not replace it
             with contextlib.suppress(RuntimeError):  # the store has gone
-                self.store.set(LEFT, f"process {self.rank} has left ({reason})")
+                self.store.set(LEFT, self.why_left)
 
     def speaks(self, sentence: str) -> bool:
         """Return whether this process is to print an error: rank 0, and another one what rank 0 does not print."""
@@ -204,7 +207,7 @@ def check_replicas(world: World, parameters: dict[str, dict[str, nn.Parameter]])
     if world.size == 1:
         return
     named = {f"{role} {name}": p for role, of_role in parameters.items() for name, p in of_role.items()}
-    sums = {name: int(torch.hash_tensor(p.detach())) for name, p in named.items()}
+    sums = {name: int(torch.hash_tensor(p.detach()).view(torch.int64)) for name, p in named.items()}
     advice = "Are they on unlike devices or versions? The last checkpoint is that of process 0"
     check_alike(world, sums, what="checksums of weights", advice=advice, error=GuardStop)
 
