@@ -59,4 +59,5 @@ def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
         "Worst": [(1, 1), (2, 0), (0, 0)],
         "Best": [(1, 0), (3, 0), (0, 0)],
         "Longest": [(1, 0), (2, 0), (4, 0)],
+        "Most changed": [(1, 0), (2, 0), (3, 0)],  # by 0.5 twice, by 0.25; prompt 4 has no reward
     }

@@ -186,10 +186,13 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
     indices = sorted(before.keys() & after.keys())[:MOST_PROMPTS]
     same = [(before[index], [held_out.by_step[step].get(index) for step in steps]) for index in indices]
     scored = [sample for sample in held_out.last if math.isfinite(sample.reward)]
+    changes = {i: abs(after[i].reward - before[i].reward) for i in sorted(before.keys() & after.keys())}
+    changes = {i: change for i, change in changes.items() if change > 0}
     extremes = {
         "Worst": sorted(scored, key=lambda sample: sample.reward),
         "Best": sorted(scored, key=lambda sample: -sample.reward),
         "Longest": sorted(held_out.last, key=lambda sample: -sample.length),
+        "Most changed": [after[i] for i in sorted(changes, key=lambda i: -changes[i])],
     }
     extremes = {name: [(before.get(one.prompt_index), one) for one in samples[:MOST_PICKED]]
                 for name, samples in extremes.items() if samples}  # fmt: skip

@@ -69,14 +69,13 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
     """Return the inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
     svgs, span = [], _span(panels)
     for i, (panel, (*_, columns)) in enumerate(zip(panels, cells(len(panels)), strict=True)):
-        sizes = {"wide": (COLUMN * columns + GUTTER * (columns - 1), HEIGHT), "narrow": (COLUMN, HEIGHT)}
-        sizes = (
-            {"wide": HEADLINE, "narrow": HEADLINE_PHONE} if i == 0 else sizes if columns > 1 else {"": (COLUMN, HEIGHT)}
-        )
+        wide = HEADLINE if i == 0 else (COLUMN * columns + GUTTER * (columns - 1), HEIGHT)
+        narrow = HEADLINE_PHONE if i == 0 else (COLUMN, HEIGHT)
+        sizes = {"wide": wide, "narrow": narrow} if wide != narrow else {"": wide}
         svg = ""
-        for name, size in sizes.items():
-            with _new_figure(*size) as figure, io.StringIO() as buffer:
-                hover = draw(figure, panel, (0, 0, *size), span, named=i == 0)
+        for name, (width, height) in sizes.items():
+            with _new_figure(width, height) as figure, io.StringIO() as buffer:
+                hover = draw(figure, panel, (0, 0, width, height), span, named=i == 0)
                 figure.savefig(buffer, format="svg", transparent=True)
                 body = buffer.getvalue().partition("<svg")[2].partition(">")[2]
             # matplotlib's prologue is left out, ids are unique, colours and font the page's
@@ -87,7 +86,7 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
             for role, colour in COLOURS.items():
                 body = body.replace(colour, f"var(--{'p' + role if role.isdigit() else role})")
             body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
-            svg += f'<svg class="{name}" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-labelledby="c{i}{name}t">'
+            svg += f'<svg class="{name}" viewBox="0 0 {width} {height}" role="img" aria-labelledby="c{i}{name}t">'
             svg += f'<title id="c{i}{name}t">{escape(panel.alt())}</title>{body}'
         svgs.append(svg)
     return svgs
