@@ -21,19 +21,29 @@ from tests import running
 from tests.generation import test_endpoint
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels
-from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig
 from tinyrl.environments.agent import Agents, Job
-from tinyrl.generation.agents import AgentEpisode, Conversation, Other, closing_of
+from tinyrl.environments.environment import Episode
+from tinyrl.generation.agents import AgentEpisode, Conversation, closing_of
 from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import Endpoint
 from tinyrl.generation.engine import Completion, Request, Sequence
 from tinyrl.generation.live import LiveScheduler, score
-from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, given_rollout
-from tinyrl.rollout.collector import apply_length_rules
+from tinyrl.rollout.collector import apply_length_rules, token_rewards_of
+from tinyrl.rollout.sample import (
+    Sample,
+    conversations,
+    environment_metrics,
+    fill,
+    kl_per_response,
+    length_metrics,
+    loss_mask,
+    num_episodes,
+    padded,
+)
 from tinyrl.tasks.call_forms import call_form
-from tinyrl.trainers.ppo import adapted_kl_coef, shaped_rewards
+from tinyrl.trainers.ppo import adapted_kl_coef
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -396,72 +406,73 @@ def test_what_a_program_prints_and_starts_ends_with_its_episode(tmp_path: Path) 
 # ---- rows ----
 
 
-def test_further_conversations_are_rows_with_their_episodes_reward() -> None:
-    rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
-    rollout.rewards, rollout.scores = torch.tensor([1.0, 0.0]), torch.tensor([[1.0], [0.0]])
-    rollout.others = [Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True]))]
-    whole = rollout.with_others()
-    assert whole.num_episodes == 2
-    assert whole.parent is not None
-    assert whole.parent.tolist() == [0, 1, 1]
-    assert whole.rewards.tolist() == [1.0, 0.0, 0.0]
-    assert [whole.prompt_tokens[p] for p in whole.prompt_index.tolist()] == [[1], [2], [9, 9]]
-    assert whole.response(2) == [8, 8, 8]
-    assert whole.loss_mask[2].tolist() == [True, False, True]
+def sample(prompt: list[int], tokens: list[int], **fields: Any) -> Sample:
+    fields = {"mask": [True] * len(tokens), "logprobs": [0.0] * len(tokens), "row": 3, **fields}
+    return Sample(prompt, tokens, **fields)
 
 
-def two_episodes(**reward: Any) -> Rollout:
+def test_further_conversations_are_samples_with_their_episodes_reward() -> None:
+    further = sample([9, 9], [8, 8, 8], mask=[True, False, True])
+    first = sample([2], [7], reward=0.0, scores=[0.0], further=[further])
+    whole = conversations([sample([1], [5, 6], reward=1.0, scores=[1.0]), first])
+    assert num_episodes(whole) == 2
+    assert [one.episode for one in whole] == [0, 1, 1]
+    assert [one.reward for one in whole] == [1.0, 0.0, 0.0]
+    assert whole[2] is further
+    assert loss_mask(whole)[2].tolist() == [True, False, True]
+
+
+def two_episodes(**reward: Any) -> list[Sample]:
     """An episode of a conversation that ended, and one of three: cut off, ended, ended; of 2, 1, 3 and 2 tokens, of
     which 2, 1, 2 and 2 are the policy's.
     """
-    rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
-    rollout.rewards, rollout.scores = torch.tensor([1.0, 0.0]), torch.tensor([[1.0], [0.0]])
-    rollout.finish_reasons = torch.tensor([FINISH_REASONS.index(reason) for reason in ("eos", "length")])
-    rollout.turns, rollout.invalid_turns = torch.tensor([1, 4]), torch.tensor([0, 0])
-    rollout.others = [
-        Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True])),
-        Other(1, [9], Completion([4, 4], [-1.0, -1.0], "eos")),
-    ]
-    apply_length_rules(rollout, RewardConfig(**reward), max_new_tokens=6)
-    return rollout.with_others(mask_truncated=reward.get("truncated") == "mask")
+    further = [sample([9, 9], [8, 8, 8], mask=[True, False, True]), sample([9], [4, 4])]
+    played = [Episode(turn_ends=[0], turn_rewards=[0.0]), Episode(turn_ends=[0] * 4, turn_rewards=[0.0] * 4)]
+    ended = sample([1], [5, 6], reward=1.0, played=played[0])
+    cut_off = sample([2], [7], reward=0.0, finish="length", played=played[1], further=further)
+    apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
+    return conversations([ended, cut_off], mask_truncated=reward.get("truncated") == "mask")
 
 
 def test_length_rules_look_at_every_conversation_of_an_episode() -> None:
     """What was cut off is left out, and nothing else; penalties are for the episode, whose tokens are one budget."""
-    assert two_episodes(truncated="mask").kept.tolist() == [True, False, True, True]
-    assert two_episodes().kept.tolist() == [True] * 4
-    assert two_episodes(truncated="penalize").rewards.tolist() == [1.0, -1.0, -1.0, -1.0]
-    assert two_episodes(overlong_tokens=2).rewards.tolist() == [1.0, -0.5, -0.5, -0.5]  # 5 tokens of 6, from 4 on
-    rollout = given_rollout([[1]], [[5]], rows=[0], num_rewards=1)
-    rollout.rewards = torch.zeros(1)
-    rollout.others = [Other(0, [9], Completion([4], [-1.0], "length"))]
-    apply_length_rules(rollout, RewardConfig(truncated="penalize"), max_new_tokens=6)
-    assert rollout.rewards.tolist() == [-1.0]
-    assert rollout.with_others(mask_truncated=True).kept.tolist() == [True, False]
+
+    def in_loss(samples: list[Sample]) -> list[bool]:
+        return [one.in_loss for one in samples]
+
+    def rewards(samples: list[Sample]) -> list[float]:
+        return [one.reward for one in samples]
+
+    assert in_loss(two_episodes(truncated="mask")) == [True, False, True, True]
+    assert in_loss(two_episodes()) == [True] * 4
+    assert rewards(two_episodes(truncated="penalize")) == [1.0, -1.0, -1.0, -1.0]
+    assert rewards(two_episodes(overlong_tokens=2)) == [1.0, -0.5, -0.5, -0.5]  # 5 tokens of 6, from 4 on
+    episode = [sample([1], [5], reward=0.0, further=[sample([9], [4], finish="length")])]
+    apply_length_rules(episode, RewardConfig(truncated="penalize"), max_new_tokens=6)
+    assert episode[0].reward == -1.0
+    assert in_loss(conversations(episode, mask_truncated=True)) == [True, False]
 
 
 def test_an_episode_counts_once_in_every_metric() -> None:
-    rollout = two_episodes()
-    metrics = rollout.environment_metrics()
+    samples = two_episodes()
+    metrics = environment_metrics(samples)
     assert metrics["environment/turns"] == 2.5  # 1 and 4
     assert metrics["environment/observation_tokens"] == 0.5
     assert metrics["environment/out_of_turns"] == 0.0
-    assert rollout.completion_metrics() == {
+    assert length_metrics(samples) == {
         "completion/mean_length": 3.5,  # 2 and 1 + 2 + 2
         "completion/truncated": 0.5,
         "completion/tokens": 7.0,
     }
-    rollout.ref_logprobs = rollout.sampling_logprobs - torch.where(rollout.response_mask, 1.0, 0.0)
-    assert rollout.kl_per_response() == 3.5  # a nat a token
-    settings = {"target_kl": 1.0}
-    assert adapted_kl_coef(rollout, PpoConfig.model_validate(settings), kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
+    fill(samples, "ref", padded(samples, "logprobs") - loss_mask(samples, "all").float())
+    assert kl_per_response(samples) == (3.5, 2)  # a nat a token
+    assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 
 def test_ppo_gives_every_conversation_the_score_on_its_last_token() -> None:
-    rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
-    rollout.rewards, rollout.scores = torch.tensor([1.0, 0.5]), torch.tensor([[1.0], [0.5]])
-    rollout.others = [Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True]))]
-    rewards = shaped_rewards(rollout.with_others(), PpoConfig.model_validate({}), kl_coef=0.0)
+    further = sample([9, 9], [8, 8, 8], mask=[True, False, True])
+    samples = conversations([sample([1], [5, 6], reward=1.0), sample([2], [7], reward=0.5, further=[further])])
+    rewards = token_rewards_of(samples, torch.zeros(3, 3), kl_coef=0.0)
     assert rewards.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.5]]
 
 

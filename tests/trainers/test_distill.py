@@ -22,10 +22,12 @@ from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
 from tinyrl.generation import server_client
+from tinyrl.generation.engine import Completion
+from tinyrl.models.distances import TeacherStates, TeacherTopK
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.rollout.buffer import Rollout, given_rollout
 from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.components import Options, trainer_of
+from tinyrl.rollout.sample import Sample, batch_of, fill, loss_mask, padded
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.distill import Distill
 from tinyrl.trainers.grpo import Grpo
@@ -67,36 +69,41 @@ def distill(settings: Config) -> Distill:
     return Distill(settings, options=Options(device="cpu"))
 
 
-def given(trainer: Distill) -> Rollout:
-    rollout = trainer.given(trainer.train_prompts[:5])
+def given(trainer: Distill) -> list[Sample]:
+    samples = [trainer.given(prompt) for prompt in trainer.train_prompts[:5]]
     assert trainer.teacher is not None
     trainer.teacher.start()
-    trainer.teacher.read(rollout)
-    return rollout
+    trainer.teacher.score(samples)
+    return samples
 
 
-def plain_logprobs(path: Path, rollout: Rollout) -> torch.Tensor:
+def distance(trainer: Any, minibatch: list[Sample], rows: list[Sample] | None = None) -> Any:
+    """(loss, metrics) of a micro-batch of some rows of a minibatch (None: all)."""
+    rows = minibatch if rows is None else rows
+    batch = batch_of(rows, trainer.roles)
+    return trainer.teacher.distance_loss(minibatch)(rows, batch, trainer.roles.policy_states(batch))
+
+
+def plain_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
     """(M, V) of a model's own forward pass, a row at a time."""
     model, found = load_causal_lm(str(path), dtype=torch.float32), []
-    for row in range(len(rollout)):
-        prompt, response = rollout.prompt_tokens[row], rollout.response(row)
+    for sample in samples:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
-        found.append(logits[len(prompt) - 1 : -1].log_softmax(-1))
+            logits = model(input_ids=torch.tensor([[*sample.prompt, *sample.response]])).logits[0]
+        found.append(logits[len(sample.prompt) - 1 : -1].log_softmax(-1))
     return torch.cat(found)
 
 
 def test_a_model_of_its_own_says_what_its_plain_pass_says(model: Path, other: Path) -> None:
     trainer = distill(config(model, other))
-    rollout = given(trainer)
-    expected, targets = plain_logprobs(other, rollout), rollout.response_tokens[rollout.loss_mask]
-    assert rollout.teacher_logprobs is not None
-    said = rollout.teacher_logprobs[rollout.loss_mask]
-    torch.testing.assert_close(said, expected.gather(1, targets.unsqueeze(1)).squeeze(1), atol=1e-5, rtol=1e-5)
+    samples = given(trainer)
+    expected, targets = plain_logprobs(other, samples), torch.cat([torch.tensor(s.response) for s in samples])
+    found = padded(samples, "teacher")[loss_mask(samples)]
+    torch.testing.assert_close(found, expected.gather(1, targets.unsqueeze(1)).squeeze(1), atol=1e-5, rtol=1e-5)
 
     rows = [3, 0, 4]
-    loss, _ = trainer.distance_loss(rollout, rows)(rows)
-    student, counts = plain_logprobs(model, rollout), rollout.loss_mask.sum(1).tolist()
+    loss, _ = distance(trainer, [samples[row] for row in rows])
+    student, counts = plain_logprobs(model, samples), [len(sample.response) for sample in samples]
     each = jensen_shannon(student, expected, beta=1.0).split(counts)
     mean = torch.cat([each[row] for row in rows]).mean()
     torch.testing.assert_close(loss.detach(), mean, atol=1e-5, rtol=1e-5)
@@ -106,9 +113,8 @@ def test_a_pass_does_not_depend_on_micro_batches(model: Path, adapter: Path) -> 
     losses = []
     for tokens in (10_000, 30):
         trainer = distill(config(model, adapter, teacher={"top_k": 3}, run={"micro_batch_tokens": tokens}))
-        rollout = given(trainer)
-        loss = trainer.distance_loss(rollout, range(5))  # pyright: ignore[reportArgumentType]
-        losses.append(sum(float(loss([row])[0].detach()) for row in range(5)))
+        samples = given(trainer)
+        losses.append(sum(float(distance(trainer, samples, [sample])[0].detach()) for sample in samples))
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     assert losses[0] > 1e-4
 
@@ -117,11 +123,12 @@ def test_a_server_says_what_the_model_here_says(model: Path, other: Path, tmp_pa
     live = given(distill(config(model, other, teacher={"top_k": 5})))
     with StandIn(other) as serving:
         served = given(distill(config(model, serving.url, teacher={"top_k": 5})))
-    assert live.teacher_top_logprobs is not None
-    assert served.teacher_top_logprobs is not None
-    torch.testing.assert_close(served.teacher_top_logprobs, live.teacher_top_logprobs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(served.teacher_logprobs, live.teacher_logprobs, atol=1e-5, rtol=1e-5)
-    assert torch.equal(served.teacher_top_ids, live.teacher_top_ids)  # pyright: ignore[reportArgumentType]
+    for here, there in zip(live, served, strict=True):
+        assert isinstance(here.teaching, TeacherTopK)
+        assert isinstance(there.teaching, TeacherTopK)
+        torch.testing.assert_close(there.teaching.logprobs, here.teaching.logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(there.teacher, here.teacher, atol=1e-5, rtol=1e-5)
+        assert torch.equal(there.teaching.ids, here.teaching.ids)
 
 
 @pytest.mark.parametrize("kind", ["self", "sampled", "half given"])
@@ -177,32 +184,36 @@ def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
     own = {"path": str(lookup("grpo").model.path)}
     trainer = Distill(lookup("distill", environment={"max_turns": 3}, teacher=own), options=Options(device="cpu"))
     assert trainer.teacher is not None
-    rollout = sample_and_score(trainer.train_prompts[:4], trainer, group_size=2, step=0)
-    trainer.teacher.read(rollout)
-    exists = torch.arange(rollout.response_mask.shape[1]) < rollout.response_lengths[:, None]
-    assert (exists & ~rollout.response_mask).sum() > 5
-    assert rollout.teacher_states is not None
-    assert len(rollout.teacher_states) == int(rollout.loss_mask.sum()) < int(exists.sum())
-    assert rollout.teacher_logprobs is not None
-    assert (rollout.teacher_logprobs[~rollout.response_mask] == 0).all()
-    rows = [0, 3, 5]
-    loss, _ = trainer.distance_loss(rollout, rows)(rows)
+    samples = sample_and_score(trainer.train_prompts[:4], trainer, group_size=2, step=0)
+    trainer.teacher.score(samples)
+    assert sum(len(sample.response) - sample.num_actions for sample in samples) > 5
+    for sample in samples:
+        assert isinstance(sample.teaching, TeacherStates)
+        assert len(sample.teaching.states) == sample.num_actions
+        assert sample.teacher is not None
+        assert (sample.teacher[~torch.tensor(sample.mask)] == 0).all()
+    loss, _ = distance(trainer, [samples[row] for row in (0, 3, 5)])
     assert float(loss.detach()) == pytest.approx(0.0, abs=1e-6)  # the teacher is the base, and the adapter is fresh
     trainer.close()
 
 
-def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> Rollout:
+def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> list[Sample]:
     """One group that the teacher has read: responses to the first prompt, the task's own answer where right."""
     prompt = trainer.train_prompts[0]
     answer = trainer.tokenizer.encode(str(trainer.task.gold(prompt.row)))
-    responses = [answer if one else answer[::-1] for one in right]
-    rollout = given_rollout([prompt.tokens] * len(right), responses, rows=[prompt.index] * len(right), num_rewards=1)
-    rollout.prompt_index = torch.zeros(len(right), dtype=torch.long)
-    rollout.rewards = torch.tensor(fields.get("rewards", [float(one) for one in right]))
-    rollout.scores = torch.tensor(fields.get("scores", rollout.rewards.tolist())).unsqueeze(1)
+    rewards = fields.get("rewards", [float(one) for one in right])
+    scores = fields.get("scores", rewards)
+    samples = []
+    for one, reward, score in zip(right, rewards, scores, strict=True):
+        completion = Completion(answer if one else answer[::-1], [0.0] * len(answer), "eos")
+        samples.append(Sample.of(prompt.tokens, completion, row=prompt.index, reward=reward, scores=[score]))
     assert trainer.teacher is not None
-    trainer.teacher.read(rollout)
-    return rollout
+    trainer.teacher.score(samples)
+    return samples
+
+
+def in_loss(samples: list[Sample]) -> list[bool]:
+    return [sample.in_loss for sample in samples]
 
 
 ONE_RIGHT: dict[str, Any] = {"path": "self", "hint": "One said {correct}"}
@@ -211,14 +222,14 @@ ONE_RIGHT: dict[str, Any] = {"path": "self", "hint": "One said {correct}"}
 def test_correct_answers_of_the_group_are_a_hint(model: Path) -> None:
     """Rows of groups without another right answer have nothing to learn from, and do not count."""
     trainer = distill(config(model, "self", teacher=ONE_RIGHT))
-    rollout = hinted(trainer, [True, False, False])
-    assert rollout.kept.tolist() == [False, True, True]
-    assert hinted(trainer, [True, True, False]).kept.tolist() == [True, True, True]
-    assert hinted(trainer, [False, False]).kept.tolist() == [False, False]
+    samples = hinted(trainer, [True, False, False])
+    assert in_loss(samples) == [False, True, True]
+    assert in_loss(hinted(trainer, [True, True, False])) == [True, True, True]
+    assert in_loss(hinted(trainer, [False, False])) == [False, False]
     assert trainer.teacher is not None
     assert trainer.teacher.hint is not None
-    read = trainer.teacher.hint.prompts(rollout, trainer)
-    right = trainer.tokenizer.decode(rollout.response(0), skip_special_tokens=True)
+    read = trainer.teacher.hint.prompts(samples, trainer)
+    right = trainer.tokenizer.decode(samples[0].response, skip_special_tokens=True)
     assert str(trainer.tokenizer.decode(read[1] or [])).endswith(f"One said {right}")
 
 
@@ -230,15 +241,16 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
     for coef in (1e-9, 0.0):
         trainer: Any = Grpo(own, options=Options(device="cpu"))
         trainer.session = SimpleNamespace(update=0)
-        rollout = hinted(trainer, [True, False, False, False])
-        assert rollout.kept.tolist() == [True] * 4
-        rollout.advantages = torch.tensor([1.5, -0.5, -0.5, -0.5])
-        settings, rows = replace(trainer.loss_settings(kl_coef=0.0), teacher_coef=coef), [0, 1, 2, 3]
-        loss, metrics = trainer.policy_loss(rollout, rows, settings)(rows)
+        samples = hinted(trainer, [True, False, False, False])
+        assert in_loss(samples) == [True] * 4
+        fill(samples, "advantage", torch.tensor([1.5, -0.5, -0.5, -0.5]))
+        settings = replace(trainer.loss_settings(kl_coef=0.0), teacher_coef=coef)
+        (one,) = trainer.passes(samples, settings)
+        loss, metrics = one.loss([0, 1, 2, 3])
         loss.backward()
         gradients.append({n: p.grad for n, p in trainer.roles.parameters["policy"].items() if p.grad is not None})
         if coef:
-            few = trainer.distance_loss(rollout, [1, 2, 3])([1, 2, 3])[1]["teacher/loss"]
+            few = distance(trainer, samples[1:])[1]["teacher/loss"]
             assert float(few) > 0.01
             assert float(metrics["teacher/loss"]) == pytest.approx(float(few), rel=1e-4)
     assert gradients[0].keys() == gradients[1].keys()
@@ -249,13 +261,13 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
 def test_right_is_what_the_verifier_says(model: Path) -> None:
     """Not a wrong answer with other rewards, and a right one whatever its penalties."""
     trainer = distill(config(model, "self", teacher=ONE_RIGHT))  # its reward is a function beside the verifier
-    assert hinted(trainer, [True, False], rewards=[0.2, 1.5]).kept.tolist() == [False, True]
+    assert in_loss(hinted(trainer, [True, False], rewards=[0.2, 1.5])) == [False, True]
     own = {"reward": {"functions": [], "truncated": "penalize"}}
     trainer = distill(config(model, "self", teacher=ONE_RIGHT, **own))
     assert trainer.scorer.uses_verifier
-    assert hinted(trainer, [True, False], rewards=[0.5, 0.0], scores=[1.0, 0.0]).kept.tolist() == [False, True]
+    assert in_loss(hinted(trainer, [True, False], rewards=[0.5, 0.0], scores=[1.0, 0.0])) == [False, True]
     eased = distill(config(model, "self", teacher=ONE_RIGHT, task={"solved_reward": 0.3}, **own))
-    assert hinted(eased, [False, False], scores=[0.4, 0.1]).kept.tolist() == [False, True]
+    assert in_loss(hinted(eased, [False, False], scores=[0.4, 0.1])) == [False, True]
 
 
 def test_a_function_that_never_says_why_stops_the_run(model: Path, tmp_path: Path) -> None:
@@ -284,16 +296,15 @@ def test_a_hint_that_nothing_can_fill_in_is_refused(
 def test_the_policy_as_its_own_teacher_stays_as_it_was(model: Path) -> None:
     """With every weight trained: no gradient goes through the teacher, and no optimizer step moves it."""
     trainer = distill(config(model, "self", teacher={"hint": "It is {answer}"}, lora={"enabled": False}))
-    rollout, rows = given(trainer), [0, 1, 2, 3, 4]
+    samples = given(trainer)
     head = trainer.roles.head("policy").weight
-    assert rollout.teacher_states is not None
-    expected = (rollout.teacher_states @ head.detach().T).log_softmax(-1)
+    read = [sample.teaching.states for sample in samples if isinstance(sample.teaching, TeacherStates)]
+    expected = (torch.cat(read) @ head.detach().T).log_softmax(-1)
     with torch.no_grad():
         head.mul_(1.5)
-    loss, _ = trainer.distance_loss(rollout, rows)(rows)
+    loss, _ = distance(trainer, samples)
     (gradient,) = torch.autograd.grad(loss, head)
-    batch = rollout.batch(rows, trainer.roles)
-    states = trainer.roles.policy_states(batch)
+    states = trainer.roles.policy_states(batch_of(samples, trainer.roles))
     plain = jensen_shannon((states @ head.T).log_softmax(-1), expected, beta=1.0).mean()
     torch.testing.assert_close(loss, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient, torch.autograd.grad(plain, head)[0], atol=1e-5, rtol=1e-4)
@@ -305,10 +316,10 @@ def test_rows_of_which_nothing_counts(method: str, model: Path, other: Path) -> 
     teacher = {"path": str(other)} | ({} if method == "distill" else {"coef": 0.5})
     settings = running.config(method, model, lora={"enabled": False}, teacher=teacher)
     trainer = trainer_of(method)(settings, options=Options(device="cpu"))
-    rollout = hinted(trainer, [True, False])
-    rollout.kept = torch.tensor([True, False])
-    trainer.teacher.read(rollout)
-    loss, metrics = trainer.distance_loss(rollout, [0, 1])([1])
+    samples = hinted(trainer, [True, False])
+    samples[1].in_loss = False
+    trainer.teacher.score(samples)
+    loss, metrics = distance(trainer, samples, samples[1:])
     loss.backward()
     assert float(metrics["teacher/loss"]) == 0.0
 
@@ -327,21 +338,15 @@ def test_rows_of_padding_that_only_the_policy_has_are_left_out(
     trainer = distill(config(tmp_path, other, teacher={"top_k": top_k}))
     assert trainer.teacher is not None
     assert len(trainer.teacher.start()) == 1
-    rollout = trainer.given(trainer.train_prompts[:2])
-    rollout.response_tokens[0, 1] = rows + 4
-    trainer.teacher.read(rollout)
-    loss, _ = trainer.distance_loss(rollout, [0, 1])([0, 1])
+    samples = [trainer.given(prompt) for prompt in trainer.train_prompts[:2]]
+    samples[0].response[1] = rows + 4
+    trainer.teacher.score(samples)
+    loss, _ = distance(trainer, samples)
     assert torch.isfinite(loss)
     if top_k is None:
-        kept, narrow = [1], trainer.distance_loss(rollout, [1])
-        mine, theirs = (plain_logprobs(path, one_row(rollout, 1)) for path in (tmp_path, other))
+        mine, theirs = (plain_logprobs(path, samples[1:]) for path in (tmp_path, other))
         expected = jensen_shannon(mine[:, :rows].log_softmax(-1), theirs, beta=1.0).mean()
-        torch.testing.assert_close(narrow(kept)[0].detach(), expected, atol=1e-5, rtol=1e-5)
-
-
-def one_row(rollout: Rollout, row: int) -> Rollout:
-    prompt = rollout.prompt_tokens[int(rollout.prompt_index[row])]
-    return given_rollout([prompt], [rollout.response(row)], rows=[0], num_rewards=1)
+        torch.testing.assert_close(distance(trainer, samples[1:])[0].detach(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_teacher_without_a_row_for_a_token_of_text_is_refused(model: Path, tmp_path: Path) -> None:
@@ -366,17 +371,14 @@ def test_what_a_reward_says_is_a_hint(model: Path, tmp_path: Path) -> None:
     assert code == 0
     assert running.metrics(run)[1]["reward/mean"] == pytest.approx(0.25)
     trainer = distill(settings)
-    rollout = sample_and_score(trainer.train_prompts[:2], trainer, group_size=2, step=0)
+    samples = sample_and_score(trainer.train_prompts[:2], trainer, group_size=2, step=0)
     trainer.close()
-    assert rollout.whys is not None
     assert trainer.teacher is not None
     assert trainer.teacher.hint is not None
-    read = trainer.teacher.hint.prompts(rollout, trainer)
+    read = trainer.teacher.hint.prompts(samples, trainer)
     assert [tokens is not None for tokens in read] == [False, True, False, True]
-    assert str(trainer.tokenizer.decode(read[3] or [])).endswith(f"It has {rollout.whys[3]}")
-    again = rollout.with_groups(rollout, [1], places=[0], group_size=2)
-    assert again.whys is not None
-    assert again.whys[1] == rollout.whys[3]
+    assert samples[3].comment
+    assert str(trainer.tokenizer.decode(read[3] or [])).endswith(f"It has {samples[3].comment}")
 
 
 def test_no_reward_is_needed(model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from tests.models.building import stir
 from tests.tiny_models import sharp_model, tiny_model
 from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.components import Options
+from tinyrl.rollout.sample import fill, padded
 from tinyrl.trainers.distill import Distill
 from tinyrl.trainers.dpo import Dpo
 from tinyrl.trainers.grpo import Grpo
 from tinyrl.trainers.on_policy import OnPolicyTrainer
-from tinyrl.trainers.ppo import Ppo, predict_values
+from tinyrl.trainers.ppo import Ppo
 from tinyrl.training.optim import role_optimizers
 from tinyrl.training.trainer import Trainer
 from tinyrl.training.update import Pass, Updater
@@ -119,19 +120,20 @@ def dpo_passes(trainer: Dpo) -> list[Pass]:
 
 
 def sampled_passes(trainer: OnPolicyTrainer) -> list[Pass]:
-    """Of a rollout with rewards of 0, 1, 2, ..., one of whose rows is left out."""
-    rollout = sample_and_score(trainer.train_prompts[:4], trainer, group_size=2, step=0)
-    rollout.advantages = torch.linspace(-1.0, 1.0, len(rollout))
-    rollout.ref_logprobs = rollout.sampling_logprobs - 0.2
-    rollout.kept[3] = False
+    """Of samples with advantages from -1 to 1, one of which is left out."""
+    samples = sample_and_score(trainer.train_prompts[:4], trainer, group_size=2, step=0)
+    fill(samples, "advantage", torch.linspace(-1.0, 1.0, len(samples)))
+    sampled = padded(samples, "logprobs")
+    fill(samples, "ref", sampled - 0.2)
+    samples[3].in_loss = False
     if trainer.teacher is not None:
-        trainer.teacher.read(rollout)
+        trainer.teacher.score(samples)
     if isinstance(trainer, Ppo):
-        rollout.old_logprobs, rollout.values = rollout.sampling_logprobs - 0.1, predict_values(rollout, trainer)
-        rollout.returns = rollout.values + 0.5
+        fill(samples, "old", sampled - 0.1)
+        trainer.predict_values(samples)
+        fill(samples, "returns", padded(samples, "values") + 0.5)
     trainer.session = SimpleNamespace(update=0)  # pyright: ignore[reportAttributeAccessIssue]
-    settings = trainer.loss_settings(kl_coef=0.1)
-    return trainer.passes(rollout, [*range(len(rollout))], rollout.sizes(trainer.roles), settings)
+    return trainer.passes(samples, trainer.loss_settings(kl_coef=0.1))
 
 
 SPLIT: dict[str, tuple[type[Trainer], str, dict[str, Any]]] = {

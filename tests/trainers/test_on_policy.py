@@ -1,9 +1,10 @@
-"""What a rollout's metrics describe, and what a step without anything to learn from says."""
+"""What a samples's metrics describe, and what a step without anything to learn from says."""
 
 import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +14,32 @@ from safetensors.torch import load_file
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.config.method_sections import GrpoConfig, PpoConfig
+from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.models.batches import make_batch
-from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.components import Options, SamplingParts, trainer_of
+from tinyrl.rollout.sample import Sample, kl, kl_per_response, loss_mask
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.trainers.grpo import advantages_of, zero_spread
+from tinyrl.trainers.grpo import group_relative, without_spread
 from tinyrl.trainers.ppo import adapted_kl_coef
 from tinyrl.training.session import Session
 
 
-def rollout_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> Rollout:
+def samples_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> list[Sample]:
     """Responses of two tokens to one prompt, whose k1 against the reference is `kl`."""
-    rows = len(rewards)
-    zeros = torch.zeros(rows, 2)
-    return Rollout(
-        prompt_tokens=[[1]],
-        prompt_rows=torch.zeros(1, dtype=torch.long),
-        prompt_index=torch.zeros(rows, dtype=torch.long),
-        response_tokens=torch.ones(rows, 2, dtype=torch.long),
-        response_lengths=torch.full((rows,), 2),
-        response_mask=torch.ones(rows, 2, dtype=torch.bool),
-        sampling_logprobs=zeros,
-        scores=torch.zeros(rows, 1),
-        rewards=torch.tensor(rewards),
-        finish_reasons=torch.zeros(rows, dtype=torch.long),
-        kept=torch.tensor(kept or [True] * rows),
-        ref_logprobs=-torch.tensor(kl),
-    )
+    found = []
+    for number, (reward, apart) in enumerate(zip(rewards, kl, strict=True)):
+        sample = Sample([1], [1, 1], [True, True], [0.0, 0.0], 0, number, scores=[0.0], reward=reward)
+        sample.ref, sample.in_loss = -torch.tensor(apart), kept is None or kept[number]
+        found.append(sample)
+    return found
 
 
 def test_kl_per_response_is_a_mean_over_the_responses_that_count() -> None:
-    rollout = rollout_of([1.0, 1.0, 1.0], [[1.0, 2.0], [2.0, 3.0], [9.0, 9.0]], kept=[True, True, False])
-    assert rollout.kl_per_response() == 4.0  # (3 + 5) / 2
-    assert dataclasses.replace(rollout, kept=torch.zeros(3, dtype=torch.bool)).kl_per_response() == 0.0
-    config = PpoConfig.model_validate({"target_kl": 4.0})
-    assert adapted_kl_coef(rollout, config, kl_coef=0.5) == 0.5  # on target
-    low = config.model_copy(update={"target_kl": 2.0})
-    assert adapted_kl_coef(rollout, low, kl_coef=0.5) == pytest.approx(0.5 * (1 + 0.2 * 2 / 10_000))  # two samples
+    samples = samples_of([1.0, 1.0, 1.0], [[1.0, 2.0], [2.0, 3.0], [9.0, 9.0]], kept=[True, True, False])
+    assert kl_per_response(samples) == (4.0, 2)  # (3 + 5) / 2
+    assert kl_per_response([dataclasses.replace(one, in_loss=False) for one in samples]) == (0.0, 0)
+    assert adapted_kl_coef(samples, 4.0, kl_coef=0.5) == 0.5  # on target
+    assert adapted_kl_coef(samples, 2.0, kl_coef=0.5) == pytest.approx(0.5 * (1 + 0.2 * 2 / 10_000))  # two samples
 
 
 def grpo(**settings: object) -> GrpoConfig:
@@ -59,22 +48,22 @@ def grpo(**settings: object) -> GrpoConfig:
 
 def test_a_kl_in_the_reward_counts_once_and_only_there() -> None:
     """Two responses with reward 1 and 3, and a KL of 2 and 6 nats."""
-    rollout = rollout_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
+    samples = samples_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
     in_reward = {"kl_estimator": "k1", "kl_coef": 0.25}
     in_loss = {"kl_estimator": "k3", "kl_coef": 0.25}
     # rewards less KL: 0.5 and 1.5
-    assert advantages_of(rollout, grpo(preset="rloo", **in_reward)).tolist() == [-1.0, 1.0]
-    assert advantages_of(rollout, grpo(preset="rloo", **in_loss)).tolist() == [-2.0, 2.0]
-    assert advantages_of(rollout, grpo(advantage_scale="none", **in_reward)).tolist() == [-0.5, 0.5]
-    assert advantages_of(rollout, grpo(advantage_scale="none", **in_loss)).tolist() == [-1.0, 1.0]
+    assert group_relative(samples, grpo(preset="rloo", **in_reward)).tolist() == [-1.0, 1.0]
+    assert group_relative(samples, grpo(preset="rloo", **in_loss)).tolist() == [-2.0, 2.0]
+    assert group_relative(samples, grpo(advantage_scale="none", **in_reward)).tolist() == [-0.5, 0.5]
+    assert group_relative(samples, grpo(advantage_scale="none", **in_loss)).tolist() == [-1.0, 1.0]
     # REINFORCE++: returns 1 - .25 - .25, 1 - .25 and 3 - .75 - .75, 3 - .75: 0.5, 0.75, 1.5, 2.25; mean 1.25
     std = math.sqrt((0.75**2 + 0.5**2 + 0.25**2 + 1.0) / 3)
-    assert advantages_of(rollout, grpo(preset="reinforce++", **in_reward)).flatten().tolist() == pytest.approx(
+    assert group_relative(samples, grpo(preset="reinforce++", **in_reward)).flatten().tolist() == pytest.approx(
         [-0.75 / std, -0.5 / std, 0.25 / std, 1.0 / std]
     )
     # in the loss the returns are the rewards: 1, 1, 3, 3
     std = math.sqrt(4 / 3)
-    assert advantages_of(rollout, grpo(preset="reinforce++", **in_loss)).flatten().tolist() == pytest.approx(
+    assert group_relative(samples, grpo(preset="reinforce++", **in_loss)).flatten().tolist() == pytest.approx(
         [-1 / std, -1 / std, 1 / std, 1 / std]
     )
 
@@ -84,38 +73,38 @@ def test_a_kl_in_the_reward_keeps_its_weight_where_rewards_are_scaled() -> None:
     response without a reward is compared in nothing.
     """
     in_reward = {"kl_estimator": "k1", "kl_coef": 0.25}
-    rollout = rollout_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
+    samples = samples_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
     scaled = 1 / (math.sqrt(2) + 1e-4)
-    assert advantages_of(rollout, grpo(**in_reward)).tolist() == pytest.approx([0.5 - scaled, scaled - 0.5])
-    flat = rollout_of([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]])
-    assert advantages_of(flat, grpo(**in_reward)).tolist() == pytest.approx([0.5, -0.5])
-    lost = rollout_of([1.0, math.nan, 3.0], [[1.0, 1.0], [9.0, 9.0], [3.0, 3.0]])
-    found = advantages_of(lost, grpo(**{**in_reward, "group_size": 3})).tolist()
+    assert group_relative(samples, grpo(**in_reward)).tolist() == pytest.approx([0.5 - scaled, scaled - 0.5])
+    flat = samples_of([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]])
+    assert group_relative(flat, grpo(**in_reward)).tolist() == pytest.approx([0.5, -0.5])
+    lost = samples_of([1.0, math.nan, 3.0], [[1.0, 1.0], [9.0, 9.0], [3.0, 3.0]])
+    found = group_relative(lost, grpo(**{**in_reward, "group_size": 3})).tolist()
     assert found == pytest.approx([0.5 - scaled, 0.0, scaled - 0.5])
 
 
 def test_a_truncated_response_that_is_left_out_still_counts_in_its_group_with_its_kl() -> None:
     """Rewards 1, 3 and 8 with a KL of 2, 6 and 12 nats, the last left out of the loss: 0.5, 1.5 and 5 are compared."""
-    rollout = rollout_of([1.0, 3.0, 8.0], [[1.0, 1.0], [3.0, 3.0], [6.0, 6.0]], kept=[True, True, False])
+    samples = samples_of([1.0, 3.0, 8.0], [[1.0, 1.0], [3.0, 3.0], [6.0, 6.0]], kept=[True, True, False])
     in_reward = {"kl_estimator": "k1", "kl_coef": 0.25, "group_size": 3}
     mean = (0.5 + 1.5 + 5.0) / 3
     want = [0.5 - mean, 1.5 - mean, 5.0 - mean]
-    assert advantages_of(rollout, grpo(advantage_scale="none", **in_reward)).tolist() == pytest.approx(want)
-    rloo = advantages_of(rollout, grpo(preset="rloo", **in_reward)).tolist()
+    assert group_relative(samples, grpo(advantage_scale="none", **in_reward)).tolist() == pytest.approx(want)
+    rloo = group_relative(samples, grpo(preset="rloo", **in_reward)).tolist()
     assert rloo == pytest.approx([x * 3 / 2 for x in want])
-    assert rollout.kl_per_response() == 4.0  # what is logged is of those that count
+    assert kl_per_response(samples)[0] == 4.0  # what is logged is of those that count
 
 
 def test_the_kl_of_a_score_is_computed_also_for_responses_left_out(
     tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Rollout] = []
+    seen: list[list[Sample]] = []
 
-    def spy(rollout: Rollout, config: GrpoConfig, **weights: torch.Tensor) -> torch.Tensor:
-        seen.append(rollout)
-        return advantages_of(rollout, config, **weights)
+    def spy(samples: list[Sample], config: GrpoConfig, **weights: torch.Tensor) -> torch.Tensor:
+        seen.append(samples)
+        return group_relative(samples, config, **weights)
 
-    monkeypatch.setattr("tinyrl.trainers.grpo.advantages_of", spy)
+    monkeypatch.setattr("tinyrl.trainers.grpo.group_relative", spy)
     settings = running.config(
         "grpo",
         tiny("llama"),
@@ -125,42 +114,48 @@ def test_the_kl_of_a_score_is_computed_also_for_responses_left_out(
         run={"num_steps": 2, "eval_every": 0},
     )
     assert running.train(settings, tmp_path)[0] == 0
-    for rollout in seen:
-        left_out = ~rollout.kept
-        assert 0 < left_out.sum() < len(rollout)
-        assert rollout.ref_logprobs is not None
-        assert rollout.old_logprobs is not None
-        chosen = rollout.response_mask[left_out]
-        assert (rollout.ref_logprobs[left_out][chosen] < 0).all()
-        assert (rollout.old_logprobs[left_out][chosen] < 0).all()
-    assert seen[0].kl(seen[0].scored_mask).abs().max() < 1e-4  # nothing is learnt yet
-    assert seen[1].kl(seen[1].scored_mask)[~seen[1].kept].abs().max() > 1e-3
+    for samples in seen:
+        left_out = [sample for sample in samples if not sample.in_loss]
+        assert 0 < len(left_out) < len(samples)
+        for sample in left_out:
+            assert sample.ref is not None
+            assert sample.old is not None
+            assert (sample.ref < 0).all()
+            assert (sample.old < 0).all()
+    first, second = (kl(samples, loss_mask(samples, "rewarded")).abs() for samples in seen)
+    assert first.max() < 1e-4  # nothing is learnt yet
+    assert second[[not sample.in_loss for sample in seen[1]]].max() > 1e-3
 
 
 def test_each_reward_is_compared_on_its_own() -> None:
     """Two prompts whose sums are flat: right in one way or in the other, which GDPO tells apart, and right in none."""
-    rollout = rollout_of([1.0, 1.0, 0.0, 0.0, math.nan, 1.0], [[0.0, 0.0]] * 6)
-    rollout.scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    samples = samples_of([1.0, 1.0, 0.0, 0.0, math.nan, 1.0], [[0.0, 0.0]] * 6)
     weights = torch.tensor([3.0, 1.0])
+
+    def score(*scores: list[float]) -> None:
+        for sample, of in zip(samples, scores, strict=False):
+            sample.scores = of
+
+    score([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0])
     together, each = grpo(), grpo(preset="gdpo")
-    assert zero_spread(rollout, together, weights).tolist() == [True, True, True]
-    assert zero_spread(rollout, each, weights).tolist() == [False, True, True]  # the last has one valid row
+    assert without_spread(samples, together, weights) == [0, 1, 2]
+    assert without_spread(samples, each, weights) == [1, 2]  # the last has one valid row
     shown_only = torch.tensor([0.0, 1.0])
-    rollout.scores[:2] = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
-    assert zero_spread(rollout, each, shown_only).tolist() == [True, True, True]
-    assert not advantages_of(rollout, each, weights=shown_only).any()
-    rollout.scores[:2] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert not advantages_of(rollout, together).any()
-    got = advantages_of(rollout, each, weights=weights).tolist()
+    score([1.0, 0.5], [0.0, 0.5])
+    assert without_spread(samples, each, shown_only) == [0, 1, 2]
+    assert not group_relative(samples, each, weights=shown_only).any()
+    score([1.0, 0.0], [0.0, 1.0])
+    assert not group_relative(samples, together).any()
+    got = group_relative(samples, each, weights=weights).tolist()
     # 3 a - a and a - 3 a with a = 0.7070; five rows have a score: a variance of 2 (2 a)^2 / 4
     assert got == pytest.approx([math.sqrt(2), -math.sqrt(2), 0.0, 0.0, 0.0, 0.0], rel=1e-3)
 
 
 def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:
     """Two prompts, one easy: against their groups' means all that is left is which response is the better one."""
-    rollout = rollout_of([0.0, 2.0, 10.0, 12.0], [[0.0, 0.0]] * 4)
+    samples = samples_of([0.0, 2.0, 10.0, 12.0], [[0.0, 0.0]] * 4)
     std = math.sqrt(8 / 7)
-    assert advantages_of(rollout, grpo(preset="reinforce++-baseline"))[:, 0].tolist() == pytest.approx(
+    assert group_relative(samples, grpo(preset="reinforce++-baseline"))[:, 0].tolist() == pytest.approx(
         [-1 / std, 1 / std, -1 / std, 1 / std]
     )
 
@@ -259,20 +254,19 @@ def test_exact_sampling_is_measured_anew_where_a_run_goes_on_in_another_precisio
     _, run, _ = running.train(settings, tmp_path, stop_at=looks // 2)
     for module in ("models.device", "rollout.components"):
         monkeypatch.setattr(f"tinyrl.{module}.resolve_dtype", lambda dtype, on_cpu: torch.bfloat16)
-    seen: list[Rollout] = []
-    start_update = Session.start_update
+    seen: list[Sample] = []
+    minibatches = Session.minibatches
 
-    def started(self: Session, rollout: Rollout | None = None, **metrics: float) -> None:
-        assert rollout is not None
-        seen.append(rollout)
-        start_update(self, rollout, **metrics)
+    def watched(self: Session, samples: list[Sample], **how: Any) -> Iterator[list[Sample]]:
+        seen.append(samples[0])
+        return minibatches(self, samples, **how)
 
-    monkeypatch.setattr(Session, "start_update", started)
+    monkeypatch.setattr(Session, "minibatches", watched)
     assert code == running.go_on(run) == 0
     assert seen
-    for rollout in seen:
-        assert rollout.old_logprobs is not None
-        assert not torch.equal(rollout.old_logprobs, rollout.sampling_logprobs)
+    for sample in seen:
+        assert sample.old is not None
+        assert not torch.equal(sample.old, torch.tensor(sample.logprobs))
 
 
 def test_a_reward_with_the_name_of_a_metric_is_refused(tiny: TinyModels, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """PPO's choices: A2C against A2C written down, and a KL weight that waits for the critic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.models.roles import Roles
-from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.sample import Sample
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass, Updater
 
@@ -18,12 +19,12 @@ A2C = {"preset": "a2c", "num_epochs": 1, "minibatch_size": None}
 KL_COEF = 0.05
 
 
-def hand_written(roles: Roles, rollout: Rollout) -> dict[str, list[Tensor]]:
+def hand_written(roles: Roles, samples: list[Sample]) -> dict[str, list[Tensor]]:
     """Gradients of A2C, a response at a time, by the model's own forward pass: that of the mean over tokens of
     -(G - V) log pi for the policy, of 0.5 (V - G)^2 for the critic; G is what a token is followed by, KL to the
     reference included.
     """
-    tokens = int(rollout.response_mask.sum())
+    tokens = sum(sample.num_actions for sample in samples)
     totals = {role: [torch.zeros_like(p) for p in roles.parameters[role].values()] for role in ("policy", "critic")}
     assert roles.value_head is not None
 
@@ -33,8 +34,8 @@ def hand_written(roles: Roles, rollout: Rollout) -> dict[str, list[Tensor]]:
         ):
             total += part
 
-    for row in range(len(rollout)):
-        prompt, response = rollout.prompt_tokens[int(rollout.prompt_index[row])], rollout.response(row)
+    for sample in samples:
+        prompt, response = sample.prompt, sample.response
         ids, at = torch.tensor([prompt + response]), slice(len(prompt) - 1, -1)
         with torch.no_grad(), roles.acting("reference") as model:
             reference = model(input_ids=ids).logits[0, at].log_softmax(-1)
@@ -42,7 +43,7 @@ def hand_written(roles: Roles, rollout: Rollout) -> dict[str, list[Tensor]]:
             values = roles.value_head(roles.backbone("critic")(input_ids=ids).last_hidden_state[0, at])
         with roles.acting("policy") as model:
             logprobs = model(input_ids=ids).logits[0, at].log_softmax(-1)
-            returns, to_come = [0.0] * len(response), float(rollout.rewards[row])
+            returns, to_come = [0.0] * len(response), sample.reward
             for t in reversed(range(len(response))):
                 to_come -= KL_COEF * float(logprobs[t, response[t]].detach() - reference[t, response[t]])
                 returns[t] = to_come
@@ -56,25 +57,24 @@ def hand_written(roles: Roles, rollout: Rollout) -> dict[str, list[Tensor]]:
 
 def test_a2c_is_the_gradient_of_a2c(tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each of three steps, so against a critic that has learnt and at a KL that is not 0."""
-    rollouts: list[Rollout] = []
+    steps: list[list[Sample]] = []
     norms: list[float] = []
-    start_update, accumulate = Session.start_update, Updater._accumulate
+    minibatches, accumulate = Session.minibatches, Updater._accumulate
 
-    def started(self: Session, rollout: Rollout | None = None, **metrics: float) -> None:
-        assert rollout is not None
-        rollouts.append(rollout)
-        start_update(self, rollout, **metrics)
+    def watched(self: Session, samples: list[Sample], **how: Any) -> Iterator[list[Sample]]:
+        steps.append(samples)
+        return minibatches(self, samples, **how)
 
     def compared(self: Updater, passes: Sequence[Pass]) -> dict[str, float]:
         said = accumulate(self, passes)
-        for role, wanted in hand_written(self.roles, rollouts[-1]).items():
+        for role, wanted in hand_written(self.roles, steps[-1]).items():
             for (name, parameter), gradient in zip(self.roles.parameters[role].items(), wanted, strict=True):
                 assert parameter.grad is not None, name
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: n + m)
             norms.append(float(torch.cat([g.flatten() for g in wanted]).norm()))
         return said
 
-    monkeypatch.setattr(Session, "start_update", started)
+    monkeypatch.setattr(Session, "minibatches", watched)
     monkeypatch.setattr(Updater, "_accumulate", compared)
     settings = running.config("ppo", tiny("llama"), ppo={**A2C, "kl_coef": KL_COEF}, critic={"warmup": 0})
     code, run, _ = running.train(settings, tmp_path)

@@ -1,8 +1,7 @@
 """PPO-ptx: whose rows a step takes, what its loss adds to the gradient, and what is wrong with a text."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +13,14 @@ from torch import Tensor
 from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.data.rows import batch_indices
-from tinyrl.generation.agents import Other
 from tinyrl.generation.engine import Completion
 from tinyrl.models.roles import Roles
-from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.components import Options
+from tinyrl.rollout.sample import Sample
 from tinyrl.trainers.ppo import Ppo, ptx_pass
 from tinyrl.trainers.rows import Example
+from tinyrl.training.session import Session
 from tinyrl.training.state import RunState
 from tinyrl.training.update import Pass, Updater
 
@@ -75,37 +74,39 @@ def test_further_conversations_of_agents_add_no_minibatch_and_repeat_no_text(
     """Five further conversations of eight episodes: still two minibatches an epoch, each with what its episodes said.
     So the numbers of text batches stay apart, and no optimizer step is left with a row or two.
     """
-    further = [Other(episode, [5, 6], Completion([7, 8], [-1.0, -2.0], "eos")) for episode in (0, 0, 3, 5, 5)]
+    further = Completion([7, 8], [-1.0, -2.0], "eos")
 
-    def sampled(*args: Any, **options: Any) -> Rollout:
-        return replace(sample_and_score(*args, **options), others=further)
+    def sampled(*args: Any, **options: Any) -> list[Sample]:
+        samples = sample_and_score(*args, **options)
+        for episode in (0, 0, 3, 5, 5):
+            samples[episode].further.append(Sample.of([5, 6], further, row=samples[episode].row))
+        return samples
 
     numbers: list[int] = []
-    steps: list[list[int]] = []
+    steps: list[list[Sample]] = []
+    minibatches = Session.minibatches
 
     def batch(seed: int, number: int, **sizes: int) -> list[int]:
         numbers.append(number)
         return batch_indices(seed, number, **sizes)
 
-    step_once = Updater.step
-
-    def step(self: Updater, passes: Sequence[Pass], **options: Any) -> dict[str, float]:
-        steps.append([*passes[0].rows])
-        return step_once(self, passes, **options)
+    def watched(self: Session, samples: list[Sample], **how: Any) -> Iterator[list[Sample]]:
+        for minibatch in minibatches(self, samples, **how):
+            steps.append(minibatch)
+            yield minibatch
 
     monkeypatch.setattr("tinyrl.trainers.on_policy.sample_and_score", sampled)
     monkeypatch.setattr("tinyrl.trainers.ppo.batch_indices", batch)
-    monkeypatch.setattr(Updater, "step", step)
+    monkeypatch.setattr(Session, "minibatches", watched)
     settings = running.config(
         "ppo", tiny("llama"), **with_text(), critic={"warmup": 0}, run={"num_steps": 2, "eval_every": 0}
     )
     assert running.train(settings, tmp_path)[0] == 0
     assert len(set(numbers)) == len(numbers) == len(steps) == 2 * 2 * 2
-    parents = [*range(8), 0, 0, 3, 5, 5]
     for first, second in zip(steps[::2], steps[1::2], strict=True):
-        assert sorted(first + second) == [*range(13)]
-        for rows in (first, second):
-            assert len({parents[row] for row in rows}) == 4
+        assert len(first) + len(second) == 13
+        assert {sample.episode for sample in first} ^ {sample.episode for sample in second} == {*range(8)}
+        assert len({sample.episode for sample in first}) == 4
 
 
 def plain_nll(roles: Roles, text: Sequence[Example]) -> Tensor:

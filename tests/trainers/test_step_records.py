@@ -12,8 +12,10 @@ import torch
 from tests import running
 from tests.faults.lookup_runs import lookup
 from tests.tiny_models import TinyModels
-from tests.trainers.test_on_policy import rollout_of
-from tinyrl.rollout.collector import pieces, shown_rows, token_lines
+from tests.trainers.test_on_policy import samples_of
+from tinyrl.environments.environment import Episode
+from tinyrl.rollout.collector import pieces, shown_samples, token_lines
+from tinyrl.rollout.sample import Sample
 from tinyrl.runs.run_dir import RunDir
 
 NAN = float("nan")
@@ -55,37 +57,33 @@ def test_each_token_adds_a_piece_and_together_they_are_the_text(text: bytes, exp
 
 
 def test_the_best_and_the_worst_of_each_prompt_come_first() -> None:
-    rollout = rollout_of([1.0, 3.0, 2.0, 5.0, 5.0, 5.0, NAN, 4.0, 6.0], [[0.0, 0.0]] * 9, kept=[True] * 6 + [False] * 3)
-    assert shown_rows(rollout, group_size=3) == [1, 0, 3, 2, 4, 5]
-    many = rollout_of([float(i) for i in range(20)], [[0.0, 0.0]] * 20)
-    assert shown_rows(many, group_size=2) == [1, 0, 3, 2, 5, 4, 7, 6]
-    assert shown_rows(many, group_size=1) == [*range(8)]
+    def shown(samples: list[Sample], group_size: int) -> list[int]:
+        return [samples.index(sample) for sample in shown_samples(samples, group_size=group_size)]
+
+    rewards = [1.0, 3.0, 2.0, 5.0, 5.0, 5.0, NAN, 4.0, 6.0]
+    assert shown(samples_of(rewards, [[0.0, 0.0]] * 9, kept=[True] * 6 + [False] * 3), 3) == [1, 0, 3, 2, 4, 5]
+    many = samples_of([float(i) for i in range(20)], [[0.0, 0.0]] * 20)
+    assert shown(many, 2) == [1, 0, 3, 2, 5, 4, 7, 6]
+    assert shown(many, 1) == [*range(8)]
 
 
-def one_row(**fields: Any) -> Any:
+def one_row(**fields: Any) -> Sample:
     """A response "ab", "?" read, "c": three tokens chosen, one only read, after a prompt "x"."""
-    rollout = rollout_of([0.75], [[0.0, 0.0]])
-    rollout.prompt_tokens, rollout.prompt_rows = [[ord("x")]], torch.tensor([5])
-    rollout.response_tokens, rollout.response_lengths = torch.tensor([[*b"ab?c"]]), torch.tensor([4])
-    rollout.response_mask = torch.tensor([[True, True, False, True]])
-    rollout.sampling_logprobs = torch.tensor([[-0.12345, -1.0, 0.0, -2.0]])
-    rollout.ref_logprobs = None
-    for name, value in fields.items():
-        setattr(rollout, name, value)
-    return rollout
+    mask, logprobs = [True, True, False, True], [-0.12345, -1.0, 0.0, -2.0]
+    return Sample([ord("x")], [*b"ab?c"], mask, logprobs, 5, reward=0.75, **fields)
 
 
-def of_tokens(rollout: Any, rewards: torch.Tensor | None = None) -> dict[str, Any]:
+def of_tokens(sample: Sample, rewards: torch.Tensor | None = None) -> dict[str, Any]:
     new = torch.tensor([[-0.1, -0.9, 0.0, -2.5]])
     (line,) = token_lines(
-        rollout, [0], new_logprobs=new, rewards=rewards, tokenizer=Bytes(), prompts={5: "x"}, group_size=1
+        [sample], new_logprobs=new, rewards=rewards, tokenizer=Bytes(), prompts={5: "x"}, group_size=1
     )
     return line
 
 
 def test_a_line_says_of_each_token_what_the_update_made_of_it() -> None:
     nothing = dict.fromkeys(("advantage", "old", "new", "ref", "teacher", "value", "reward"))
-    of_group = one_row(advantages=torch.tensor([0.5]), turn_rewards=torch.tensor([[0.0, 0.25, 0.0, 0.0]]))
+    of_group = one_row(advantage=torch.tensor(0.5), played=Episode(turn_ends=[1, 3], turn_rewards=[0.25, 0.0]))
     assert of_tokens(of_group) == {
         "kind": "train",
         "prompt_index": 5,
@@ -103,10 +101,10 @@ def test_a_line_says_of_each_token_what_the_update_made_of_it() -> None:
 
 def test_advantages_values_and_rewards_of_single_tokens_are_their_own() -> None:
     of_ppo = one_row(
-        advantages=torch.tensor([[1.0, 2.0, 0.0, 3.0]]),
-        old_logprobs=torch.tensor([[-0.5, -0.6, 0.0, -0.7]]),
-        ref_logprobs=torch.tensor([[-0.8, -0.9, 0.0, -1.1]]),
-        values=torch.tensor([[0.1, 0.2, 0.0, 0.3]]),
+        advantage=torch.tensor([1.0, 2.0, 0.0, 3.0]),
+        old=torch.tensor([-0.5, -0.6, 0.0, -0.7]),
+        ref=torch.tensor([-0.8, -0.9, 0.0, -1.1]),
+        values=torch.tensor([0.1, 0.2, 0.0, 0.3]),
     )
     found = of_tokens(of_ppo, torch.tensor([[-0.01, -0.02, 0.0, 0.9996]]))["tokens"]
     assert [t["advantage"] for t in found] == [1.0, 2.0, None, 3.0]
@@ -154,7 +152,7 @@ def test_what_an_environment_said_is_shown_and_not_judged(tmp_path: Path) -> Non
 def test_to_be_shown_changes_nothing_of_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = running.config("grpo", model)
     _, shown, _ = running.train(settings, tmp_path, name="shown")
-    monkeypatch.setattr("tinyrl.trainers.on_policy.shown_rows", lambda rollout, group_size: [])
+    monkeypatch.setattr("tinyrl.trainers.on_policy.shown_samples", lambda samples, group_size: [])
     _, plain, _ = running.train(settings, tmp_path, name="plain")
     assert shown.tokens.exists()
     assert not plain.tokens.exists()

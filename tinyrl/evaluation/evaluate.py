@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
-from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import completion_text, sample_and_score, sample_lines
 from tinyrl.rollout.components import SamplingParts
+from tinyrl.rollout.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
 from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
@@ -60,20 +61,22 @@ def _evaluate(
     parts: SamplingParts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool = False
 ) -> Evaluation:
     scorer, task = parts.scorer, parts.task
-    rollout = sample_and_score(prompts, parts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
-    texts = [written(rollout, row, scorer) for row in range(len(rollout))]
-    rewards, columns = rollout.rewards.tolist(), rollout.scores.T.tolist()
+    answers = sample_and_score(prompts, parts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
+    texts = [completion_text(answer, scorer) for answer in answers]
+    rewards = [answer.reward for answer in answers]
+    columns = [[answer.scores[i] for answer in answers] for i in range(len(scorer.names))]
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
-    valid, by_prompt, whole = numbers(rewards), [mean(g) for g in grouped(rewards, samples)], rollout.with_others()
+    valid, by_prompt, whole = numbers(rewards), [mean(g) for g in grouped(rewards, samples)], conversations(answers)
+    lengths = length_metrics(whole)
     metrics = {
         "reward_mean": mean(valid),
         "reward_median": statistics.median(valid) if valid else math.nan,
         "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
         "reward_ci": mean_interval(by_prompt),
         **{name: mean(column) for name, column in each.items() if numbers(column)},
-        **whole.environment_metrics(),
-        "mean_length": mean(whole.by_episode(whole.num_actions).tolist()),
-        "truncated": mean((whole.by_episode(whole.truncated.long()) > 0).tolist()),
+        **environment_metrics(whole),
+        "mean_length": lengths["completion/mean_length"],
+        "truncated": lengths["completion/truncated"],
         "distinct": len(set(texts)) / max(1, len(texts)),
         "num_prompts": len(by_prompt),
         "num_samples": len(texts) // max(1, len(by_prompt)),
@@ -84,14 +87,15 @@ def _evaluate(
     verdicts = columns[0] if scorer.uses_verifier else None
     if verdicts is None and task.verify is not None:
         repeated = [p for p in prompts for _ in range(samples)]
-        tokens = [rollout.response(row) for row in range(len(rollout))]
-        verdicts = scorer.verify(repeated, tokens, transcripts=rollout.transcripts, world=parts.world).scores
+        transcripts = [answer.played.transcript for answer in answers if answer.played is not None]
+        tokens = [answer.response for answer in answers]
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=parts.world).scores
         judges["verifier"] = verdicts
     if verdicts is not None:
-        answers = None if task.answer is None else [task.answer(text) for text in texts]
-        metrics |= verdict_metrics(verdicts, answers, samples, is_pass=task.is_pass)
+        final = None if task.answer is None else [task.answer(text) for text in texts]
+        metrics |= verdict_metrics(verdicts, final, samples, is_pass=task.is_pass)
     lines = sample_lines(
-        rollout,
+        answers,
         texts,
         kind="eval-greedy" if greedy else "eval",
         prompts={p.index: p.text for p in prompts},
@@ -102,18 +106,18 @@ def _evaluate(
     return Evaluation(metrics, by_prompt, lines, values)
 
 
-def _divergence(parts: SamplingParts, rollout: Rollout, role: Role) -> dict[str, float]:
+def _divergence(parts: SamplingParts, samples: list[Sample], role: Role) -> dict[str, float]:
     """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token."""
     roles, temperature = parts.roles, parts.config.generation.temperature
-    rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # also samples without a reward
 
     def run(who: Role) -> tuple[torch.Tensor, ...]:
         named = "reference" if who == "reference" else "policy"
-        return parts.over(rollout, lambda batch: roles.logprobs(named, batch, temperature=temperature), role=who)
+        compute = partial(roles.logprobs, named, temperature=temperature)
+        return parts.over(samples, compute, role=who, tokens="all")  # also samples without a reward
 
     logprobs, entropy = run(role)
-    mean_entropy = {"entropy": float(entropy.sum() / rollout.response_mask.sum())}
+    mean_entropy = {"entropy": float(entropy.sum() / sum(sample.num_actions for sample in samples))}
     if not roles.has_reference:
         return mean_entropy
     ref_logprobs, _ = run("reference")
-    return {"kl": float(rollout.by_episode((logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}
+    return {"kl": float(by_episode(samples, (logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions
 from tinyrl.generation.turns import play
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, new_rollout, sampled_fields
 from tinyrl.rollout.components import SamplingParts
+from tinyrl.rollout.sample import Sample, loss_mask, num_episodes, rewards_of, turn_rewards
 from tinyrl.tasks.prompts import PreparedPrompt
 
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
@@ -34,12 +34,12 @@ def sample_and_score(
     step: int,
     greedy: bool = False,
     role: SampledRole = "policy",
-) -> Rollout:
+) -> list[Sample]:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
     Where something answers in between, a response is an episode of turns, or what an agent asked for. A prompt that is
-    in the batch twice gets further samples, not the same ones again. Rows without a reward are not kept: it failed, or
-    none applies. Each process samples some of the prompts, and all of them get the whole rollout.
+    in the batch twice gets further samples, not the same ones again. Samples without a reward are not in the loss: it
+    failed, or none applies. Each process samples some of the prompts, and all of them get all samples.
     """
     options: SampleOptions = {"seed": parts.config.run.seed, "step": step, "greedy": greedy, "role": role}
     seen: dict[int, int] = {}
@@ -48,24 +48,29 @@ def sample_and_score(
         first = seen.get(prompt.index, 0)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
-    if isinstance(parts.runner, AgentRunner):
+    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+    texts, others = [prompt.tokens for prompt in repeated], []
+    if isinstance(parts.runner, AgentRunner):  # each agent writes its own prompt
         played = parts.runner.play(prompts, requests, group_size, engine=parts.engine, options=options)
-        completions, prompt_tokens, episodes, others = played
-        rollout = _as_tensors(prompts, completions, group_size, episodes)
-        rows = rollout.prompt_rows[rollout.prompt_index]
-        rollout = replace(  # each agent writes its own prompt
-            rollout, prompt_tokens=prompt_tokens, prompt_rows=rows, prompt_index=torch.arange(len(rows)), others=others
-        )
+        completions, texts, episodes, others = played
     else:
         completions, episodes = _sampled(prompts, requests, group_size, parts, options)
-        rollout = _as_tensors(prompts, completions, group_size, episodes)
-    repeated = [p for p in prompts for _ in range(group_size)]
-    tokens = [c.tokens for c in completions]
-    sheet = parts.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=parts.world)
-    rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
-    rollout.whys = sheet.whys
-    rollout.kept = ~rollout.rewards.isnan()
-    return rollout
+    samples = [
+        Sample.of(tokens, completion, row=prompt.index, played=episodes[i] if episodes else None)
+        for i, (tokens, completion, prompt) in enumerate(zip(texts, completions, repeated, strict=True))
+    ]
+    for other in others:
+        first = samples[other.episode]
+        first.further.append(Sample.of(other.prompt, other.completion, row=first.row))
+    tokens = [completion.tokens for completion in completions]
+    found = parts.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=parts.world)
+    for i, sample in enumerate(samples):
+        sample.scores, sample.reward = found.scores[i].tolist(), float(found.rewards[i])
+        sample.episode, sample.in_loss = i, sample.rewarded
+        sample.comment = found.whys[i] if found.whys else ""
+    for failure in found.failures:
+        samples[failure.row].failures.append(failure.reason)
+    return samples
 
 
 def _sampled(
@@ -96,60 +101,40 @@ def _sampled(
     return merged, [Episode(**fields) for group in merged_episodes for fields in group]
 
 
-def apply_length_rules(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
+def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_tokens: int) -> None:
     """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std. An
     episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them.
 
     Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
     max.
     """
-    truncated, num_actions = rollout.truncated, rollout.num_actions
-    for other in rollout.others:
-        completion = other.completion
-        truncated[other.episode] |= completion.finish_reason == "length"
-        num_actions[other.episode] += sum(completion.action_mask or [True] * len(completion.tokens))
+    episodes = [[sample, *sample.further] for sample in samples]
+    truncated = torch.tensor([any(sample.truncated for sample in episode) for episode in episodes])
     penalty = torch.where(truncated, float(reward.truncated == "penalize"), 0.0)
     if buffer := reward.overlong_tokens:
+        num_actions = torch.tensor([sum(sample.num_actions for sample in episode) for episode in episodes])
         penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
-    rollout.rewards = rollout.rewards - penalty
-    if reward.truncated == "mask":
-        rollout.kept = rollout.kept & ~rollout.truncated
-
-
-def _as_tensors(
-    prompts: list[PreparedPrompt], completions: list[Completion], group_size: int, episodes: list[Episode] | None = None
-) -> Rollout:
-    tokens, rows = [p.tokens for p in prompts], [p.index for p in prompts]
-    rollout = new_rollout(tokens, rows, group_size=group_size, **sampled_fields(completions))
-    if episodes is not None:
-        rollout.turn_rewards = torch.zeros_like(rollout.sampling_logprobs)
-        for row, episode in enumerate(episodes):
-            rollout.turn_rewards[row, episode.turn_ends] = torch.tensor(episode.turn_rewards)
-        rollout.turns = torch.tensor([len(episode.turn_ends) for episode in episodes])
-        rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
-        rollout.transcripts = [episode.transcript for episode in episodes]
-    return rollout
+    for sample, rewarded in zip(samples, (rewards_of(samples) - penalty).tolist(), strict=True):
+        sample.reward = rewarded
+        if reward.truncated == "mask":
+            sample.in_loss = sample.in_loss and not sample.truncated
 
 
 # ---- lines of samples.jsonl ----
 
 
-def written(rollout: Rollout, row: int, scorer: Scorer) -> str:
+def completion_text(sample: Sample, scorer: Scorer) -> str:
     """What the policy wrote."""
-    if rollout.transcripts is not None:
-        return policy_text(rollout.transcripts[row])
-    return scorer.text(rollout.response(row))
+    return scorer.text(sample.response) if sample.played is None else policy_text(sample.played.transcript)
 
 
-def place_of(rollout: Rollout, row: int, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
-    """What a row is a sample of; prompts: their texts, by index."""
-    index = int(rollout.prompt_rows[rollout.prompt_index[row]])
-    of = row if rollout.parent is None else int(rollout.parent[row])
-    return {"prompt_index": index, "sample": of % group_size, "prompt": prompts[index]}
+def sample_key(sample: Sample, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
+    """The prompt of a sample and its number in the group; prompts: their texts, by index."""
+    return {"prompt_index": sample.row, "sample": sample.episode % group_size, "prompt": prompts[sample.row]}
 
 
 def sample_lines(
-    rollout: Rollout,
+    samples: Sequence[Sample],
     texts: list[str],
     *,
     kind: str,
@@ -158,46 +143,42 @@ def sample_lines(
     names: list[str],
     advantages: Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl, without their step, of the first rows of a rollout: those whose texts are given.
+    """Lines of samples.jsonl, without their step, of the first samples: those whose texts are given.
 
     prompts: their texts, by index; advantages (B,).
     """
-    scores, rewards, reasons = (x.tolist() for x in (rollout.scores, rollout.rewards, rollout.finish_reasons))
     return [
         {
             "kind": kind,
-            **place_of(rollout, row, prompts=prompts, group_size=group_size),
+            **sample_key(sample, prompts=prompts, group_size=group_size),
             "completion": text,
-            **rollout.episode_of(row),
-            "rewards": dict(zip(names, scores[row], strict=True)),
-            "reward": rewards[row],
+            **({} if sample.played is None else {"episode": sample.played.transcript}),
+            "rewards": dict(zip(names, sample.scores, strict=True)),
+            "reward": sample.reward,
             "advantage": None if advantages is None else float(advantages[row]),
-            "finish_reason": FINISH_REASONS[reasons[row]],
+            "finish_reason": sample.finish,
         }
-        for row, text in enumerate(texts)
+        for row, (sample, text) in enumerate(zip(samples, texts, strict=False))
     ]
 
 
 # ---- lines of tokens.jsonl: completions token by token, as the update saw them ----
 
 
-def shown_rows(rollout: Rollout, *, group_size: int) -> list[int]:
-    """Rows shown token by token: of each prompt those with the highest and lowest reward, then others that count."""
-    rewards, kept = rollout.rewards.tolist(), rollout.kept.tolist()
-    first: list[int] = []
-    for start in range(0, rollout.num_episodes, group_size):
-        group = [row for row in range(start, start + group_size) if kept[row]]
+def shown_samples(samples: list[Sample], *, group_size: int) -> list[Sample]:
+    """Those shown token by token: of each prompt those with the highest and lowest reward, then others in the loss."""
+    first: dict[int, Sample] = {}
+    for start in range(0, num_episodes(samples), group_size):
+        group = [sample for sample in samples[start : start + group_size] if sample.in_loss]
         if group:
-            ends = max(group, key=rewards.__getitem__), min(group, key=rewards.__getitem__)
-            first += dict.fromkeys(ends)
-    taken = set(first)
-    others = [row for row in range(len(rollout)) if kept[row] and row not in taken]
-    return [*first, *others][:TOKEN_BY_TOKEN]
+            ends = max(group, key=lambda sample: sample.reward), min(group, key=lambda sample: sample.reward)
+            first |= {id(sample): sample for sample in ends}
+    others = [sample for sample in samples if sample.in_loss and id(sample) not in first]
+    return [*first.values(), *others][:TOKEN_BY_TOKEN]
 
 
 def token_lines(
-    rollout: Rollout,
-    rows: list[int],
+    samples: list[Sample],
     *,
     new_logprobs: Tensor,
     rewards: Tensor | None,
@@ -208,35 +189,46 @@ def token_lines(
     """Lines of tokens.jsonl: each token with its advantage in the loss, its log-probability before the update, after it
     and under the reference, its value, and the reward that stands on it. Tokens that were only read have none of these.
 
-    new_logprobs (len(rows), T); rewards (B, T) of tokens, None: the score is on the last one.
+    new_logprobs (B, T); rewards (B, T) of tokens, None: the score is on the last one.
     """
-    assert rollout.advantages is not None
     if rewards is None:
-        no_kl = torch.zeros_like(rollout.sampling_logprobs)
-        scores = torch.nan_to_num(rollout.outcome_rewards)
-        rewards = rollout.with_turn_rewards(token_rewards(scores, no_kl, rollout.loss_mask, kl_coef=0.0))
-    old = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
-    advantages = rollout.advantages
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(1).expand_as(old)
-    kinds = {"advantage": advantages, "old": old, "ref": rollout.ref_logprobs, "value": rollout.values}
-    kinds |= {"teacher": rollout.teacher_logprobs, "reward": rewards}
-    for place, row in enumerate(rows):
-        tokens = rollout.response(row)
-        columns = {name: None if x is None else x[row].tolist() for name, x in kinds.items()}
-        columns["new"] = new_logprobs[place].tolist()
-        chosen = rollout.response_mask[row].tolist()
-        before = rollout.prompt_tokens[int(rollout.prompt_index[row])][-1:]
+        rewards = token_rewards_of(samples, torch.zeros(new_logprobs.shape), kl_coef=0.0)
+    for row, sample in enumerate(samples):
+        assert sample.advantage is not None
+        tokens = sample.response
+        kinds = {
+            "advantage": sample.advantage.expand(len(tokens)),
+            "old": torch.tensor(sample.logprobs) if sample.old is None else sample.old,
+            "ref": sample.ref,
+            "value": sample.values,
+            "teacher": sample.teacher,
+            "reward": rewards[row],
+            "new": new_logprobs[row],
+        }
+        columns = {name: None if x is None else x.tolist() for name, x in kinds.items()}
         yield {
             "kind": "train",
-            **place_of(rollout, row, prompts=prompts, group_size=group_size),
-            "reward": float(rollout.rewards[row]),
+            **sample_key(sample, prompts=prompts, group_size=group_size),
+            "reward": sample.reward,
             "tokens": [
-                {"piece": piece, "chosen": chosen[t]}
-                | {name: round(column[t], 3) if column and chosen[t] else None for name, column in columns.items()}
-                for t, piece in enumerate(pieces(tokenizer, tokens, before=before))
+                {"piece": piece, "chosen": sample.mask[t]}
+                | {name: round(column[t], 3) if column and sample.mask[t] else None for name, column in columns.items()}
+                for t, piece in enumerate(pieces(tokenizer, tokens, before=sample.prompt[-1:]))
             ],
         }
+
+
+def token_rewards_of(samples: Sequence[Sample], kl: Tensor, *, kl_coef: float, scores: Tensor | None = None) -> Tensor:
+    """(B, T): the score (None: the reward) on the last token, the environment's rewards on each turn's last in its
+    place where there are some, less kl_coef * kl.
+    """
+    mask, turns = loss_mask(samples), turn_rewards(samples)
+    if scores is not None:
+        return token_rewards(torch.nan_to_num(scores), kl, mask, kl_coef=kl_coef)
+    rewards = rewards_of(samples)
+    outcome = torch.nan_to_num(rewards if turns is None else rewards - turns.sum(1))
+    shaped = token_rewards(outcome, kl, mask, kl_coef=kl_coef)
+    return shaped if turns is None else shaped + torch.where(mask, turns, 0.0)
 
 
 def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:

@@ -36,7 +36,7 @@ from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold, check_judges
-from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.sample import Sample, Tokens, batch_of, sizes_of
 from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, layout_notes, load_splits, load_task
@@ -226,18 +226,19 @@ class SamplingParts(Parts):
 
     def over(
         self,
-        rollout: Rollout,
+        samples: list[Sample],
         compute: Callable[[SequenceBatch], tuple[Tensor, ...]],
         *,
         role: Role,
+        tokens: Tokens = "loss",
         among: World | None = None,
     ) -> tuple[Tensor, ...]:
-        """`forward` over a rollout: `compute` takes a batch of it, and (B, T) tensors come back."""
+        """`forward` over samples: `compute` takes a batch of them, and (B, T) tensors come back."""
         return self.forward(
-            lambda rows: compute(rollout.batch(rows, self.roles)),
-            rollout.sizes(self.roles),
+            lambda rows: compute(batch_of([samples[i] for i in rows], self.roles, tokens)),
+            sizes_of(samples, self.roles),
             role=role,
-            width=rollout.response_tokens.shape[1],
+            width=max(len(sample.response) for sample in samples),
             among=among,
         )
 

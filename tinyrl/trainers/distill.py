@@ -14,10 +14,11 @@ that some servers tell. Rewards are scored and shown, and not learnt from.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
-from tinyrl.models.micro_batches import RowSizes
-from tinyrl.rollout.buffer import Rollout, given_rollout, joined
+from tinyrl.algorithms.losses import Metrics
+from tinyrl.rollout.sample import Sample, batch_of, conversations, fill, loss_mask, padded
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.on_policy import OnPolicyTrainer
@@ -27,63 +28,60 @@ from tinyrl.training.update import Pass
 
 
 class Distill(OnPolicyTrainer):
-    def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
-        if self.config.distill.objective == "sampled":
-            return super().passes(rollout, rows, sizes, settings)
-        return [Pass("policy", self.distance_loss(rollout, rows), rows, sizes)] if rollout.counts(rows) else []
-
     def train(self, session: Session) -> None:
         config = self.config.distill
         self.begin(session)
         for step in session.steps():
             # 1. Responses to the step's prompts.
             with session.timed("rollout"):
-                rollout = self.responses(step)
-            # 2. What the teacher says of them.
-            taught = self.read_teacher(rollout)
+                samples = conversations(self.responses(step))
+            # 2. Log-probabilities of their tokens under the teacher.
+            taught = self.ask_teacher(samples)
             if config.objective == "sampled":
                 with session.timed("reference"):
-                    self.compute_logprobs(rollout)
-            rewards = {} if rollout.rewards.isnan().all() else self.reward_metrics(rollout)  # given answers alone
-            session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
-            assert rollout.teacher_logprobs is not None
-            before = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
-            rollout.advantages = token_advantages(before, rollout.teacher_logprobs, rollout.loss_mask)
+                    self.compute_logprobs(samples)
+            rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
+            session.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
+            before = padded(samples, "logprobs" if samples[0].old is None else "old")
+            advantages = token_advantages(before, padded(samples, "teacher"), loss_mask(samples))
+            fill(samples, "advantage", advantages)
             # 3. An optimizer step for each minibatch.
-            settings, sizes = self.loss_settings(kl_coef=config.kl_coef), rollout.sizes(self.roles)
+            settings = self.loss_settings(kl_coef=config.kl_coef)
             with session.timed("update"):
-                for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
-                    passes = self.passes(rollout, rows, sizes, settings)
-                    session.metrics.add(session.updater.step(passes, train=["policy"]))
-            self.record(rollout, rollout.advantages, step)
-            session.end_step(**self.count_flat(rollout))
+                for minibatch in session.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
+                    session.metrics.add(session.updater.step(self.passes(minibatch, settings), train=["policy"]))
+            self.record(samples, advantages, step)
+            session.end_step(**self.count_flat(samples))
 
-    def responses(self, step: int) -> Rollout:
-        """The step's rollout: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""
+    def passes(self, minibatch: list[Sample], settings: LossSettings) -> list[Pass]:
+        if self.config.distill.objective == "sampled":
+            return super().passes(minibatch, settings)
+        assert self.teacher is not None
+        distance = self.teacher.distance_loss(minibatch)
+
+        def loss(samples: list[Sample]) -> tuple[Tensor, Metrics]:
+            batch = batch_of(samples, self.roles)
+            return distance(samples, batch, self.roles.policy_states(batch))
+
+        return self.passes_over(minibatch, policy=loss)
+
+    def responses(self, step: int) -> list[Sample]:
+        """The step's samples: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""
         prompts = self.prompts(step)
         count = round(self.config.distill.on_policy * len(prompts))
-        sampled = self.collect(prompts[:count], step) if count else None
-        if sampled is not None:  # whatever its reward, a response is learnt from
-            sampled.kept = (
-                ~sampled.truncated if self.config.reward.truncated == "mask" else torch.ones_like(sampled.kept)
-            )
-        given = self.given(prompts[count:]) if count < len(prompts) else None
-        if sampled is None or given is None:
-            found = sampled or given
-            assert found is not None
-            return found
-        return joined(sampled, given)
+        samples = self.collect(prompts[:count], step) if count else []
+        for sample in samples:  # whatever its reward, a response is learnt from
+            sample.in_loss = not (sample.truncated and self.config.reward.truncated == "mask")
+        return samples + [self.given(prompt) for prompt in prompts[count:]]
 
-    def given(self, prompts: list[PreparedPrompt]) -> Rollout:
-        """The rows' own answers: their `completion`, or what the task knows to be right. Raises ValueError for a row
-        that has none.
+    def given(self, prompt: PreparedPrompt) -> Sample:
+        """A row's own answer: its `completion`, or what the task knows to be right. Raises ValueError for a row that
+        has none.
         """
-        where, answers = self.config.task, []
-        how = {"chat": where.chat, "variables": where.chat_template}
-        for prompt in prompts:
-            text = prompt.row.get("completion", self.task.gold(prompt.row))
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
-            answers.append(answer_tokens(self.tokenizer, prompt, text, **how))
-        tokens, rows = [prompt.tokens for prompt in prompts], [prompt.index for prompt in prompts]
-        return given_rollout(tokens, answers, rows=rows, num_rewards=len(self.scorer.names))
+        where, text = self.config.task, prompt.row.get("completion", self.task.gold(prompt.row))
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
+        tokens = answer_tokens(self.tokenizer, prompt, text, chat=where.chat, variables=where.chat_template)
+        none = [torch.nan] * len(self.scorer.names)
+        count = len(tokens)
+        return Sample(prompt.tokens, tokens, [True] * count, [0.0] * count, prompt.index, scores=none)

@@ -34,7 +34,6 @@ task.system_prompt is the prompts' and not put before it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,21 +42,19 @@ from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import described
 from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.device import to_device
 from tinyrl.models.loading import check_ids
-from tinyrl.models.micro_batches import RowSizes
-from tinyrl.models.roles import Roles
-from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.components import Options, Parts, SamplingParts
+from tinyrl.rollout.collector import token_rewards_of
+from tinyrl.rollout.components import Options, Parts
+from tinyrl.rollout.sample import Sample, batch_of, conversations, fill, kl, kl_per_response, loss_mask, padded
 from tinyrl.runs.signals import watched
-from tinyrl.trainers.on_policy import OnPolicyTrainer, PolicyLoss
-from tinyrl.trainers.policy_loss import LossSettings
+from tinyrl.trainers.on_policy import OnPolicyTrainer
+from tinyrl.trainers.policy_loss import Counts, LossSettings
 from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -85,28 +82,44 @@ class Ppo(OnPolicyTrainer):
     def check(self) -> list[str]:
         return [*super().check(), *self.text_notes]
 
-    def passes(
-        self,
-        rollout: Rollout,
-        rows: list[int],
-        sizes: RowSizes,
-        settings: LossSettings,
-        *,
-        warming_up: bool = False,
-    ) -> list[Pass]:
+    def passes(self, minibatch: list[Sample], settings: LossSettings, *, warming_up: bool = False) -> list[Pass]:
         """Of policy and critic, on a backbone that they share or one after the other; of the critic alone while it
         warms up; and over text, where there is any.
         """
-        policy = self.policy_loss(rollout, rows, settings)
-        value = ValueLoss(rollout, self.roles, self.config.ppo, tokens=policy.counts.tokens)
-        if not rollout.counts(rows):
-            passes = []
-        elif self.roles.critic_kind in ("shared", "shared-detached"):
-            passes = [Pass("policy", SharedBackboneLoss(policy, value, warming_up=warming_up), rows, sizes)]
+        roles, config = self.roles, self.config.ppo
+        tokens, policy = Counts.of(loss_mask(minibatch)).tokens, self.policy_loss(minibatch, settings)
+
+        def value_loss(samples: list[Sample], values: Tensor) -> tuple[Tensor, Metrics]:
+            old, returns, mask = (
+                to_device(x, values.device)
+                for x in (padded(samples, "values"), padded(samples, "returns"), loss_mask(samples))
+            )
+            return clipped_value_loss(
+                values, old, returns, mask, value_clip_eps=config.value_clip_eps, denominator=tokens
+            )
+
+        def critic_alone(samples: list[Sample]) -> tuple[Tensor, Metrics]:
+            return value_loss(samples, roles.values(batch_of(samples, roles)))
+
+        def on_one_backbone(samples: list[Sample]) -> tuple[Tensor, Metrics]:
+            """No gradient of a detached, or warming up, value reaches the backbone."""
+            batch = batch_of(samples, roles)
+            states = roles.policy_states(batch)
+            shared = roles.critic_kind == "shared" and not warming_up
+            of_value, value_metrics = value_loss(
+                samples, roles.values(batch, states=states if shared else states.detach())
+            )
+            if warming_up:
+                return of_value, value_metrics
+            of_policy, metrics = policy(samples, batch, states)
+            return of_policy + (config.value_coef if shared else 1.0) * of_value, metrics | value_metrics
+
+        if roles.critic_kind in ("shared", "shared-detached"):
+            passes = self.passes_over(minibatch, policy=on_one_backbone)
         else:
-            passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
-            passes += [Pass("critic", value, rows, sizes)]
-        with_text = self.config.ppo.ptx_coef > 0 and not warming_up
+            alone = self.passes_over(minibatch, critic=critic_alone)
+            passes = [*([] if warming_up else super().passes(minibatch, settings)), *alone]
+        with_text = config.ptx_coef > 0 and not warming_up
         return [*passes, ptx_pass(self, self.session)] if with_text else passes
 
     @property
@@ -126,126 +139,59 @@ class Ppo(OnPolicyTrainer):
             kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
             # 1. A response for each prompt, and its score (of an agent: of each of its conversations).
             with session.timed("rollout"):
-                rollout = self.collect(self.prompts(step), step)
-                rewards_by_name = self.reward_metrics(rollout)
-                rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
+                episodes = self.collect(self.prompts(step), step)
+                rewards_by_name = self.reward_metrics(episodes)
+                samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
             # 2. Their log-probabilities under the reference and before the update, and the critic's values.
             with session.timed("reference"):
-                self.compute_logprobs(rollout)
+                self.compute_logprobs(samples)
             with session.timed("values"):
-                rollout.values = predict_values(rollout, self)
-            metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.record_prompts(step)
+                self.predict_values(samples)
+            metrics = self.metrics(samples) | self.ask_teacher(samples) | self.record_prompts(step)
             metrics["objective/kl_coef"] = kl_coef
-            session.start_update(rollout, **rewards_by_name, **metrics)
+            session.start_update(**rewards_by_name, **metrics)
             # 3. One reward for each token.
-            rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
+            mask, values = loss_mask(samples), padded(samples, "values")
+            penalised = kl(samples, mask if config.kl_in_reward else torch.zeros_like(mask))
+            rewards = token_rewards_of(samples, penalised, kl_coef=kl_coef)
             # 4. Advantages, and the returns that the critic is to predict.
-            assert rollout.values is not None
-            advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-            rollout.advantages = advantages if config.preset == "a2c" else masked_whiten(advantages, mask)
-            rollout.returns = returns
+            advantages, returns = gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+            fill(samples, "advantage", advantages if config.preset == "a2c" else masked_whiten(advantages, mask))
+            fill(samples, "returns", returns)
             # 5. Minibatches, each an optimizer step of the policy and of the critic.
             warming_up = step < critic.warmup
+            trained = ["critic"] if warming_up else ["policy", "critic"]
+            settings = self.loss_settings(kl_coef=kl_coef)
             with session.timed("update"):
-                update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
+                for minibatch in session.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
+                    passes = self.passes(minibatch, settings, warming_up=warming_up)
+                    metrics = session.updater.step(passes, train=trained)
+                    self.watch_sampling(metrics)
+                    session.metrics.add(metrics)
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
-            if config.target_kl is not None and rollout.ref_logprobs is not None and not warming_up:
-                controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
-            self.record(rollout, advantages, step, rewards=rewards)
-            ended = self.count_flat(rollout)
+            if config.target_kl is not None and samples[0].ref is not None and not warming_up:
+                controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
+            self.record(samples, advantages, step, rewards=rewards)
+            ended = self.count_flat(samples)
             if mask.any():
-                ended["value/explained_variance"] = explained_variance(rollout.values, returns, mask)
+                ended["value/explained_variance"] = explained_variance(values, returns, mask)
             session.end_step(**ended)
 
+    def predict_values(self, samples: list[Sample]) -> None:
+        roles, role = self.roles, self.roles.value_role
 
-def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
-    """(B, T): score on the last token, the environment's rewards on each turn's last, the KL penalty if it is one."""
-    scores = torch.nan_to_num(rollout.outcome_rewards)
-    kl = torch.zeros_like(rollout.sampling_logprobs)
-    if config.kl_in_reward and rollout.ref_logprobs is not None:
-        kl = rollout.kl()
-    mask = rollout.loss_mask
-    return rollout.with_turn_rewards(token_rewards(scores, kl, mask, kl_coef=kl_coef))
+        def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
+            return (roles.values(batch, states=None if role == "critic" else roles.policy_states(batch)),)
+
+        fill(samples, "values", self.over(samples, compute, role=role)[0])
 
 
-def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, warming_up: bool) -> None:
-    """The optimizer steps of a rollout."""
-    config = trainer.config.ppo
-    settings = trainer.loss_settings(kl_coef=kl_coef)
-    trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
-    for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
-        passes = trainer.passes(rollout, rows, sizes, settings, warming_up=warming_up)
-        metrics = session.updater.step(passes, train=trained)
-        trainer.watch_sampling(metrics)
-        session.metrics.add(metrics)
-
-
-def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> float:
+def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) -> float:
     """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
-    observed, num_samples = rollout.kl_per_response(), rollout.num_kept
+    observed, count = kl_per_response(samples)
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
-    assert config.target_kl is not None
-    return next_kl_coef(
-        kl_coef, observed_kl=observed, target_kl=config.target_kl, horizon=KL_HORIZON, num_samples=num_samples
-    )
-
-
-# ---- the critic ----
-
-
-def predict_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
-    roles = parts.roles
-    own = roles.value_role == "critic"
-
-    def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
-        return (roles.values(batch, states=None if own else roles.policy_states(batch)),)
-
-    return parts.over(rollout, compute, role=roles.value_role)[0]
-
-
-@dataclass(frozen=True)
-class ValueLoss:
-    """The critic's loss on micro-batches of a minibatch that has `tokens` tokens; the critic is acting."""
-
-    rollout: Rollout
-    roles: Roles
-    config: PpoConfig
-    tokens: int
-
-    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
-        batch = self.rollout.batch(rows, self.roles)
-        return self.of_values(rows, batch, self.roles.values(batch))
-
-    def of_values(self, rows: list[int], batch: SequenceBatch, values: Tensor) -> tuple[Tensor, Metrics]:
-        rollout = self.rollout
-        assert rollout.values is not None
-        assert rollout.returns is not None
-        kept = (rollout.values, rollout.returns, rollout.loss_mask)
-        old_values, returns, mask = (rollout.take(x, rows, batch=batch) for x in kept)
-        eps = self.config.value_clip_eps
-        return clipped_value_loss(values, old_values, returns, mask, value_clip_eps=eps, denominator=self.tokens)
-
-
-@dataclass(frozen=True)
-class SharedBackboneLoss:
-    """Policy and value from one forward pass; no gradient of a detached, or warming up, value reaches the backbone."""
-
-    policy: PolicyLoss
-    value: ValueLoss
-    warming_up: bool
-
-    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
-        roles = self.value.roles
-        batch = self.value.rollout.batch(rows, roles)
-        states = roles.policy_states(batch)
-        shared = roles.critic_kind == "shared" and not self.warming_up
-        values = roles.values(batch, states=states if shared else states.detach())
-        value_loss, value_metrics = self.value.of_values(rows, batch, values)
-        if self.warming_up:
-            return value_loss, value_metrics
-        loss, metrics = self.policy.from_states(rows, batch, states)
-        return loss + (self.value.config.value_coef if shared else 1.0) * value_loss, metrics | value_metrics
+    return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target_kl, horizon=KL_HORIZON, num_samples=count)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

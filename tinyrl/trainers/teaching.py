@@ -9,8 +9,9 @@ teacher.top_k, the likeliest tokens. Tokens that an environment said are no resp
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -32,13 +33,13 @@ from tinyrl.generation.server_client import (
 )
 from tinyrl.models.batches import SequenceBatch, response_states
 from tinyrl.models.device import to_device
-from tinyrl.models.distances import TeacherStates, distances, top_k_of
+from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching, distances, top_k_of
 from tinyrl.models.loading import check_ids, embedding_rows
 from tinyrl.models.logprobs import Head, token_logprobs
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
-from tinyrl.models.roles import Role, Roles
-from tinyrl.rollout.buffer import Rollout
+from tinyrl.models.roles import Role
+from tinyrl.rollout.sample import Sample, fill, loss_mask, padded, rewards_of
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import did_you_mean, listed
 
@@ -86,29 +87,69 @@ class Teacher:
         """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
         return []
 
-    def read(self, rollout: Rollout) -> None:
-        """Fill in what the teacher says of the tokens that count, by the processes of the trainer's world.
+    def score(self, samples: list[Sample]) -> None:
+        """Fill in `teacher` and `teaching` of the tokens in the loss, by the processes of the trainer's world.
 
-        Rows that the hint has nothing for (no other response was right) are left out of the distance, and so out of
+        Samples that the hint has nothing for (no other response was right) are left out of the distance, and so out of
         distillation; a policy loss beside the distance keeps them.
         """
-        prompts = [rollout.prompt_tokens[p] for p in rollout.prompt_index.tolist()]
+        prompts = [sample.prompt for sample in samples]
         if self.hint is not None:
-            hinted = self.hint.prompts(rollout, self.trainer)
-            rollout.hinted = torch.tensor([tokens is not None for tokens in hinted])
-            if self.trainer.config.method == "distill":
-                rollout.kept = rollout.kept & rollout.hinted
+            hinted = self.hint.prompts(samples, self.trainer)
+            for sample, tokens in zip(samples, hinted, strict=True):
+                sample.taught = tokens is not None
+                if self.trainer.config.method == "distill":
+                    sample.in_loss = sample.in_loss and sample.taught
             prompts = [tokens or plain for tokens, plain in zip(hinted, prompts, strict=True)]
-        responses = [rollout.response(row) for row in range(len(rollout))]
-        masks = [m[: len(r)] for m, r in zip(rollout.loss_mask.tolist(), responses, strict=True)]
-        rollout.teacher_logprobs = torch.zeros_like(rollout.sampling_logprobs)
-        rollout.teacher_logprobs[rollout.loss_mask] = self.say(rollout, prompts, responses, masks)
+        mask = loss_mask(samples)
+        masks = [row[: len(sample.response)] for row, sample in zip(mask.tolist(), samples, strict=True)]
+        of_tokens, teaching = self.outputs(prompts, [sample.response for sample in samples], masks)
+        logprobs = torch.zeros(mask.shape)
+        logprobs[mask] = of_tokens
+        fill(samples, "teacher", logprobs)
+        start = 0
+        for sample, count in zip(samples, mask.sum(1).tolist(), strict=True):
+            sample.teaching = teaching[start : start + count]
+            start += count
 
-    def say(
-        self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
-    ) -> Tensor:
-        """(M,) its log-probability of each of the M tokens under the masks; fills in the rollout's other fields."""
+    def outputs(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
+    ) -> tuple[Tensor, Teaching]:
+        """(its log-probability of each of the M tokens under the masks (M,), its distributions there)."""
         raise NotImplementedError
+
+    def distance_loss(
+        self, minibatch: list[Sample]
+    ) -> Callable[[list[Sample], SequenceBatch, Tensor], tuple[Tensor, Metrics]]:
+        """The mean distance to the teacher over the tokens of a minibatch, micro-batch by micro-batch: of its samples,
+        batch and the policy's hidden states (N, H).
+        """
+        roles, beta = self.trainer.roles, self.config.divergence
+        counts = [sum(sample.mask) for sample in minibatch if sample.in_loss]
+        taught = [sum(sample.mask) for sample in minibatch if sample.in_loss and sample.taught]
+        tokens, taught_tokens = max(1, sum(counts)), max(1, sum(taught))
+
+        def loss(samples: list[Sample], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
+            learnt = torch.tensor([sample.taught for sample in samples])
+            counts = to_device(learnt, states.device)[batch.row]
+            ours, theirs = roles.head("policy"), self.together(samples, states.device)
+            if isinstance(theirs, TeacherStates):
+                ours = first_tokens(ours, len(theirs.head.weight))
+            found = distances(states, ours, theirs, temperature=self.temperature, beta=beta)
+            apart = torch.where(counts, found.divergence, 0.0).sum() / taught_tokens
+            return apart, {"teacher/loss": apart.detach(), "policy/entropy": found.entropy.sum().detach() / tokens}
+
+        return loss
+
+    def together(self, samples: list[Sample], device: torch.device) -> Teaching:
+        """What the teacher said of the tokens in the loss of some samples, on a device."""
+        parts = [sample.teaching for sample in samples]
+        if isinstance(parts[0], TeacherStates):
+            states = torch.cat([part.states for part in parts if isinstance(part, TeacherStates)])
+            return TeacherStates(to_device(states, device), parts[0].head)
+        of_k = [part for part in parts if isinstance(part, TeacherTopK)]
+        ids, logprobs = torch.cat([part.ids for part in of_k]), torch.cat([part.logprobs for part in of_k])
+        return TeacherTopK(to_device(ids, device), to_device(logprobs, device))
 
 
 class LocalTeacher(Teacher):
@@ -145,44 +186,45 @@ class LocalTeacher(Teacher):
             return []
         return [f"the teacher has {theirs:,} tokens and the policy {ours:,}: they are compared over what both have"]
 
-    def say(
-        self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
-    ) -> Tensor:
+    def outputs(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
+    ) -> tuple[Tensor, Teaching]:
         trainer, roles, role, top_k = self.trainer, self.trainer.roles, self.role, self.config.top_k
         assert role is not None
         if self.own is not None:  # a token without a row there, of no text, is read as the last one
             last = min(embedding_rows(self.own), len(self.head.weight)) - 1
             prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
-        count, device = int(rollout.loss_mask.sum()), roles.device
+        ends = list(accumulate(map(sum, masks), initial=0))
+        count, device = ends[-1], roles.device
         of_tokens = torch.zeros(count, device=device)
         if top_k is None:
-            said = [torch.zeros(count, roles.hidden_size(role), dtype=roles.dtype, device=device)]
+            found = [torch.zeros(count, roles.hidden_size(role), dtype=roles.dtype, device=device)]
         else:
             shapes = (top_k, torch.int32), (top_k + 1, torch.float32)
-            said = [torch.zeros(count, width, dtype=dtype, device=device) for width, dtype in shapes]
+            found = [torch.zeros(count, width, dtype=dtype, device=device) for width, dtype in shapes]
 
         def run(rows: list[int]) -> None:
             batch = roles.batch([prompts[i] for i in rows], [responses[i] for i in rows], [masks[i] for i in rows])
-            states, where = response_states(roles.backbone(role), batch), to_device(rollout.places(rows), device)
+            states = response_states(roles.backbone(role), batch)
+            where = to_device(torch.cat([torch.arange(ends[i], ends[i + 1]) for i in rows]), device)
             of_tokens[where] = token_logprobs(states, self.head, targets=batch.targets, temperature=self.temperature)[0]
             if top_k is None:
-                said[0][where] = states.to(said[0].dtype)
+                found[0][where] = states.to(found[0].dtype)
             else:
                 likeliest = top_k_of(states, self.head, top_k=top_k, temperature=self.temperature)
-                said[0][where], said[1][where] = likeliest.ids, likeliest.logprobs
+                found[0][where], found[1][where] = likeliest.ids, likeliest.logprobs
 
-        sizes = RowSizes.of(prompts, rollout.response_lengths.tolist(), packed=roles.packs)
+        sizes = RowSizes.of(prompts, map(len, responses), packed=roles.packs)
         with torch.no_grad(), roles.acting(role), trainer.accelerator.autocast():
             trainer.micro_batches.run(Work(sizes, run, own_rows(sizes, None, trainer.world)))
-        trainer.world.sum(of_tokens, *said)
-        if top_k is None:
-            rollout.teacher_states = said[0].cpu()
-            if (head := self.head).weight.requires_grad:  # of the policy itself, which the update changes
-                rollout.teacher_head = head.weight.detach().clone()
-                rollout.teacher_head_bias = None if head.bias is None else head.bias.detach().clone()
-        else:
-            rollout.teacher_top_ids, rollout.teacher_top_logprobs = said[0].cpu(), said[1].cpu()
-        return of_tokens.cpu()
+        trainer.world.sum(of_tokens, *found)
+        if top_k is not None:
+            return of_tokens.cpu(), TeacherTopK(found[0].cpu(), found[1].cpu())
+        head = self.head
+        if head.weight.requires_grad:  # of the policy itself, which the update changes
+            bias = None if head.bias is None else head.bias.detach().clone()
+            head = replace(head, weight=head.weight.detach().clone(), bias=bias)
+        return of_tokens.cpu(), TeacherStates(found[0].cpu(), head)
 
 
 def first_tokens(head: Head, count: int) -> Head:
@@ -206,9 +248,9 @@ class ServerTeacher(Teacher):
             raise ValueError(f"teacher.path: {error}") from None
         return []
 
-    def say(
-        self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
-    ) -> Tensor:
+    def outputs(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
+    ) -> tuple[Tensor, Teaching]:
         top_k, world = self.config.top_k or SERVER_TOP_K, self.trainer.world
         own = world.own(range(len(prompts)))
         asked = [{"model": self.model, "prompt": prompts[i] + responses[i], "max_tokens": 1, "temperature": 0.0,
@@ -219,10 +261,10 @@ class ServerTeacher(Teacher):
         except ServerError as error:  # the run can be resumed where it answers again
             raise Interrupted(f"teacher.path: {error}") from error
         merged = world.merge(read)
-        rollout.teacher_top_ids = torch.tensor([ids for row in merged for ids, _, _ in row], dtype=torch.int32)
+        ids = torch.tensor([ids for row in merged for ids, _, _ in row], dtype=torch.int32)
         likeliest = torch.tensor([logprobs for row in merged for _, logprobs, _ in row]).reshape(-1, top_k)
-        rollout.teacher_top_logprobs = with_tail(likeliest)
-        return torch.tensor([of_token for row in merged for _, _, of_token in row])
+        of_tokens = torch.tensor([of_token for row in merged for _, _, of_token in row])
+        return of_tokens, TeacherTopK(ids.reshape(-1, top_k), with_tail(likeliest))
 
     def _read(
         self, answer: Any, prompt: list[int], response: list[int], mask: list[bool], top_k: int
@@ -286,22 +328,22 @@ class Hint:
                 "beside its score, or an environment"
             )
 
-    def prompts(self, rollout: Rollout, trainer: OnPolicyTrainer) -> list[list[int] | None]:
-        """Of each row the prompt that the teacher reads; None where the hint has nothing to say."""
+    def prompts(self, samples: list[Sample], trainer: OnPolicyTrainer) -> list[list[int] | None]:
+        """Of each sample the prompt that the teacher reads; None where the hint has nothing to say."""
         by_index = {prompt.index: prompt for prompt in trainer.train_prompts}
-        asked = [by_index[int(rollout.prompt_rows[p])] for p in rollout.prompt_index.tolist()]
+        asked = [by_index[sample.row] for sample in samples]
         rows = [prompt.row for prompt in asked]
         found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
         if CORRECT in found:
-            found[CORRECT] = _correct(rollout, asked, trainer)
+            found[CORRECT] = _correct(samples, asked, trainer)
         if WHY in found:
-            found[WHY] = [_why(rollout, row) for row in range(len(rollout))]
+            found[WHY] = [_why(sample) for sample in samples]
             if trainer.state.step == 0 and not any(found[WHY]):
                 raise GuardStop(
                     "teacher.hint has {why}, and no reward gave a text beside a score, as in (0.0, 'line 3: "
                     "NameError'), so there is nothing to learn from"
                 )
-        values = [{name: column[place] for name, column in found.items()} for place in range(len(rollout))]
+        values = [{name: column[place] for name, column in found.items()} for place in range(len(samples))]
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
         prepared = trainer.prepared([rows[place] for place in hinted], openings=openings)
@@ -309,75 +351,47 @@ class Hint:
         # A prompt that a long hint leaves no room is not read.
         room = trainer.teacher.positions - trainer.longest_response
         by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
-        return [by_place.get(place) for place in range(len(rollout))]
+        return [by_place.get(place) for place in range(len(samples))]
 
 
-def _correct(rollout: Rollout, prompts: list[PreparedPrompt], trainer: OnPolicyTrainer) -> list[str | None]:
-    """Of each row another response to its prompt that is right, task.solved_reward to the task's verifier; where it has
-    none, to the sum of rewards without length penalties.
+def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPolicyTrainer) -> list[str | None]:
+    """Of each sample another response to its prompt that is right, task.solved_reward to the task's verifier; where it
+    has none, to the sum of rewards without length penalties.
     """
-    scorer, responses = trainer.scorer, [rollout.response(row) for row in range(len(rollout))]
+    scorer, scores = trainer.scorer, torch.tensor([sample.scores for sample in samples])
     if scorer.uses_verifier:  # it stands last, or before the environment's
-        scores = rollout.scores[:, -1 - scorer.environment_rewards]
+        scores = scores[:, -1 - scorer.environment_rewards]
     elif trainer.task.verify is not None:
-        call = scorer.verify(prompts, responses, transcripts=rollout.transcripts, world=trainer.world)
+        transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
+        responses = [sample.response for sample in samples]
+        call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=trainer.world)
         scores = torch.tensor(call.scores)
     else:
-        scores = torch.where(rollout.scores.isnan(), 0.0, rollout.scores * scorer.weights).sum(-1)
+        scores = torch.where(scores.isnan(), 0.0, scores * scorer.weights).sum(-1)
     least = trainer.config.task.solved_reward - 1e-6  # sums of float32 miss it by rounding
-    right = (scores >= least) & ~rollout.rewards.isnan()
-    others = [((rollout.prompt_index == group) & right).nonzero().flatten() for group in rollout.prompt_index]
-    first = [next((i for i in of_row.tolist() if i != row), None) for row, of_row in enumerate(others)]
-    return [None if i is None else trainer.scorer.text(responses[i]) for i in first]
+    right = [one for one, score in zip(samples, scores.tolist(), strict=True) if score >= least and one.rewarded]
+    first = [next((one for one in right if one.row == sample.row and one is not sample), None) for sample in samples]
+    return [None if one is None else scorer.text(one.response) for one in first]
 
 
-def _why(rollout: Rollout, row: int) -> str | None:
-    if rollout.whys is not None and rollout.whys[row]:
-        return rollout.whys[row]
-    said = [] if rollout.transcripts is None else rollout.transcripts[row]
-    return next((str(one["content"]) for one in reversed(said) if one["role"] != "assistant"), None)
+def _why(sample: Sample) -> str | None:
+    if sample.comment:
+        return sample.comment
+    turns = [] if sample.played is None else sample.played.transcript
+    return next((str(one["content"]) for one in reversed(turns) if one["role"] != "assistant"), None)
 
 
-class DistanceLoss:
-    """The mean distance to the teacher over the tokens of a minibatch, micro-batch by micro-batch; the policy acts."""
-
-    def __init__(
-        self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, teacher: Teacher, temperature: float
-    ) -> None:
-        self.rollout, self.roles, self.teacher, self.temperature = rollout, roles, teacher, temperature
-        masks = rollout.loss_mask, rollout.taught_mask
-        self.tokens, self.taught_tokens = (max(1, int(mask[list(minibatch)].sum())) for mask in masks)
-
-    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
-        batch = self.rollout.batch(rows, self.roles)
-        return self.from_states(rows, batch, self.roles.policy_states(batch))
-
-    def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
-        counts = self.rollout.take(self.rollout.taught_mask, rows, batch=batch)[batch.row, batch.column]
-        ours, theirs = self.roles.head("policy"), self.teacher.head
-        taught = self.rollout.taught(rows, theirs, device=states.device)
-        if isinstance(taught, TeacherStates):
-            ours = first_tokens(ours, len(taught.head.weight))
-        found = distances(states, ours, taught, temperature=self.temperature, beta=self.teacher.config.divergence)
-        loss = torch.where(counts, found.divergence, 0.0).sum() / self.taught_tokens
-        metrics = {
-            "teacher/loss": loss,
-            "policy/entropy": found.entropy.sum() / self.tokens,
-        }
-        return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-def teacher_metrics(rollout: Rollout) -> dict[str, float]:
+def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
     """teacher/logprob, its mean log-probability of a token that the policy chose, and teacher/kl, how much larger the
     policy's own is: the reverse KL per token, in nats, as the samples show it (k1), also by quarters of a response.
     Given answers, which the policy did not choose, have no KL.
     """
-    mask, said = rollout.taught_mask, rollout.teacher_logprobs
-    assert said is not None
-    out = {"teacher/logprob": float(masked_mean(said, mask))}
-    mask = mask & ~rollout.rewards.isnan().unsqueeze(1)
+    taught = torch.tensor([sample.taught for sample in samples]).unsqueeze(1)
+    mask, logprobs = loss_mask(samples) & taught, padded(samples, "teacher")
+    out = {"teacher/logprob": float(masked_mean(logprobs, mask))}
+    mask = mask & ~rewards_of(samples).isnan().unsqueeze(1)
     if mask.any():
-        apart = rollout.sampling_logprobs - said
+        apart = padded(samples, "logprobs") - logprobs
         out["teacher/kl"] = float(masked_mean(apart, mask))
         quarter = (mask.cumsum(1) - 1) * 4 // mask.sum(1, keepdim=True).clamp(min=1)
         for i, key in enumerate(QUARTERS):

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
-from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
 from tinyrl.runs.metrics import BEST
@@ -95,15 +94,15 @@ class StepMetrics:
 
 
 class Session:
-    """A run between its first step and its last. `state` is where it stands, `rollout` what an update works on,
-    `update` its number among the step's optimizer steps, `until` the step after which to stop.
+    """A run between its first step and its last. `state` is where it stands, `minibatch` what an update works
+    on, `update` its number among the step's optimizer steps, `until` the step after which to stop.
     """
 
     def __init__(self, trainer: Trainer, run: RunDir, *, sources: Callable[[], Sources], silent: bool = False) -> None:
         self.trainer, self.config, self.run, self.world = trainer, trainer.config, run, trainer.world
         self._sources = sources
         self.state, self.until = RunState(), self.config.run.num_steps
-        self.rollout: Rollout | None = None
+        self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
         self._start: StepStart | None = None  # of the step under way
@@ -219,10 +218,10 @@ class Session:
             self._start = StepStart(self._state_now(), (rng_tensors(), python_rng()), self.run.lengths())
             yield self.state.step
 
-    def start_update(self, rollout: Rollout | None = None, **metrics: float) -> None:
+    def start_update(self, **metrics: float) -> None:
         """Sampling is over: from here on weights change. Copy them for a stop, or let it wait where they are large."""
         assert self._start is not None, "steps() hands out the steps"
-        self.rollout, self.update = rollout, 0
+        self.update = 0
         self.metrics.values, self.metrics.sums = dict(metrics), {}
         if 3 * sum(p.numel() * p.itemsize for p in self._trained()) > MOST_COPIED:  # weights and two moments
             self._held.enter_context(stop_held(self._note_wait))
@@ -239,18 +238,21 @@ class Session:
         took = f"; the last one took {self._update_seconds:.0f} s" if known else ""
         self.display.note(f"{signal}: the trained weights are large, so the stop waits for the end of the update{took}")
 
-    def minibatches(self, rollout: Rollout, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step: all conversations of `size` episodes. Each epoch covers all of them, shuffled by
-        (seed, step, epoch).
+    def minibatches(self, samples: list[Sample], *, num_epochs: int, size: int | None) -> Iterator[list[Sample]]:
+        """The samples of each optimizer step: all conversations of `size` episodes. Each epoch covers all of them,
+        shuffled by (seed, step, epoch).
         """
-        count = rollout.num_episodes
+        count = num_episodes(samples)
         size = size or count
         for epoch in range(num_epochs):
             key = f"minibatch {self.config.run.seed} {self.state.step} {epoch}"
             order = list(range(count)) if size >= count else keyed_order(key, count)
             for i in range(0, count, size):
-                yield rollout.rows_of(order[i : i + size])
+                chosen = set(order[i : i + size])
+                self.minibatch = [sample for sample in samples if sample.episode in chosen]
+                yield self.minibatch
                 self.update += 1
+        self.minibatch = []
 
     def end_step(self, **metrics: float) -> None:
         policy = self.optimizers.get("policy")
@@ -259,7 +261,7 @@ class Session:
         means = {key: total / count for key, (total, count) in self.metrics.sums.items()}
         self.metrics.values |= means | metrics | optim
         self.state.step += 1
-        self.state.phase, self.rollout, self._start = "evaluation", None, None
+        self.state.phase, self._start = "evaluation", None
         self._update_seconds = self.metrics.seconds.get("update", math.nan)
         self._held.close()
         self._finish_step()
@@ -383,7 +385,7 @@ class Session:
         self, state: RunState, *, random: tuple[dict[str, Tensor], list[Any]], records: dict[str, int]
     ) -> list[str]:
         """Take over a state and random numbers, and cut the records; returns a line for each that is not whole."""
-        self.state, self.rollout, self._start, self.metrics = state, None, None, StepMetrics({**state.values})
+        self.state, self._start, self.metrics = state, None, StepMetrics({**state.values})
         self.updater.skipped, self.updater.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if state.loss_scale:
             self.updater.scaler.load_state_dict(state.loss_scale)
@@ -433,11 +435,10 @@ class Session:
         where = f"the batch is in {folder}"
         try:
             folder.mkdir(exist_ok=True)
-            facts = {"why": why, "rows": rows}
+            samples = [sample.plain() for sample in self.minibatch]
+            facts = {"why": why, "rows": rows, "samples": samples}
             (folder / f"{name}-{self.updater.skipped}.json").write_text(json.dumps(facts), encoding="utf-8")
-            if self.rollout is not None:
-                save_file(self.rollout.to_tensors(), folder / f"{name}.safetensors")
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             where = f"the batch could not be written to {folder}: {error}"
         self.display.note(f"warning: step {self.state.step}: {why}; no weight was changed, {where}")
 

@@ -21,9 +21,9 @@ from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import peak_memory_gb
-from tinyrl.rollout.buffer import Rollout, new_rollout, sampled_fields
-from tinyrl.rollout.collector import apply_length_rules, sample_and_score, written
+from tinyrl.rollout.collector import apply_length_rules, completion_text, sample_and_score
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
+from tinyrl.rollout.sample import Sample, rewards_of
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -89,17 +89,16 @@ def row_lines(trainer: Any) -> list[str]:
 
 def answers(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> tuple[list[Answer], float]:
     """Sample and score some prompts as a step does; return the answers, and the sum of their log-probabilities."""
-    rollout = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
-    apply_length_rules(rollout, trainer.config.reward, max_new_tokens=trainer.config.generation.max_new_tokens)
-    failed = {one.row: one.reason for one in rollout.failures}
-    rewards, cut, tokens = (x.tolist() for x in (rollout.rewards, rollout.truncated, rollout.num_actions))
-    found = []
-    for i, prompt in enumerate(p for p in prompts for _ in range(samples)):
+    sampled = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
+    apply_length_rules(sampled, trainer.config.reward, max_new_tokens=trainer.config.generation.max_new_tokens)
+    found, logprob = [], 0.0
+    for prompt, one in zip((p for p in prompts for _ in range(samples)), sampled, strict=True):
         row: Row = prompt.row
-        gold = trainer.task.gold(row)
-        text = written(rollout, i, trainer.scorer)
-        found.append(Answer(prompt.text, text, rewards[i], tokens[i], cut[i], gold, row_key(row), failed.get(i)))
-    return found, float(rollout.sampling_logprobs[rollout.response_mask].sum())
+        text, failed = completion_text(one, trainer.scorer), next(iter(one.failures), None)
+        gold, key = trainer.task.gold(row), row_key(row)
+        found.append(Answer(prompt.text, text, one.reward, one.num_actions, one.truncated, gold, key, failed))
+        logprob += sum(x for x, chosen in zip(one.logprobs, one.mask, strict=True) if chosen)
+    return found, logprob
 
 
 def worst_step(trainer: Any) -> Step:
@@ -117,7 +116,7 @@ def worst_step(trainer: Any) -> Step:
     if config.samples:
         count = config.on_policy.num_prompts
         trainer.train_prompts = _longest(trainer, count)
-        trainer.collect = lambda prompts, step: _longest_rollout(trainer, prompts, step)
+        trainer.collect = lambda prompts, step: _longest_samples(trainer, prompts, step)
         size = f"{config.on_policy.batch_size} responses of {trainer.longest_response} tokens"
         size += f" to prompts of up to {max(len(p.tokens) for p in trainer.train_prompts)}"
     else:
@@ -150,7 +149,7 @@ def _longest(trainer: Any, count: int) -> list[PreparedPrompt]:
     return [replace(p, tokens=(p.tokens * -(-most // len(p.tokens)))[:most]) for p in longest]
 
 
-def _longest_rollout(trainer: Any, prompts: list[PreparedPrompt], step: int) -> Rollout:
+def _longest_samples(trainer: Any, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
     """Sample responses that nothing ends before they are as long as they may be. Every second one has a reward, so that
     there is a gradient; only a reward model is asked for its own.
     """
@@ -168,13 +167,13 @@ def _longest_rollout(trainer: Any, prompts: list[PreparedPrompt], step: int) -> 
         ids = ordinary_ids(len(trainer.tokenizer), most)
         groups = [[Completion(ids, [math.log(0.5)] * most, "length")] * size for _ in requests]
     completions = [completion for group in groups for completion in group]
-    tokens, rows, names = [p.tokens for p in prompts], [p.index for p in prompts], trainer.scorer.names
-    sampled = sampled_fields(completions)
-    rollout = new_rollout(tokens, rows, group_size=size, num_rewards=len(names), **sampled)
+    repeated, names = [prompt for prompt in prompts for _ in range(size)], trainer.scorer.names
     if trainer.scorer.has_model:
-        repeated = [prompt for prompt in prompts for _ in range(size)]
         trainer.scorer._model_scores(repeated, [completion.tokens for completion in completions], None, trainer.world)
-    rollout.rewards = (torch.arange(len(rollout)) // max(1, size // 2) % 2).float()
-    rollout.scores = rollout.rewards.unsqueeze(1).expand(-1, len(names)).clone()
-    trainer.tried.look(prompts, rollout.rewards)
-    return rollout
+    samples = []
+    for i, (prompt, completion) in enumerate(zip(repeated, completions, strict=True)):
+        reward = float(i // max(1, size // 2) % 2)
+        scores = [reward] * len(names)
+        samples.append(Sample.of(prompt.tokens, completion, row=prompt.index, episode=i, reward=reward, scores=scores))
+    trainer.tried.look(prompts, rewards_of(samples))
+    return samples

@@ -1,0 +1,222 @@
+"""A sample: one conversation from its prompt to its gradient. A step's samples are a list of them; nothing is padded.
+
+Axis letters: B samples, T longest response. x[:, t] of a (B, T) tensor is of response token t, 0 where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tinyrl.algorithms.kl import k1
+from tinyrl.environments.environment import Episode
+from tinyrl.generation.engine import Completion, FinishReason
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.distances import Teaching
+from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.roles import Roles
+
+Tokens = Literal["loss", "rewarded", "all"]
+
+
+@dataclass
+class Sample:
+    """One sampled conversation. The samples of a prompt, its group, stand together.
+
+    prompt, response    tokens; mask: which of the response the policy chose; logprobs: recorded while sampling
+    row                 of the prompt in the data
+    episode             number among the step's episodes; further conversations of an agent share their episode's
+    scores              of each reward function, NaN = does not apply
+    reward              weighted sum of the scores, less length penalties; NaN = none
+    comment, failures   texts that rewards gave beside their scores; why they failed
+    in_loss             it has a reward and is not left out as truncated
+    played              what an environment recorded; None: one turn
+    further             more conversations of an agent's episode, until `conversations` lists them
+    old                 (T,) under the policy before the update, the ratio's denominator; None: the training pass's own
+    rescored            (T,) of a pass like the reference's, for the KL, where sampling is inexact and there is no `old`
+    ref, values         (T,) under the reference; of the critic before the update
+    teacher, teaching   (T,) log-probabilities under the teacher; its distributions at the tokens in the loss
+    taught              the teacher has read it; without `teacher.hint`'s text it has not
+    advantage, returns  () or (T,), and (T,)
+    """
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    row: int
+    episode: int = 0
+    finish: FinishReason = "eos"
+    scores: list[float] = field(default_factory=list)
+    reward: float = math.nan
+    comment: str = ""
+    failures: list[str] = field(default_factory=list)
+    in_loss: bool = True
+    played: Episode | None = None
+    further: list[Sample] = field(default_factory=list)
+    old: Tensor | None = None
+    rescored: Tensor | None = None
+    ref: Tensor | None = None
+    values: Tensor | None = None
+    teacher: Tensor | None = None
+    teaching: Teaching | None = None
+    taught: bool = True
+    advantage: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def of(cls, prompt: list[int], completion: Completion, **fields: Any) -> Sample:
+        mask = completion.action_mask or [True] * len(completion.tokens)
+        return cls(prompt, completion.tokens, mask, completion.logprobs, finish=completion.finish_reason, **fields)
+
+    @property
+    def rewarded(self) -> bool:
+        return not math.isnan(self.reward)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response ran into max_new_tokens."""
+        return self.finish == "length"
+
+    @property
+    def num_actions(self) -> int:
+        return sum(self.mask)
+
+    def plain(self) -> dict[str, Any]:
+        """Everything as JSON has it, of a batch that is not finite."""
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(self).items() if k not in _APART} | {
+            "further": [sample.plain() for sample in self.further],
+            "played": None if self.played is None else asdict(self.played),
+        }
+
+
+_APART = ("further", "played", "teaching")
+
+
+def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> list[Sample]:
+    """List the first conversation of each episode, then the further ones, which have the episode's reward. A further
+    one that was cut off is left out of the loss with `mask_truncated`.
+    """
+    for number, first in enumerate(episodes):
+        first.episode = number
+        for sample in first.further:
+            sample.episode, sample.scores, sample.reward = number, first.scores, first.reward
+            sample.in_loss = first.rewarded and not (mask_truncated and sample.truncated)
+    return episodes + [sample for first in episodes for sample in first.further]
+
+
+def padded(samples: Sequence[Sample], name: str) -> Tensor:
+    """A field of each token as (B, T); where it is one number a sample, (B,)."""
+    rows = [torch.as_tensor(getattr(sample, name)) for sample in samples]
+    return pad_sequence(rows, batch_first=True) if rows[0].dim() else torch.stack(rows)
+
+
+def counts(sample: Sample, tokens: Tokens) -> bool:
+    """Whether the chosen tokens of a sample are among `tokens`: those in the loss, of rewarded samples, or all."""
+    return {"loss": sample.in_loss, "rewarded": sample.rewarded, "all": True}[tokens]
+
+
+def loss_mask(samples: Sequence[Sample], tokens: Tokens = "loss") -> Tensor:
+    """(B, T) bool: the chosen tokens that count."""
+    rows = [torch.tensor(sample.mask, dtype=torch.bool) & counts(sample, tokens) for sample in samples]
+    return pad_sequence(rows, batch_first=True)
+
+
+def fill(samples: Sequence[Sample], name: str, values: Tensor) -> None:
+    """Set a field of each sample from a (B,) or (B, T) tensor."""
+    for sample, row in zip(samples, values, strict=True):
+        setattr(sample, name, row[: len(sample.response)] if row.dim() else row)
+
+
+def rewards_of(samples: Sequence[Sample]) -> Tensor:
+    """(B,) rewards; NaN: none."""
+    return torch.tensor([sample.reward for sample in samples])
+
+
+def by_episode(samples: Sequence[Sample], x: Tensor) -> Tensor:
+    """(E,) sums over the conversations of each episode of a (B,) tensor."""
+    numbers = torch.tensor([sample.episode for sample in samples])
+    return x.new_zeros(num_episodes(samples)).index_add(0, numbers, x)
+
+
+def num_episodes(samples: Sequence[Sample]) -> int:
+    """How many of the samples are first conversations; those stand first."""
+    return 1 + max(sample.episode for sample in samples)
+
+
+def sizes_of(samples: Sequence[Sample], roles: Roles) -> RowSizes:
+    return RowSizes.of([s.prompt for s in samples], [len(s.response) for s in samples], packed=roles.packs)
+
+
+def batch_of(samples: Sequence[Sample], roles: Roles, tokens: Tokens = "loss") -> SequenceBatch:
+    """The samples as the models read them; the chosen tokens that count are listed."""
+    masks = [sample.mask if counts(sample, tokens) else [False] * len(sample.mask) for sample in samples]
+    return roles.batch([s.prompt for s in samples], [s.response for s in samples], masks)
+
+
+def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
+    """(B, T) what the environment gave, on the last token of each turn; it is in `reward` too. None without one."""
+    if not any(sample.played for sample in samples):
+        return None
+    out = torch.zeros(len(samples), max(len(sample.response) for sample in samples))
+    for row, sample in enumerate(samples):
+        if sample.played:
+            out[row, sample.played.turn_ends] = torch.tensor(sample.played.turn_rewards)
+    return out
+
+
+def kl(samples: Sequence[Sample], mask: Tensor) -> Tensor:
+    """k1 of each token against the reference, (B, T); 0 outside of `mask`, and without a reference."""
+    if samples[0].ref is None:
+        return torch.zeros(mask.shape)
+    first = samples[0]
+    policy = "old" if first.old is not None else "logprobs" if first.rescored is None else "rescored"
+    return torch.where(mask, k1(padded(samples, policy), padded(samples, "ref")), 0.0)
+
+
+def kl_per_response(samples: Sequence[Sample]) -> tuple[float, int]:
+    """Mean over the episodes in the loss of their summed KL, in nats (0 if there is none), and their number."""
+    counted = by_episode(samples, torch.tensor([int(sample.in_loss) for sample in samples])) > 0
+    found = by_episode(samples, kl(samples, loss_mask(samples)).sum(1))[counted]
+    return float(found.mean()) if len(found) else 0.0, len(found)
+
+
+# ---- metrics ----
+
+
+def _mean(values: Iterable[float] | Tensor) -> float:
+    return float(torch.as_tensor(values if isinstance(values, Tensor) else list(values)).float().mean())
+
+
+def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over episodes: turns, turns that asked for what does not exist, tokens that were read; the share that had
+    no more turns. Nothing where no environment answers.
+    """
+    firsts = samples[: num_episodes(samples)]
+    played = [sample.played for sample in firsts if sample.played is not None]
+    if not played:
+        return {}
+    read = torch.tensor([len(sample.response) - sample.num_actions for sample in samples])
+    return {
+        "environment/turns": _mean(len(episode.turn_ends) for episode in played),
+        "environment/invalid_calls": _mean(episode.invalid for episode in played),
+        "environment/observation_tokens": _mean(by_episode(samples, read)),
+        "environment/out_of_turns": _mean(sample.finish == "turns" for sample in firsts),
+    }
+
+
+def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over episodes: tokens that the policy chose, and the share with a response that was cut off."""
+    chosen = torch.tensor([sample.num_actions for sample in samples])
+    cut = torch.tensor([int(sample.truncated) for sample in samples])
+    return {
+        "completion/mean_length": _mean(by_episode(samples, chosen)),
+        "completion/truncated": _mean(by_episode(samples, cut) > 0),
+        "completion/tokens": float(chosen.sum()),
+    }
