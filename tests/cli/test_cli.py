@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tinyrl import __version__
-from tinyrl.cli.commands import app
+from tinyrl.cli.commands import GONE, app
 from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
@@ -34,6 +34,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), prog_name="tinyrl")
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_a_removed_command_is_answered_with_the_line_that_replaces_it(gone: str):
+    name, *options = gone.split()
+    done = run(name, "x", *(f"{option}=x" if option.startswith("-") else option for option in options))
+    assert done.exit_code == 2
+    assert GONE[gone] in done.output
 
 
 def refused(*arguments: str) -> str:
@@ -339,7 +347,7 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
     rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom tinyrl.cli.commands import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom tinyrl.cli.commands import GONE, app\n"
         "words = ['check', 'grpo', 'task.data=rows.jsonl', 'reward.functions=[{use: mine.py:score}]',"
         " 'environment.use=mine.py:respond', '--quick']\n"
         "assert CliRunner().invoke(app, words).exit_code in (0, 3)\n"
