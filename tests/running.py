@@ -18,9 +18,8 @@ from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split
 from tinyrl.tools.report import write_report
-from tinyrl.training.launch import start
+from tinyrl.training.launch import resume, start
 from tinyrl.training.optim import RoleOptimizer, role_optimizers
-from tinyrl.training.resume import resume
 
 VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
 SMALL: dict[str, Any] = {

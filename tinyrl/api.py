@@ -161,7 +161,7 @@ class Run:
         with alone():
             config = self._folder.read_config(overrides_from(settings))
             check_before_loading(config)
-            from tinyrl.training.resume import resume
+            from tinyrl.training.launch import resume
 
             launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
             self.exit_code = 0 if launch is None else launch.go(report=write_report)

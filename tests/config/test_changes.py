@@ -7,7 +7,7 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.recipe import load_config
-from tinyrl.training.resume import changed_settings, check_changes
+from tinyrl.training.launch import changed_settings, check_changes
 
 
 def test_changed_settings_are_shown_with_both_values() -> None:

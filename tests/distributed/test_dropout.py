@@ -22,7 +22,7 @@ from tinyrl.models.parallel import leave
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
 from tinyrl.training import update
-from tinyrl.training.resume import resume
+from tinyrl.training.launch import resume
 
 pytestmark = pytest.mark.slow
 STEPS = 3

@@ -28,7 +28,7 @@ from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
 from tinyrl.training import session
-from tinyrl.training.resume import resume
+from tinyrl.training.launch import resume
 from tinyrl.training.update import Updater
 
 pytestmark = pytest.mark.slow

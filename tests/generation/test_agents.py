@@ -27,9 +27,8 @@ from tinyrl.config.sections import EnvironmentConfig, RewardConfig
 from tinyrl.environments.agent import Agents, Job
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentEpisode, Conversation, closing_of
-from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import Endpoint
-from tinyrl.generation.engine import Completion, Sequence
+from tinyrl.generation.engine import Completion, SamplingParams, Sequence
 from tinyrl.generation.live import LiveScheduler, score
 from tinyrl.rollout.collector import apply_length_rules, token_rewards_of
 from tinyrl.rollout.sample import (

@@ -15,9 +15,8 @@ import torch
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
-from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint, Listening
-from tinyrl.generation.engine import Completion, Sequence
+from tinyrl.generation.engine import Completion, SamplingParams, Sequence
 from tinyrl.generation.live import IncrementalDetokenizer, LiveScheduler
 from tinyrl.models.lora import POLICY_ADAPTER
 

@@ -17,8 +17,7 @@ from tests.generation.sampling import PROMPTS, make_engine
 from tests.tiny_models import TinyModels
 from tinyrl.generation import live as live_module
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.draws import SamplingParams, sample_keys
-from tinyrl.generation.engine import Completion, Request, Sequence
+from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.live import LIVE_STEP, LiveScheduler, score
 from tinyrl.generation.scheduler import Scheduler
 

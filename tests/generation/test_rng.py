@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinyrl.generation.draws import draw, sample_keys, uniforms
+from tinyrl.generation.engine import draw, sample_keys, uniforms
 
 LARGEST = 1.0 - 2.0**-53  # below one
 

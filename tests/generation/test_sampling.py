@@ -9,7 +9,7 @@ import torch
 
 from tests.generation.sampling import CPU, ENGINES, PROMPTS, Engine, make_engine, sample, stir, tokens_of
 from tests.tiny_models import TinyModels
-from tinyrl.generation.draws import RowParams, SamplingParams, truncate
+from tinyrl.generation.engine import RowParams, SamplingParams, truncate
 from tinyrl.models.batches import make_batch
 
 EVERY_ENGINE = [("hf", "gemma2"), ("hf-merged", "gpt2"), ("fused", "qwen3")]

@@ -13,8 +13,7 @@ import torch
 from tests.faults.lookup_runs import lookup
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Environment, Episode
-from tinyrl.generation.draws import sample_keys, uniforms
-from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.engine import Completion, Request, sample_keys, uniforms
 from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.rollout.components import Options, SamplingParts
 

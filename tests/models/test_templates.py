@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.models import templates
-from tinyrl.models.templates import template_text
+from tinyrl.models.tokens import template_text
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -13,7 +13,7 @@ from tests.tiny_models import tiny_model
 from tests.training.test_resume import contents
 from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.resume import fork
+from tinyrl.training.launch import fork
 
 STEPS = 3
 CPU = Options(device="cpu")

@@ -31,7 +31,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.tools.export.bundle import export
 from tinyrl.training import session
 from tinyrl.training import state as sources
-from tinyrl.training.resume import started_with
+from tinyrl.training.launch import started_with
 from tinyrl.training.state import STATE, read_state
 from tinyrl.training.update import Updater
 

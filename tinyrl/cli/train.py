@@ -68,7 +68,7 @@ def train(
             raise ValueError("--from works in one process, and several were launched")
     command = ["tinyrl", *sys.argv[1:]]
     if origin is not None:
-        from tinyrl.training.resume import fork
+        from tinyrl.training.launch import fork
 
         launch = fork(origin, words, options=options, output_dir=output_dir, name=name, command=command)
     else:
@@ -101,7 +101,7 @@ def _resume(
     with contextlib.ExitStack() as held:
         held.enter_context(opened.lock)
         from tinyrl.tools.report import write_report
-        from tinyrl.training.resume import resume
+        from tinyrl.training.launch import resume
 
         launch = resume(opened, options=options, config=config, allow_config_change=changes)
         if launch is not None:

@@ -16,9 +16,8 @@ from typing import Any, Literal
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
-from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
+from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction, quoted
 from tinyrl.workers.loading import parse_use
-from tinyrl.workers.process import quoted
 
 
 class Environment:

@@ -89,7 +89,7 @@ def agent(objects: list[Any]) -> Service:
 
 def run_command(row: Any, base_url: str, api_key: str, model: str, command: list[str], seconds: float) -> str:
     """Play an episode with a program, and end what it started."""
-    from tinyrl.workers.process import ending, supervised  # more than a worker needs for tools
+    from tinyrl.workers.calls import ending, supervised  # more than a worker needs for tools
 
     program = shutil.which(command[0])
     if program is None:

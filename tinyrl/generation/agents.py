@@ -28,7 +28,6 @@ from tinyrl.data.messages import Message, messages_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.agent import Agents, Job, Played
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.draws import SamplingParams, advanced
 from tinyrl.generation.engine import (
     Completion,
     LocalEngine,
@@ -37,12 +36,13 @@ from tinyrl.generation.engine import (
     SampledRole,
     SampleOptions,
     SamplingEngine,
+    SamplingParams,
     Sequence,
+    advanced,
     row_keys,
 )
 from tinyrl.generation.live import LiveScheduler
-from tinyrl.models.templates import template_text
-from tinyrl.models.tokens import tokens_behind
+from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import ANSWER, PreparedPrompt
 

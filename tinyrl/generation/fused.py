@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.generation.decoder import Decoder, Held
-from tinyrl.generation.draws import advanced
 from tinyrl.generation.engine import (
     LocalEngine,
     Request,
@@ -23,6 +22,7 @@ from tinyrl.generation.engine import (
     SampleOptions,
     SamplingSettings,
     Sequence,
+    advanced,
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.turns import Episodes

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.generation.draws import RowParams, draw, truncate, uniforms
-from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings, Sequence
+from tinyrl.generation.engine import (
+    LocalEngine,
+    RowParams,
+    SampledRole,
+    SamplingSettings,
+    Sequence,
+    draw,
+    truncate,
+    uniforms,
+)
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import head_of

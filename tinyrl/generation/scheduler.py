@@ -30,8 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import no_memory
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.draws import RowParams, sample_tokens, uniforms
-from tinyrl.generation.engine import Sequence
+from tinyrl.generation.engine import RowParams, Sequence, sample_tokens, uniforms
 from tinyrl.models.device import to_device
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation.draws import advanced
 from tinyrl.generation.engine import (
     Completion,
     Request,
@@ -38,6 +37,7 @@ from tinyrl.generation.engine import (
     SampleOptions,
     SamplingEngine,
     SamplingSettings,
+    advanced,
     eos_token_ids,
     grouped,
     row_keys,

@@ -9,9 +9,8 @@ from tinyrl.data.messages import Prompt
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
 from tinyrl.workers import worker
-from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure, WorkerFunction
+from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure, WorkerFunction, quoted, said
 from tinyrl.workers.loading import parse_use
-from tinyrl.workers.process import quoted, said
 
 SETTING = "reward.functions: use"
 MAX_BAD_BATCHES = 3

@@ -22,8 +22,7 @@ from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
-from tinyrl.models.templates import template_text
-from tinyrl.models.tokens import added_around, disguised, token_ids
+from tinyrl.models.tokens import added_around, disguised, template_text, token_ids
 from tinyrl.tasks.answers import answer_end, answer_tokens
 from tinyrl.tasks.prompts import Rendered, asked_messages, in_chat, render_prompt
 

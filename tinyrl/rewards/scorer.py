@@ -20,7 +20,7 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
-from tinyrl.models.templates import DATE, asks_for_date
+from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, Usage
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within

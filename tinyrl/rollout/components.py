@@ -30,7 +30,7 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import World, world
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, bytes_by_role, load_roles, save_roles
-from tinyrl.models.templates import DATE, asks_for_date
+from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.sample import Sample, Tokens, batch_of, sizes_of

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
-from tinyrl.models.templates import template_text
-from tinyrl.models.tokens import disguised, markers_of, reads_parts_alike, token_ids, tokens_behind
+from tinyrl.models.tokens import disguised, markers_of, reads_parts_alike, template_text, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
 from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
-from tinyrl.models.templates import template_text
-from tinyrl.models.tokens import token_ids
+from tinyrl.models.tokens import template_text, token_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import first_line, shortened
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
-from tinyrl.models.templates import template_text
-from tinyrl.models.tokens import added_around, disguised, markers_of, token_ids, undisguised
+from tinyrl.models.tokens import added_around, disguised, markers_of, template_text, token_ids, undisguised
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import uvicorn
 
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import LOCAL, Endpoint
-from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings
+from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingParams, SamplingSettings
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.select import select_engine
 from tinyrl.models.roles import load_policy

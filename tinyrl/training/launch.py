@@ -5,23 +5,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
+import shlex
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tinyrl.config.schema import Config
+from tinyrl.config.recipe import build_config
+from tinyrl.config.schema import Config, without_secrets
+from tinyrl.config.yaml_reader import Source
 from tinyrl.errors import EXPLAINED, SEE_CHECK
 from tinyrl.models.parallel import check_alike
 from tinyrl.models.roles import checkpoint_bytes
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import RunDir, create_run, environment
+from tinyrl.runs.records import read_steps
+from tinyrl.runs.resolve import absolute_paths, resolve
+from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session, out_of_memory_stops
-from tinyrl.training.state import Sources, read_sources
+from tinyrl.training.state import Sources, changed_sources, read_sources, read_state
 from tinyrl.training.trainer import Trainer
 
 
@@ -104,3 +113,203 @@ def write_environment(run: RunDir, trainer: Trainer, *, options: Options, comman
         dtype=str(trainer.roles.causal.dtype).removeprefix("torch."),
     )
     run.write_environment(facts)
+
+
+# ---- resuming and forking ----
+
+MOST_SHOWN = 3  # changes in an error
+
+
+def resume(
+    run: RunDir, *, options: Options, config: Config | None = None, allow_config_change: bool = False
+) -> Session | None:
+    """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
+
+    `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
+    with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
+    and config.yaml only when a checkpoint has been written under another configuration.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(run.lock)
+        folder, warnings = checkpoints.newest_sound(run.checkpoints)
+        if folder is None and not warnings:
+            _check_beginning(run)
+        kept, since = (read_state(folder), folder.name) if folder else (None, "it was made")
+        config = resolve(config or run.read_config())
+        before = absolute_paths(kept.config if kept else run.read_config().written())
+        if config.run.threads == "auto":  # as the run has it
+            run_section = config.run.model_copy(update={"threads": before["run"].get("threads", "auto")})
+            config = config.model_copy(update={"run": run_section})
+        changes = check_changes(before, config, since=since, allowed=allow_config_change)
+        options, notes = started_with(run, options)
+        notes += [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
+        trainer = load(config, options=options, undo=undo, also=since)
+        with out_of_memory_stops("before the first step"):
+            known = kept.sources if kept else Sources()
+            sources = read_sources(config, rows=trainer.row_fingerprints, known=known.files)
+            what = "what the run reads has changed"
+            changes += refuse(what, changed_sources(known, sources), since=since, allowed=allow_config_change)
+            notes += [resolve_threads(trainer), *trainer.check()]
+            session = Session(trainer, run, sources=lambda: sources)
+            if folder is None or kept is None:
+                run.cut({})
+            else:
+                notes += session.restore(folder, kept)
+                now = sources.versions
+                others = [f"{n} {v}, now {now[n]}" for n, v in sorted(known.versions.items()) if now.get(n, v) != v]
+                if others:
+                    what = f"numbers may differ in their last digits, other versions than at {since}"
+                    notes.append(f"warning: {what}: {', '.join(others)}")
+                if any(not line.startswith(("optim.", "run.")) or line.startswith("run.seed:") for line in changes):
+                    trainer.forget()  # a step no longer samples the same
+                    session.state.controllers.exact_sampling = None
+                notes += [f"changed since {since}: {change}" for change in changes]
+                step, steps = session.state.step, config.run.num_steps
+                were = kept.setting("run", "num_steps")
+                notes += filter(None, [stretched_schedule(config.optim, step=step, before=were or steps, now=steps)])
+                notes.append(f"resuming {run.path} at step {step} of {steps} from {since}")
+        if session.finished:
+            return None
+        session.new_config = bool(changes)
+        for note in notes:
+            session.display.note(note)
+        undo.pop_all()
+        return session
+
+
+def started_with(run: RunDir, given: Options) -> tuple[Options, list[str]]:
+    """The device that a run was started on, where the command line names none, and a note for another one.
+
+    Raises ValueError for a run started with --trust-remote-code that is resumed without: a run's folder may come from
+    anybody, so only the command line lets code of a model run.
+    """
+    try:
+        kept = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["options"]
+        device, trusted = kept["device"], kept["trust_remote_code"] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        return given, []
+    if trusted and not given.trust_remote_code:
+        raise ValueError(
+            f"{run.path} was started with --trust-remote-code: "
+            f"`{shlex.join(['tinyrl', 'train', '--resume', str(run.path), '--trust-remote-code'])}`"
+        )
+    now = given.device
+    if now == "auto":
+        now = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    notes = [f"warning: {run.path} was started on {device}, and goes on on {now}"] if now != device else []
+    if given.trust_remote_code and not trusted:
+        notes.append(f"warning: {run.path} was started without --trust-remote-code")
+    return replace(given, device=now), notes
+
+
+def _check_beginning(run: RunDir) -> None:
+    """Raise ValueError for a run past its beginning without a checkpoint: to begin again would delete the record."""
+    last = max(read_steps(run.metrics, []), default=0) if run.metrics.is_file() else 0
+    if last > 0:
+        what = "is empty" if run.checkpoints.is_dir() else "does not exist"
+        raise ValueError(
+            f"{run.path} has come to step {last} and has no checkpoint to go on from: {run.checkpoints} {what}.\n"
+            "Was it moved, or is its disk not mounted? To begin again: `tinyrl train` with --name and --overwrite"
+        )
+
+
+# ---- forks ----
+
+
+def fork(
+    origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
+) -> Session:
+    """A new run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
+    laid over its settings. Its records begin with the other run's, up to there, and run.forked_from names it.
+
+    An unchanged fork goes on to the same weights, to the bit, as the other run did. output_dir: default the folder that
+    `origin` is in. Raises ValueError, and leaves no folder, where it cannot go on.
+    """
+    run, checkpoint = _origin_of(origin)
+    kept = read_state(checkpoint)
+    step = kept.run.step
+    config = build_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides)
+    if kept.run.phase == "rollout" and step >= config.run.num_steps:
+        raise ValueError(f"step {step} is the last of {run.path}: say how many steps the fork has, run.num_steps=N")
+    section = config.run.model_copy(update={"forked_from": f"{run.path.resolve()}@{step}"})
+    config = config.model_copy(update={"run": section})
+    new = create_run(output_dir or str(run.path.parent), name=name, config=config, overwrite=False)
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, new.path, ignore_errors=True)
+        new.write_config(config)
+        best = {run.checkpoints / checkpoints.checkpoint_name(kept.run.best.step)} if kept.run.best else set()
+        for folder in {checkpoint, *(each for each in best if each.is_dir())}:
+            copy = checkpoints.checkpoint_name(checkpoints.checkpoint_step(folder))
+            shutil.copytree(folder, new.checkpoints / copy)
+        for record, length in kept.records.items():
+            if (run.path / record).is_file():
+                with (run.path / record).open("rb") as file:
+                    (new.path / record).write_bytes(file.read(length))
+        session = resume(new, options=options, config=config, allow_config_change=True)
+        assert session is not None
+        undo.callback(session.trainer.close)
+        undo.callback(session.close)
+        write_environment(new, session.trainer, options=options, command=command)
+        undo.pop_all()
+        return session
+
+
+def _origin_of(origin: str) -> tuple[RunDir, Path]:
+    """The run and the sound checkpoint that an origin means; of RUN the newest one. Raises ValueError, with the steps
+    there are, where it is none.
+    """
+    name, at, step = origin.rpartition("@")
+    if not at or Path(origin).exists() or not re.fullmatch("[0-9]+", step):
+        folder = Path(origin)
+        return open_run(run_of(folder) or folder), checkpoints.checkpoint_of(folder)
+    run = open_run(name)
+    folder = run.checkpoints / checkpoints.checkpoint_name(int(step))
+    if not folder.is_dir():
+        steps = [str(checkpoints.checkpoint_step(each)) for each in checkpoints.list_checkpoints(run.checkpoints)]
+        kept = f"those there are: {', '.join(steps)}" if steps else "it has none"
+        raise ValueError(
+            f"{run.path} has no checkpoint of step {step}; {kept} (run.save_every and run.keep_checkpoints)"
+        )
+    return run, checkpoints.checkpoint_of(folder)
+
+
+# ---- settings that have changed ----
+
+
+def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
+    """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
+
+    Raises ValueError when there are some besides more steps and `allowed` is false, and always when the method is
+    another one.
+    """
+    method = before.get("method")
+    if method != config.method:
+        raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
+    changes = changed_settings(without_secrets(before), config.written())
+    steps = before.get("run", {}).get("num_steps")
+    longer = isinstance(steps, int) and steps < config.run.num_steps
+    refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
+    refuse("settings have changed", refused, since=since, allowed=allowed)
+    return changes
+
+
+def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
+    """The changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
+    if not changes or allowed:
+        return changes
+    more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
+    lines = [f"{what} since {since}, so the run would not go on as it began:"]
+    lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
+    raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:
+    """A line for each setting with two values. One that only one side has is left out: another version wrote it."""
+    changes = []
+    for key in sorted(before.keys() & now.keys()):
+        old, new = before[key], now[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += changed_settings(old, new, within=f"{within}{key}.")
+        elif old != new:
+            changes.append(f"{within}{key}: {json.dumps(old)} then, {json.dumps(new)} now")
+    return changes

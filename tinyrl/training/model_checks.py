@@ -17,8 +17,7 @@ from tinyrl.generation.engine import Request, SamplingEngine, eos_token_ids
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.loading import embedding_rows
-from tinyrl.models.templates import asks_for_date
-from tinyrl.models.tokens import token_ids
+from tinyrl.models.tokens import asks_for_date, token_ids
 from tinyrl.rollout.components import Parts
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt

@@ -18,7 +18,7 @@ from typing import Literal
 import tinyrl
 from tinyrl.config.sections import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
-from tinyrl.models.templates import DATE
+from tinyrl.models.tokens import DATE
 from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import open_run, run_of
