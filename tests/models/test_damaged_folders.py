@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.models.building import CPU, lora_roles, stir
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
-from tinyrl.models import templates
+from tinyrl.models import tokens as templates
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.loading import check_vocabulary, load_tokenizer
 from tinyrl.models.logprobs import ValueHead

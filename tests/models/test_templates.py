@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.models import templates
+from tinyrl.models import tokens as templates
 from tinyrl.models.tokens import template_text
 
 MESSAGES = [{"role": "user", "content": "hello"}]

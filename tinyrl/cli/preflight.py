@@ -9,21 +9,20 @@ import urllib.request
 from pathlib import Path
 
 from tinyrl.config.schema import Config, as_written
-from tinyrl.config.sections import EMBEDDED, starter_path
+from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import hub_name, reader_of
 from tinyrl.data.rows import needed_data
 from tinyrl.evaluation.targets import Asked, check_asked, find
+from tinyrl.models.reading import ADAPTER_FILES, resolve_model_path
 from tinyrl.runs.launched import VOICE, launched
 from tinyrl.runs.resolve import adapter_settings
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
-from tinyrl.text import did_you_mean, first_line, masked, shortened
+from tinyrl.text import first_line, masked, shortened
 from tinyrl.workers.loading import parse_use
 
-PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 HUB_PATIENCE_S = 5.0
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def check_before_loading(config: Config) -> None:
@@ -150,26 +149,9 @@ def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> Non
 
 
 def check_model_path(key: str, path: str) -> None:
-    """An embedded model, a folder with safetensors, or possibly a hub name; models/loading.py makes the final check."""
-    if starter_path(path) is not None or _is_run(key, path):
-        return
-    folder = os.path.expanduser(path)
-    if os.path.isdir(folder):
-        names = sorted(file.name for file in Path(folder).glob("*"))
-        if not {"config.json", "adapter_config.json"} & {*names}:
-            raise ValueError(f"{key}={path} is not a model folder: it has no config.json")
-        pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
-        if pickled and not any(name.endswith(".safetensors") for name in names):
-            raise ValueError(
-                f"{key}={path} has only pickled weights ({pickled[0]}), which can execute code when read; "
-                "convert them to safetensors"
-            )
-    elif os.path.exists(folder):
-        raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        beside = sorted(file.name for file in Path(folder).parent.glob("*"))
-        meant = did_you_mean(os.path.basename(folder), [*beside, *EMBEDDED])
-        raise ValueError(f"{key}={shortened(path, 300)}: there is no such folder, and a hub name is owner/name.{meant}")
+    """Check an embedded model, a run, a folder with safetensors, or possibly a hub name."""
+    if starter_path(path) is None and not _is_run(key, path):
+        resolve_model_path(path, key=key, adapters=True)
 
 
 def _check_revisions(config: Config) -> None:

@@ -27,47 +27,14 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
-from tinyrl.config.sections import starter_path
-from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES, reading
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
+from tinyrl.text import shortened
 
-PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then reports which weights are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
-
-
-def resolve_model_path(path: str) -> str:
-    """Return the folder of an embedded model (`starter`, `starter-reward`), a folder as it is, or a hub name.
-
-    Raises ValueError for a path that looks local and is not there, and for a folder that is no whole model: without
-    config.json, or with weights only in pickled files.
-    """
-    embedded = starter_path(path)
-    if embedded is not None:
-        return str(embedded)
-    folder = Path(path).expanduser()
-    if folder.is_file():
-        raise ValueError(f"model.path={path} is a file; name the folder that holds config.json and *.safetensors")
-    if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") != 1:
-            siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-            raise ValueError(f"model path {path!r} does not exist.{did_you_mean(folder.name, [*siblings, 'starter'])}")
-        return path
-    names = sorted(p.name for p in folder.iterdir())
-    if "config.json" not in names:
-        if ADAPTER_FILES[0] in names:
-            raise ValueError(
-                f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path"
-            )
-        there = ", ".join(names[:8]) or "nothing"
-        raise ValueError(f"{folder} is not a model folder: it has no config.json (it has: {there})")
-    pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
-    if pickled and not any(name.endswith(".safetensors") for name in names):
-        raise ValueError(f"{folder}: {pickled[0]} is pickled and can execute code when read; convert it to safetensors")
-    return str(folder)
 
 
 def load_tokenizer(

@@ -1,4 +1,4 @@
-"""Turn libraries' errors on reading a model, tokenizer, template or adapter into a sentence: which file, what is wrong.
+"""Find a model's folder; say which file of a model, tokenizer, template or adapter a library cannot read, and why.
 
 Folders come from anywhere, and libraries answer a damaged one with nearly every exception there is (TypeError,
 KeyError, RecursionError, ZeroDivisionError, safetensors' own), so this is the one place that catches broadly.
@@ -9,18 +9,52 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinyrl.config.sections import EMBEDDED, starter_path
 from tinyrl.errors import Stop, no_memory
-from tinyrl.text import ERROR_CHARACTERS, first_line, shortened
+from tinyrl.text import ERROR_CHARACTERS, did_you_mean, first_line, shortened
 
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = False) -> str:
+    """Return the folder of an embedded model (`starter`, `starter-reward`), a folder as it is, or a hub name.
+
+    Raises ValueError, with `key`, for a path that looks local and is not there, and for a folder that is no whole model
+    (nor an adapter, with `adapters`): without config.json, or with weights only in pickled files.
+    """
+    if (embedded := starter_path(path)) is not None:
+        return str(embedded)
+    folder = Path(os.path.expanduser(path))
+    if os.path.isfile(folder):
+        raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
+    if not os.path.isdir(folder):
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            meant = did_you_mean(folder.name, [*sorted(file.name for file in folder.parent.glob("*")), *EMBEDDED])
+            where = f"{key}={shortened(path, 300)}"
+            raise ValueError(f"{where} does not exist: there is no such folder, and a hub name is owner/name.{meant}")
+        return path
+    names = sorted(file.name for file in folder.glob("*"))
+    if "config.json" not in names and not (adapters and ADAPTER_FILES[0] in names):
+        there = f"it has: {', '.join(names[:8]) or 'nothing'}"
+        if ADAPTER_FILES[0] in names:
+            there = "it is an adapter: name it as model.adapter, its base as model.path"
+        raise ValueError(f"{key}={path} is not a model folder: it has no config.json ({there})")
+    pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
+    if pickled and not any(name.endswith(".safetensors") for name in names):
+        raise ValueError(
+            f"{key}={path}: {pickled[0]} is pickled and can execute code when read; convert to safetensors"
+        )
+    return str(folder)
 
 
 @contextmanager

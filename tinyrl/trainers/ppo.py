@@ -55,7 +55,8 @@ from tinyrl.rollout.sample import Sample, batch_of, conversations, fill, kl, kl_
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import Counts, LossSettings
-from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
+from tinyrl.trainers.rows import Example, joined, sizes_of
+from tinyrl.trainers.sft import negative_log_likelihood, turns_of
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -74,7 +75,8 @@ class Ppo(OnPolicyTrainer):
         self.text = [text_of(row, self, place=place) for place, row in watched(placed)]
         self.text_notes: list[str] = []
         if source is not None:
-            check_ids((tokens_of(row) for row in self.text), self.tokenizer, self.roles.causal)
+            texts = (text for row in self.text for one in row for text in one.texts)
+            check_ids(texts, self.tokenizer, self.roles.causal)
             rows = [row for _, row in placed]
             self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint(rows)}
             self.text_notes = [f"{TEXT}, {note}" for note in described(rows, "text")]

@@ -19,11 +19,9 @@ from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import Work
 from tinyrl.rollout.components import Parts
-from tinyrl.trainers.rows import Example, RowTrainer, answer_logprobs, joined, rendered, sizes_of
+from tinyrl.trainers.rows import Example, RowTrainer, answer_logprobs, rendered, sizes_of
 from tinyrl.training.session import Session
 from tinyrl.training.update import LossFn
-
-__all__ = ["Example", "Sft", "joined", "negative_log_likelihood", "sizes_of", "tokens_of", "turns_of"]
 
 
 class Sft(RowTrainer):
@@ -78,7 +76,3 @@ def turns_of(row: Row, parts: Parts, *, system_prompt: str | None) -> list[Examp
     assert isinstance(start, int)
     (tokens,) = whole.texts
     return [Example([start], (tokens[1:] if tokens[0] == start else tokens,))]  # one BOS, its own or ours
-
-
-def tokens_of(row: list[Example]) -> list[int]:
-    return [token for example in row for text in example.texts for token in text]
