@@ -6,7 +6,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import packaged_recipes
 from tinyrl.config.schema import Config
 from tinyrl.rollout.components import trainer_of
-from tinyrl.training.trainer import Trainer
+from tinyrl.training.session import Trainer
 
 named = pytest.mark.parametrize("name", METHODS)
 

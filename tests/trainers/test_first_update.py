@@ -22,7 +22,7 @@ from tinyrl.trainers.grpo import Grpo
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.ppo import Ppo
 from tinyrl.training.optim import role_optimizers
-from tinyrl.training.trainer import Trainer
+from tinyrl.training.session import Trainer
 from tinyrl.training.update import Pass, Updater
 
 KINDS = ("llama", "qwen3", "gpt2")

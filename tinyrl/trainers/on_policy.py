@@ -48,9 +48,8 @@ from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.choice import PromptStats, prompt_sampler
 from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyBatch, policy_loss, sampling_gap
 from tinyrl.trainers.teaching import teacher_metrics, teacher_of
-from tinyrl.training.session import SAMPLES_BYTES, Session
+from tinyrl.training.session import SAMPLES_BYTES, Session, Trainer
 from tinyrl.training.state import RunState
-from tinyrl.training.trainer import Trainer
 from tinyrl.training.update import Pass
 
 # Sampling log-probabilities this close to a training pass's are used as `old`: through 30 layers of a real model

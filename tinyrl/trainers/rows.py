@@ -37,8 +37,7 @@ from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.prompts import marker_notes
 from tinyrl.text import shortened
-from tinyrl.training.session import Session
-from tinyrl.training.trainer import Trainer
+from tinyrl.training.session import Session, Trainer
 from tinyrl.training.update import LossFn, Pass
 
 SHOWN = 2000  # characters of each piece of an example in a preview

@@ -29,9 +29,8 @@ from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.optim import stretched_schedule
-from tinyrl.training.session import Session, out_of_memory_stops
+from tinyrl.training.session import Session, Trainer, out_of_memory_stops
 from tinyrl.training.state import Sources, changed_sources, read_sources, read_state
-from tinyrl.training.trainer import Trainer
 
 
 def start(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,8 +25,10 @@ from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
+from tinyrl.rollout.components import Parts
 from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
@@ -41,15 +43,27 @@ from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_facto
 from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 
-if TYPE_CHECKING:
-    from tinyrl.training.trainer import Trainer
-
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
 SAMPLES_BYTES = 90e6  # of samples.jsonl; a long run leaves out steps
 MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
 # Errors of the report or summary after the last step (broken matplotlib, damaged file, no memory).
 AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
               ValueError)  # fmt: skip
+
+
+class Trainer(Parts):
+    """A method: what it loads, its loop, its numbers on held-out rows, what a checkpoint holds of it."""
+
+    row_fingerprints: dict[str, str]  # of both splits
+    learns = True
+    has_prompts = True  # whether another method finds prompts in the rows of task.data
+
+    def train(self, session: Session) -> None:
+        raise NotImplementedError
+
+    def evaluate(self) -> Evaluation:
+        """Its numbers on the first run.eval_prompts held-out rows."""
+        raise NotImplementedError
 
 
 @dataclass
