@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tinyrl.config.schema import Config
 from tinyrl.config.sections import TaskConfig
 from tinyrl.data.rows import PASS_RATE, batch_indices, row_key
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.training.state import Controllers
 
 UNIFORM = 0.1  # share of a step's prompts that comes in epochs
 HALF_LIFE = 200.0  # steps after which what was seen counts half
@@ -79,14 +77,6 @@ class PromptSampler:
     def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
         """Put what a step showed on record, once its sampling is done; its metrics."""
         return {}
-
-
-def prompt_sampler(config: Config, prompts: list[PreparedPrompt], controllers: Controllers) -> PromptSampler:
-    """What the configuration says, going on with what a run's `controllers` have on record."""
-    task, how = config.task, (config.on_policy.num_prompts, config.run.seed)
-    if task.sampler == "difficulty":
-        return PassRates(task, prompts, *how, controllers.pass_rates)
-    return PromptSampler(task, prompts, *how)
 
 
 class PassRates(PromptSampler):

@@ -20,6 +20,7 @@ from torch import Tensor
 from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.data.rows import keyed_order
 from tinyrl.rollout.collector import token_rewards_of
 from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of
 from tinyrl.trainers.on_policy import OnPolicyTrainer
@@ -67,7 +68,8 @@ class Grpo(OnPolicyTrainer):
         count = len(prompts)
         metrics = {**self.reward_metrics(samples), "reward/zero_spread_groups": len(flat) / count}
         for refill_round in range(config.refill_rounds):
-            prompts = self.fresh_prompts(step, refill_round, count=len(flat), without=drawn)
+            order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(self.train_prompts))
+            prompts = [self.train_prompts[i] for i in order if self.train_prompts[i].index not in drawn][: len(flat)]
             if not prompts:
                 break
             drawn |= {p.index for p in prompts}

@@ -12,7 +12,6 @@ from torch import Tensor
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
@@ -45,9 +44,9 @@ from tinyrl.rollout.sample import (
 )
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.choice import PromptStats, prompt_sampler
+from tinyrl.trainers.choice import PassRates, PromptSampler, PromptStats
 from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyBatch, policy_loss, sampling_gap
-from tinyrl.trainers.teaching import teacher_metrics, teacher_of
+from tinyrl.trainers.teaching import LocalTeacher, ServerTeacher, teacher_metrics
 from tinyrl.training.session import SAMPLES_BYTES, Session, Trainer
 from tinyrl.training.state import RunState
 from tinyrl.training.update import Pass
@@ -72,7 +71,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
                 "one that is scored: KL turns negative, ratios lie. `tinyrl eval` takes it"
             )
         super().__init__(config, options=options)
-        self.teacher = teacher_of(self) if config.learns_from_teacher else None
+        teacher = ServerTeacher if config.teacher.kind == "server" else LocalTeacher
+        self.teacher = teacher(self) if config.learns_from_teacher else None
         self.state = RunState()
 
     def check(self) -> list[str]:
@@ -105,17 +105,15 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             controllers.measured_on, controllers.exact_sampling = here, None
         self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
         self.tried = PromptStats(self.config.task.solved_reward)
-        self.choice = prompt_sampler(self.config, self.train_prompts, self.state.controllers)
+        task, how = self.config.task, (self.config.on_policy.num_prompts, self.config.run.seed)
+        if task.sampler == "difficulty":
+            self.choice = PassRates(task, self.train_prompts, *how, self.state.controllers.pass_rates)
+        else:
+            self.choice = PromptSampler(task, self.train_prompts, *how)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """The prompts of a step: a function of (seed, step), and of what was seen so far where task says so."""
         return [self.train_prompts[i] for i in self.choice.draw(step)]
-
-    def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
-        """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
-        rows = self.train_prompts
-        order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
-        return [rows[i] for i in order if rows[i].index not in without][:count]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""

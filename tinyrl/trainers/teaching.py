@@ -1,4 +1,4 @@
-"""Learning from a teacher: what it says of a rollout's tokens, and the distance of the policy to it.
+"""Learning from a teacher: its log-probabilities of sampled tokens, and the distance of the policy to it.
 
 A teacher reads each response behind its prompt, or behind a prompt that says more (teacher.hint), as the student of
 self-distillation has it (OPSD, 2601.18734; SDPO, 2601.20802): the same model then knows what it is to learn. Of a
@@ -69,7 +69,7 @@ class PromptLogprobs(AnswerPart):
 
 
 class Teacher:
-    """What reads a rollout: a subclass says of each token that counts how likely it was, and what else was likely."""
+    """Scores the tokens of samples: the log-probability of each in the loss, and its distribution there."""
 
     role: Role | None = None  # whose models are on this machine
 
@@ -77,11 +77,6 @@ class Teacher:
         self.trainer, self.config = trainer, trainer.config.teacher
         self.temperature, self.positions = trainer.config.generation.temperature, trainer.positions
         self.hint = Hint(self.config.hint, trainer) if self.config.hint else None
-
-    @property
-    def head(self) -> Head | None:
-        """The head of a teacher that says its hidden states."""
-        return None
 
     def start(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
@@ -167,7 +162,7 @@ class LocalTeacher(Teacher):
 
     @property
     def head(self) -> Head:
-        """The head of the tokens that the policy has too: beyond them is padding, of no text."""
+        """Return the head's rows of tokens that the policy has too: beyond them is padding, of no text."""
         assert self.role is not None
         return first_tokens(self.trainer.roles.head(self.role), len(self.trainer.roles.head("policy").weight))
 
@@ -288,10 +283,6 @@ class ServerTeacher(Teacher):
 
 
 LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
-
-
-def teacher_of(trainer: OnPolicyTrainer) -> Teacher:
-    return (ServerTeacher if trainer.config.teacher.kind == "server" else LocalTeacher)(trainer)
 
 
 class Hint:
