@@ -192,7 +192,7 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
 
     from tinyrl.config.recipe import load_config
     from tinyrl.generation.engine import Request
-    from tinyrl.generation.select import engine_of
+    from tinyrl.generation.engines import engine_of
     from tinyrl.rollout.components import Options, Parts
 
     name, section = settings["engine"], settings["recipe"]["grpo"]

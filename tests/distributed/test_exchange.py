@@ -20,7 +20,7 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.batches import RowSizes
 from tinyrl.models.parallel import ALONE, World, check_alike, join, sum_step
 from tinyrl.runs.launched import Launched
 from tinyrl.training.launch import _check_alike

@@ -10,8 +10,7 @@ import torch
 
 from tinyrl.generation.decoder import Held
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings, Sequence
-from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import HfEngine
+from tinyrl.generation.engines import FusedEngine, HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora

@@ -29,7 +29,7 @@ from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentEpisode, Conversation, closing_of
 from tinyrl.generation.endpoint import Endpoint
 from tinyrl.generation.engine import Completion, SamplingParams, Sequence
-from tinyrl.generation.live import LiveScheduler, score
+from tinyrl.generation.scheduler import LiveScheduler, score
 from tinyrl.rollout.collector import apply_length_rules, token_rewards_of
 from tinyrl.rollout.sample import (
     Sample,

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from tests.generation.sampling import CPU, PROMPTS, make_engine, sample, stir
 from tests.tiny_models import TinyModels
-from tinyrl.generation import select
+from tinyrl.generation import engines as select
 from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.select import select_engine
+from tinyrl.generation.engines import select_engine
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles

@@ -6,7 +6,7 @@ import torch
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
-from tinyrl.generation import hf
+from tinyrl.generation import engines as hf
 
 
 def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):

@@ -17,7 +17,7 @@ from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint, Listening
 from tinyrl.generation.engine import Completion, SamplingParams, Sequence
-from tinyrl.generation.live import IncrementalDetokenizer, LiveScheduler
+from tinyrl.generation.scheduler import IncrementalDetokenizer, LiveScheduler
 from tinyrl.models.lora import POLICY_ADAPTER
 
 TEMPLATE = (

@@ -22,12 +22,12 @@ from tests.generation.sampling import (
     stir,
 )
 from tests.tiny_models import TinyModels
-from tinyrl.generation import fused, select
+from tinyrl.generation import engines as fused
+from tinyrl.generation import engines as select
 from tinyrl.generation.decoder import Decoder, tensors
 from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.engines import FusedEngine, select_engine
 from tinyrl.generation.scheduler import Scheduler
-from tinyrl.generation.select import select_engine
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import reads_like_llama

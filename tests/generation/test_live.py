@@ -18,8 +18,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation import live as live_module
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.live import LIVE_STEP, LiveScheduler, score
-from tinyrl.generation.scheduler import Scheduler
+from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, score
 
 PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
 LONG = list(range(20, 50))

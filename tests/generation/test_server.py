@@ -17,11 +17,10 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server_client
+from tinyrl.generation import server as server_client
 from tinyrl.generation.engine import Request
-from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.server import ServerEngine
-from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.server import ServerClient, ServerEngine
 from tinyrl.runs.signals import StopFlag
 
 

@@ -11,7 +11,7 @@ from tests.generation.sampling import CPU, make_engine
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder, attended, joined, tensors
 from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.select import select_engine
+from tinyrl.generation.engines import select_engine
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles

@@ -13,7 +13,7 @@ from tests.gpu.devices import all_on_a_gpu
 from tests.gpu.waits import counting_waits
 from tests.models.building import full_roles, lora_roles
 from tests.tiny_models import TinyModels
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options
 from tinyrl.training.launch import start

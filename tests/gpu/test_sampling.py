@@ -12,7 +12,7 @@ from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.engines import FusedEngine
 from tinyrl.generation.scheduler import DRAWN_BY, Scheduler
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import backbone_of, last_states, make_batch, response_states
+from tinyrl.models.batches import RowSizes, backbone_of, last_states, make_batch, response_states
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 
 

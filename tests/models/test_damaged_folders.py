@@ -23,11 +23,11 @@ from tests.models.building import CPU, lora_roles, stir
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.models import tokens as templates
+from tinyrl.models.batches import MicroBatches
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.loading import check_vocabulary, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import save_adapter
-from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.prompts import render_prompt

@@ -11,9 +11,17 @@ from tests.tiny_models import TinyModels
 from tinyrl.algorithms.distillation import jensen_shannon, with_tail
 from tinyrl.models import logprobs as module
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching, distances, top_k_of
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.logprobs import Head, head_of, token_logprobs
+from tinyrl.models.logprobs import (
+    Head,
+    TeacherStates,
+    TeacherTopK,
+    Teaching,
+    distances,
+    head_of,
+    token_logprobs,
+    top_k_of,
+)
 
 N, V, H, K = 17, 11, 5, 3
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5, "check_dtype": False}

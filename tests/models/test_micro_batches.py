@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyrl.errors import OutOfRoom
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.batches import MicroBatches, RowSizes, Work
 
 # Two groups of four after prompts of 10 and 6, and a row by itself.
 PROMPTS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]

@@ -10,11 +10,10 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora, lora_roles, stir
 from tests.tiny_models import TinyModels, tiny_tokenizer
-from tinyrl.models.batches import make_batch
+from tinyrl.models.batches import MicroBatches, make_batch
 from tinyrl.models.build import attach_reward_adapter
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import save_adapter, wrap_in_lora
-from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SequenceRewardModel,

@@ -13,9 +13,7 @@ from torch import Tensor
 from tests import running
 from tests.generation.sampling import held_in
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
-from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.select import select_engine
+from tinyrl.generation.engines import FusedEngine, HfEngine, select_engine
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.trainers.on_policy import EXACT_TO
 

@@ -15,7 +15,7 @@ import pytest
 from tests.running import LookedAt
 from tinyrl.errors import Interrupted
 from tinyrl.rewards.functions import FunctionReward, RewardCall
-from tinyrl.workers import calls, process
+from tinyrl.workers import calls
 
 MakeReward = Callable[..., FunctionReward]
 
@@ -334,13 +334,13 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
 
 
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(process, "CGROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(calls, "CGROUP_LIMIT", tmp_path / "memory.max")
     total = psutil.virtual_memory().total
-    assert process.memory_limit() == total // 2
+    assert calls.memory_limit() == total // 2
     (tmp_path / "memory.max").write_text("max\n")
-    assert process.memory_limit() == total // 2
+    assert calls.memory_limit() == total // 2
     (tmp_path / "memory.max").write_text("1000000\n")
-    assert process.memory_limit() == 500_000
+    assert calls.memory_limit() == 500_000
 
 
 CHAT = [{"role": "assistant", "content": "4"}]

@@ -10,7 +10,7 @@ import torch
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.batches import MicroBatches
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_task

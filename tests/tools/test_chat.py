@@ -12,8 +12,8 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
-from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.live import IncrementalDetokenizer
+from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.scheduler import IncrementalDetokenizer
 from tinyrl.rollout.components import Options
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
 

@@ -10,7 +10,7 @@ import pytest
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.batches import RowSizes
 
 BUDGET = 77
 RUN = {"num_steps": 1, "eval_prompts": 4, "micro_batch_tokens": BUDGET, "threads": 1}

@@ -11,8 +11,7 @@ from torch import Tensor
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
-from tinyrl.models.batches import last_states
-from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.batches import MicroBatches, last_states
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.resolve import resolve

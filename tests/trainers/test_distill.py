@@ -21,10 +21,10 @@ from tests.trainers.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
-from tinyrl.generation import server_client
+from tinyrl.generation import server as server_client
 from tinyrl.generation.engine import Completion
-from tinyrl.models.distances import TeacherStates, TeacherTopK
 from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.logprobs import TeacherStates, TeacherTopK
 from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.components import Options, trainer_of
 from tinyrl.rollout.sample import Sample, batch_of, fill, loss_mask, padded

@@ -17,7 +17,7 @@ from tests import running
 from tests.models.building import stir
 from tests.tiny_models import POSITIONS, tiny_model, tiny_tokenizer
 from tinyrl.config.schema import Config
-from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.batches import MicroBatches
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options
 from tinyrl.tasks.answers import render_answer

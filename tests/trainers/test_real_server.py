@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import running
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation.server_client import ServerClient, ServerError
+from tinyrl.generation.server import ServerClient, ServerError
 
 URL = os.environ.get("TINYRL_SERVER_URL", "")
 

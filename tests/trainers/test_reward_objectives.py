@@ -282,7 +282,7 @@ def labels(values: list[Any]) -> list[Row]:
 
 
 BAD: dict[str, tuple[list[Row], str]] = {
-    "one class": (labels([1] * 20), "label 1"),
+    "one class": (labels([1] * 20), "labels? .?1"),
     "three classes": (labels([0, 1, 2] * 7), "3 different labels"),
     "labels that are text": (labels(["good", "bad"] * 10), "'label' must be true, false or a number"),
     "equal and empty sides": (

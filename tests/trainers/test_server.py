@@ -14,7 +14,7 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
-from tinyrl.generation import server_client
+from tinyrl.generation import server as server_client
 from tinyrl.models.loading import resolve_model_path
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.update import Updater

@@ -13,7 +13,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
-from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir

@@ -19,7 +19,7 @@ from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.tasks.prompts import token_ids
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export.bundle import export
+from tinyrl.tools.export import export
 from tinyrl.trainers import dpo, reward_model, sft
 from tinyrl.trainers.rows import RowTrainer
 

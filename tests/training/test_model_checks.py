@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 
 from tests.tiny_models import TinyModels, tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.engines import FusedEngine
 from tinyrl.rollout.components import Options, trainer_of
-from tinyrl.training import model_checks
-from tinyrl.training.model_checks import Check, check_parts
+from tinyrl.tools.check import loaded as model_checks
+from tinyrl.tools.check.loaded import Check, check_parts
 
 SPEAKS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}END{% endfor %}"

@@ -28,7 +28,7 @@ from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tools.export.bundle import export
+from tinyrl.tools.export import export
 from tinyrl.training import session
 from tinyrl.training import state as sources
 from tinyrl.training.launch import started_with
@@ -253,7 +253,7 @@ def test_a_resume_under_new_settings_that_fails_leaves_the_run_as_it_was(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("anything")
 
-    for where, owner in (("restore_rng", "tinyrl.training.session"), ("sample_groups", "tinyrl.trainers.grpo")):
+    for where, owner in (("restore_rng", "tinyrl.training.session"), ("sample_groups", "tinyrl.trainers.grpo.Grpo")):
         before = contents(run)
         with monkeypatch.context() as patch:
             patch.setattr(f"{owner}.{where}", fail)

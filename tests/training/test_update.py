@@ -8,11 +8,10 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_model
 from tinyrl.errors import GuardStop, OutOfRoom
-from tinyrl.models.batches import make_batch
+from tinyrl.models.batches import MicroBatches, RowSizes, make_batch
 from tinyrl.models.device import make_accelerator
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.micro_batches import MicroBatches, RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.training.optim import RoleOptimizer
 from tinyrl.training.update import Pass, Updater

@@ -32,7 +32,7 @@ def export(
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
     configure_libraries()
-    from tinyrl.tools.export.bundle import export as write
+    from tinyrl.tools.export import export as write
 
     given = {"merge": merge, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
     print(write(run, dtype=dtype, output=output, overwrite=overwrite, **given).render())

@@ -41,7 +41,7 @@ from tinyrl.generation.engine import (
     advanced,
     row_keys,
 )
-from tinyrl.generation.live import LiveScheduler
+from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import ANSWER, PreparedPrompt

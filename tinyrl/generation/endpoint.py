@@ -39,7 +39,7 @@ from starlette.routing import Route
 from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.agents import AgentEpisode, Conversation, Given, Refused
 from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.live import LIVE_STEP, IncrementalDetokenizer, LiveScheduler, TokenScores, score
+from tinyrl.generation.scheduler import LIVE_STEP, IncrementalDetokenizer, LiveScheduler, TokenScores, score
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import shortened

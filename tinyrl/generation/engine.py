@@ -24,7 +24,7 @@ from tinyrl.tasks.prompts import in_chat
 from tinyrl.text import shortened
 
 if TYPE_CHECKING:
-    from tinyrl.generation.hf import LibraryScheduler
+    from tinyrl.generation.engines import LibraryScheduler
     from tinyrl.generation.scheduler import Scheduler
 
 

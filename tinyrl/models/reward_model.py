@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tinyrl.models.batches import backbone_of, last_states, make_batch
+from tinyrl.models.batches import MicroBatches, RowSizes, Work, backbone_of, last_states, make_batch
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.loading import (
     FULL_REPORT,
@@ -33,7 +33,6 @@ from tinyrl.models.loading import (
     load_tokenizer,
     resolve_model_path,
 )
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reading import ADAPTER_FILES, reading
 

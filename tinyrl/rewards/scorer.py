@@ -16,7 +16,7 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Episode, episode_text
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles

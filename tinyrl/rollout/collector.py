@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.advantages import token_rewards
-from tinyrl.config.sections import RewardConfig, RunConfig
+from tinyrl.config.sections import RewardConfig
 from tinyrl.data.messages import policy_text
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
@@ -22,7 +22,6 @@ from tinyrl.rollout.sample import Sample, loss_mask, num_episodes, rewards_of, t
 from tinyrl.tasks.prompts import PreparedPrompt
 
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
-MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 CHARACTER_TOKENS = 8  # no character is made of more
 
 
@@ -247,11 +246,3 @@ def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]
         out.append(now[len(text(known, read)) :])
         known, read = read, end
     return out
-
-
-def allowed_bytes(run: RunConfig, step: int) -> float:
-    """Largest size of tokens.jsonl after an evaluation at `step`: its share of the whole run's."""
-    every = run.eval_every or run.num_steps
-    ahead = max(0, run.num_steps - step)
-    done = -(-step // every)
-    return MOST_TOKEN_BYTES * done / (done + -(-ahead // every))

@@ -19,14 +19,13 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import FEW, few_held_out, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids, unused_defaults
-from tinyrl.generation.select import engine_of
+from tinyrl.generation.engines import engine_of
 from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner
-from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.batches import MicroBatches, RowSizes, SequenceBatch, Work
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.checks import check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, seed_generators, threads_for, to_device
 from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import World, world
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, bytes_by_role, load_roles, save_roles

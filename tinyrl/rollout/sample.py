@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tinyrl.algorithms.kl import k1
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, FinishReason
-from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.distances import Teaching
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.batches import RowSizes, SequenceBatch
+from tinyrl.models.logprobs import Teaching
 from tinyrl.models.roles import Roles
 
 Tokens = Literal["loss", "rewarded", "all"]

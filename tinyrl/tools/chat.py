@@ -21,8 +21,8 @@ from tinyrl.environments.environment import Episode
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
-from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.live import IncrementalDetokenizer
+from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.scheduler import IncrementalDetokenizer
 from tinyrl.generation.turns import load_episode_runner, play
 from tinyrl.models.loading import check_ids
 from tinyrl.models.roles import load_policy

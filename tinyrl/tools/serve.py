@@ -13,8 +13,8 @@ import uvicorn
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.endpoint import LOCAL, Endpoint
 from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingParams, SamplingSettings
-from tinyrl.generation.live import LiveScheduler
-from tinyrl.generation.select import select_engine
+from tinyrl.generation.engines import select_engine
+from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 

@@ -19,7 +19,6 @@ from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.roles import Role
 from tinyrl.rewards.functions import count_bad_batches, describe_failure
 from tinyrl.rollout.collector import (
-    allowed_bytes,
     apply_length_rules,
     completion_text,
     sample_and_score,
@@ -55,6 +54,7 @@ from tinyrl.training.update import Pass
 # float32 rounds by up to 2e-5.
 EXACT_TO = 1e-4
 SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
+MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 
 SampleLoss = Callable[[list[Sample]], tuple[Tensor, Metrics]]  # of a micro-batch
 
@@ -352,7 +352,9 @@ class OnPolicyTrainer(SamplingParts, Trainer):
                     rewards = rewards[[places[id(sample)] for sample in shown]]
                 lines = token_lines(shown, new_logprobs=now, rewards=rewards, tokenizer=self.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
-                run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
+                every = settings.eval_every or settings.num_steps
+                done, ahead = -(-(step + 1) // every), -(-max(0, settings.num_steps - step - 1) // every)
+                run.append_tokens(numbered, most_bytes=MOST_TOKEN_BYTES * done / (done + ahead))  # its share
         first = samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
         lines = sample_lines(
             samples,

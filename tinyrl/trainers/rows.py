@@ -29,8 +29,8 @@ from tinyrl.data.formats import (
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints, prompt_key
+from tinyrl.models.batches import RowSizes
 from tinyrl.models.loading import check_ids
-from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.tokens import readable
 from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.signals import watched

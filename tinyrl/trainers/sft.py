@@ -17,7 +17,7 @@ from torch import Tensor
 from tinyrl.data.formats import is_empty, text_examples
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.micro_batches import Work
+from tinyrl.models.batches import Work
 from tinyrl.rollout.components import Parts
 from tinyrl.trainers.rows import Example, RowTrainer, answer_logprobs, rendered, sizes_of
 from tinyrl.training.session import Session

@@ -22,7 +22,7 @@ from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation.server_client import (
+from tinyrl.generation.server import (
     ROUNDED,
     AnswerPart,
     Models,
@@ -31,12 +31,10 @@ from tinyrl.generation.server_client import (
     check_tokenizer,
     read_as,
 )
-from tinyrl.models.batches import SequenceBatch, response_states
+from tinyrl.models.batches import RowSizes, SequenceBatch, Work, response_states
 from tinyrl.models.device import to_device
-from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching, distances, top_k_of
 from tinyrl.models.loading import check_ids, embedding_rows
-from tinyrl.models.logprobs import Head, token_logprobs
-from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.models.logprobs import Head, TeacherStates, TeacherTopK, Teaching, distances, token_logprobs, top_k_of
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role
 from tinyrl.rollout.sample import Sample, fill, loss_mask, padded, rewards_of

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.models.batches import MicroBatches, RowSizes, Work
 from tinyrl.models.device import Accelerator, free_bytes, restore_torch_rng, torch_rng
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.parallel import ALONE, World, sum_step
 from tinyrl.models.roles import Role, Roles
 from tinyrl.training.optim import RoleOptimizer

@@ -14,10 +14,9 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.rollout.components import Options
+from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export import merge
-from tinyrl.tools.export.bundle import Bundle, export
-from tinyrl.tools.export.merge import MergeCheck, compared
+from tinyrl.tools.export import Bundle, MergeCheck, compared, export
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
 NEW = 6
@@ -122,7 +121,7 @@ def test_a_merge_that_loses_the_adapter_is_found_and_not_kept(
 def test_over_one_percent_of_changed_tokens_is_refused_unless_told(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(merge, "compared", lambda wanted, saved: MergeCheck(0.3, 0.02, 50))
+    monkeypatch.setattr(exporting, "compared", lambda wanted, saved: MergeCheck(0.3, 0.02, 50))
     given = {"merge": True, "dtype": "bfloat16", "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=r"2\.00% of 50 greedy tokens change, more than 1%"):
         exported(folder / "lora", **given)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tinyrl.config.schema import Config
-from tinyrl.tools.export.model_card import curve, licence_of, model_card
+from tinyrl.tools.export import curve, licence_of, model_card
 
 STEPS: dict[int, dict[str, Any]] = {
     0: {"eval/reward_mean": 0.25, "eval/reward_ci": [0.2, 0.3], "eval/kl": 0.0},

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.tools.report.runs import write_run
 from tinyrl.runs.records import read_run
-from tinyrl.tools.report.outcome import outcome, phase_seconds, show
+from tinyrl.tools.report.panels import outcome, phase_seconds, show
 
 
 def said(folder: Path, metrics: list[dict[str, Any]], config: dict[str, Any] | None = None) -> str:

@@ -9,8 +9,7 @@ import pytest
 from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import differing, overlay_html, write_overlay
-from tinyrl.tools.report.outcome import outcome
-from tinyrl.tools.report.panels import RunGroup, group_runs, overlaid
+from tinyrl.tools.report.panels import RunGroup, group_runs, outcome, overlaid
 
 
 def runs_of(folder: Path, *metrics: list[dict[str, Any]], samples: Any = None) -> list[RunGroup]:

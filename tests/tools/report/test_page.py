@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.tools.report.runs import PageReader, page, sample, write_run
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import write_report
-from tinyrl.tools.report.outcome import outcome
+from tinyrl.tools.report.panels import outcome
 
 
 def test_page_holds_outcome_charts_samples_and_settings(grpo: tuple[Path, str]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.models.device import CHUNK_ELEMENTS, MICRO_BATCH_TOKENS
 from tinyrl.runs.findings import Finding
 from tinyrl.tools.check.page import CheckSection
 
@@ -101,6 +100,8 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     """Return bytes by part: `always`, `updating` and, where the method samples, `sampling`, in a process on `device`
     (cpu, cuda) that may hold `room` bytes.
     """
+    from tinyrl.models.device import CHUNK_ELEMENTS, MICRO_BATCH_TOKENS  # with torch
+
     shapes, lora = read_shapes(config.model.path), config.lora
     low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
     dtype_bytes = 2 if low else 4

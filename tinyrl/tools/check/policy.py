@@ -28,7 +28,7 @@ from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, pa
 from tinyrl.text import number, one_line
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.page import CheckSection
-from tinyrl.tools.report.outcome import show_seconds
+from tinyrl.tools.report.panels import show_seconds
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64

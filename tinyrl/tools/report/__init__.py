@@ -4,8 +4,7 @@ It reads run directories and nothing else, so it works on a run in progress, on 
 stopped half-way. torch is never imported; matplotlib is, when charts are drawn. The template escapes every value. The
 content security policy is a second defence: under it a browser runs no script and loads no address.
 
-    outcome.py               the one sentence and the key figures
-    panels.py                which charts there are, as plain data
+    panels.py                the one sentence, the key figures, and which charts there are, as plain data
     charts.py                drawing them with matplotlib: inline SVG for the page, one PNG
     page.html and page.css   the page (jinja2)
 """
@@ -28,7 +27,7 @@ from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import HeldOut, RunRecords, evenly, number
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
-from tinyrl.tools.report import outcome as figures
+from tinyrl.tools.report import panels as figures
 from tinyrl.tools.report.panels import MOST_MARKS, RunGroup, cells, group_runs, overlaid, panels_of
 
 MOST_PROMPTS = 8

@@ -22,8 +22,7 @@ from unittest.mock import patch
 
 from tinyrl.runs.records import evenly
 from tinyrl.text import one_line
-from tinyrl.tools.report.outcome import short_power, show
-from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, smoothed
+from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, short_power, show, smoothed
 
 with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}):  # the user's may name what is not here
     import matplotlib
