@@ -19,7 +19,7 @@ from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import resume, start
-from tinyrl.training.optim import RoleOptimizer, role_optimizers
+from tinyrl.training.update import RoleOptimizer, role_optimizers
 
 VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
 SMALL: dict[str, Any] = {

@@ -24,7 +24,7 @@ from tinyrl.models.batches import RowSizes
 from tinyrl.models.parallel import ALONE, World, check_alike, join, sum_step
 from tinyrl.runs.launched import Launched
 from tinyrl.training.launch import _check_alike
-from tinyrl.training.optim import RoleOptimizer
+from tinyrl.training.update import RoleOptimizer
 
 
 def try_exchange(folder: Path) -> None:

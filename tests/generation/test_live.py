@@ -15,7 +15,7 @@ import torch
 
 from tests.generation.sampling import PROMPTS, make_engine
 from tests.tiny_models import TinyModels
-from tinyrl.generation import live as live_module
+from tinyrl.generation import scheduler as live_module
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, score

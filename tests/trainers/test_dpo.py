@@ -25,8 +25,7 @@ from tinyrl.trainers import dpo
 from tinyrl.trainers.dpo import logprobs_of, pair_logprobs
 from tinyrl.trainers.reward_model import RewardModel
 from tinyrl.trainers.rows import Example
-from tinyrl.training.optim import role_optimizers
-from tinyrl.training.update import Updater
+from tinyrl.training.update import Updater, role_optimizers
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
 LOSSES: dict[str, dict[str, Any]] = {

@@ -21,9 +21,8 @@ from tinyrl.trainers.dpo import Dpo
 from tinyrl.trainers.grpo import Grpo
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.ppo import Ppo
-from tinyrl.training.optim import role_optimizers
 from tinyrl.training.session import Trainer
-from tinyrl.training.update import Pass, Updater
+from tinyrl.training.update import Pass, Updater, role_optimizers
 
 KINDS = ("llama", "qwen3", "gpt2")
 

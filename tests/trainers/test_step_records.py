@@ -181,7 +181,7 @@ def test_tokens_stay_within_their_room_and_are_cut_with_the_other_records(tmp_pa
     before = run.lengths()
     assert before["tokens.jsonl"] == 2 * size
     run.append_tokens([{"step": 2}, line], most_bytes=1000)
-    run.append_prompts(2, [[0, "key", 4, 1]])
+    run.append(run.prompts, [{"step": 2, "prompts": [[0, "key", 4, 1]]}])
     run.cut(before)
     assert run.tokens.stat().st_size == 2 * size
     assert run.prompts.read_bytes() == b""

@@ -13,8 +13,7 @@ from tinyrl.models.device import make_accelerator
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
-from tinyrl.training.optim import RoleOptimizer
-from tinyrl.training.update import Pass, Updater
+from tinyrl.training.update import Pass, RoleOptimizer, Updater
 
 
 def test_plan_packs_by_padded_tokens_longest_first() -> None:

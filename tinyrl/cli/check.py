@@ -67,8 +67,7 @@ def check(
 
 
 def doctor(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder")],
-    json_output: Json = False,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder")], json_output: Json = False
 ) -> None:
     """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
     from tinyrl.runs.findings import as_json, examples_in, find, render

@@ -13,14 +13,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from tinyrl.config.method_sections import (
-    DistillConfig,
-    DpoConfig,
-    GrpoConfig,
-    PpoConfig,
-    RewardModelConfig,
-    SftConfig,
-)
+from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, Method, MethodName, is_method
 from tinyrl.config.sections import (
     URL_SETTINGS,

@@ -1,6 +1,6 @@
 """The policy behind OpenAI's protocol, for `serve` and for agents: /v1/chat/completions, /v1/completions, /v1/models.
 
-Requests are decoded together as they come (live.py). Their settings say how a completion is drawn; one that would
+Requests are decoded together as they come (scheduler.py). Their settings say how a completion is drawn; one that would
 change the distribution otherwise (penalties, logit_bias, a response format) is refused and not ignored, unless it is
 null or asks for what is done anyway. Besides, as vLLM has them: `top_k`, `chat_template_kwargs`, `return_token_ids`,
 `include_stop_str_in_output`.

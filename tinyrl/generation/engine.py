@@ -1,6 +1,10 @@
 """The sampling engine protocol: requests of token lists in, ragged token lists out; and which tokens end a completion.
 
-Local engines (fused.py, hf.py) sample through a scheduler, the server engine (server.py) over HTTP.
+Local engines (engines.py) sample through a scheduler, the server engine (server.py) over HTTP.
+
+A token is drawn by inverse CDF. Its uniform comes from (seed, step, prompt, sample, t) by a counter-based hash, so the
+same request gives the same completion, to float32 rounding, whichever rows share its batch, from every engine, after a
+split for memory and after a restart.
 """
 
 from __future__ import annotations
@@ -125,7 +129,7 @@ class Sequence:
     key: its t-th new token is drawn by the key's uniform t. after: what becomes of its row in the cache when it has
     ended: free; cached, until another sequence needs the room; or held, until it is continued or dropped. row: the row
     in the cache that it goes on in. on_tokens: called with new tokens as they come; on_end: called by the thread of
-    live.py. cancelled: nobody waits for it any more.
+    scheduler.py. cancelled: nobody waits for it any more.
     """
 
     prompt: list[int]

@@ -1,7 +1,8 @@
-"""The fused sampling engine: a scheduler over our own decoder (decoder.py), for models that are built like Llama.
+"""Sampling engines of this process, and the choice of one by the model's shape and a trial of its numbers.
 
-On CUDA a step is replayed from a graph for its bucket of rows, and finished rows are looked for only every few tokens,
-so that nothing waits for the host. Episodes of several turns are played in the same cache.
+A server (server.py) where one is named. Else `fused`, a scheduler over our own decoder for models built like Llama,
+where its numbers agree with the model's own forward pass. Else the library's modules with merged weights, or with LoRA
+branches (a quantised or bfloat16 base, or no room for the copy); simple, so the others are tested against them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ each step the last token of a live row is not in the cache yet: its position is 
 
 Tensors that a step reads and writes keep their addresses, since a CUDA graph holds them. A graph may compute rows
 behind the live ones as well. That does a cached row no harm: its position is behind the tokens that count.
+
+For callers who come one by one (`serve`, agents) it runs in a thread of its own. Requests to other weights (another
+role), or for longer rows than there are, wait until those before them have ended.
 """
 
 from __future__ import annotations

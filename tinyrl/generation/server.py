@@ -1,4 +1,14 @@
-"""A serving engine over HTTP (vLLM's protocol): requests, refusals in words, answers in their shape, its tokenizer."""
+"""The engine that samples over HTTP by a server on this machine (vLLM's protocol), and its client.
+
+    once       its base, tokenizer and use of adapters are compared with ours; a difference is refused
+    each call  0. under generation.server_sleep it is woken first, and sleeps again after it: two processes, one GPU
+               1. the policy's adapter goes there under a new name, if its weights are others than those it has
+               2. after that: four completions are scored by our own forward; a gap beyond the first stops the run
+               3. one request a completion: token ids in, token ids and log-probabilities out
+
+Its numbers are those of other kernels and often another dtype, so `exact` is False: trainers rescore what it drew, and
+weigh the difference. A completion's seed is the key of its random numbers.
+"""
 
 from __future__ import annotations
 

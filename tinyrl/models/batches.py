@@ -4,6 +4,8 @@ Only this file knows the layout. Padded: rows are padded on the right, with expl
 rotary positions agree with an unpadded row. Packed: all rows stand end to end as one, rows with the same prompt behind
 one copy of it (packing.py). Either way states come back flat, (N, H), one for each listed response token; the head
 never sees a prompt, a tool's answer or a padding position.
+
+Rows are cut into micro-batches by one token budget, made smaller when memory runs out.
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ The (tokens, vocabulary) matrix of logits would be the largest tensor of a step 
 tokens at Qwen's vocabulary); nothing of that size outlives its chunk, forward or backward. With a frozen head (LoRA)
 the derivatives with respect to the state, (N, H) each, are formed while a chunk's probabilities are at hand, so
 backward needs no logits. With a trainable head (full fine-tuning) backward recomputes each chunk.
+
+Distances to a teacher are chunked alike. It is given by its states (N, H), 896 numbers a token where the vocabulary has
+151,936, or by its K most likely tokens. With z the student's logits over the temperature, p = softmax(z), and
+G_v = dD / dp_v (where a tail bin's G is that of every token in it):
+    dD / dz_v = p_v (G_v - sum_u p_u G_u)
+    forward KL: G = -q / p        reverse KL: G = log p - log q        between: G = (1 - beta) (log p - log m)
 """
 
 from __future__ import annotations

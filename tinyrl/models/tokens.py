@@ -3,6 +3,9 @@
 A marker is an added token such as <|im_end|> or <tool_call>. `disguised` replaces those in contents by stand-ins before
 they are rendered, and `token_ids` encodes a rendering in one piece: a stand-in becomes ordinary text, the template's
 own markers their ids. A text without a stand-in is encoded as the tokenizer does it.
+
+Chat templates come with a model and are programs: the library renders them in a sandbox, which lets them loop and
+multiply texts for ever, so time and size are limited here (time only in the main thread, which renders each first).
 """
 
 from __future__ import annotations

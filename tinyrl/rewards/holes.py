@@ -24,14 +24,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.rewards.functions import mean
 from tinyrl.tasks import Task
-from tinyrl.tasks.grading import (
-    first_number,
-    last_number,
-    marked_answer,
-    normalised_text,
-    numbers_equal,
-    parse_number,
-)
+from tinyrl.tasks.grading import first_number, last_number, marked_answer, normalised_text, numbers_equal, parse_number
 
 HIGH = 0.75  # share of the way from a row's lowest score to that of its right answer
 LEAST_SHARE = 0.25  # share of the rows in which a text must score high, so that it is no coincidence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -91,13 +91,13 @@ def _sampled(
         completions, episodes = [], []
     if world.size == 1:
         return completions, episodes
-    starts = range(0, len(completions), group_size)
-    groups = world.merge([[asdict(c) for c in completions[i : i + group_size]] for i in starts])
-    merged = [Completion(**fields) for group in groups for fields in group]
-    if episodes is None:
-        return merged, None
-    merged_episodes = world.merge([[asdict(e) for e in episodes[i : i + group_size]] for i in starts])
-    return merged, [Episode(**fields) for group in merged_episodes for fields in group]
+
+    def gathered(own: list[Any], kind: Callable[..., Any]) -> list[Any]:
+        """Exchange whole groups, so that they are in order."""
+        groups = [[asdict(one) for one in own[i : i + group_size]] for i in range(0, len(own), group_size)]
+        return [kind(**fields) for group in world.merge(groups) for fields in group]
+
+    return gathered(completions, Completion), None if episodes is None else gathered(episodes, Episode)
 
 
 def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_tokens: int) -> None:

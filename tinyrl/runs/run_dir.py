@@ -106,7 +106,7 @@ class RunDir:
             write_whole(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        self._append(self.metrics, [{"step": step, **metrics}])
+        self.append(self.metrics, [{"step": step, **metrics}])
 
     def append_samples(self, samples: list[dict[str, Any]], *, turn: int = 0, most_bytes: float = math.inf) -> None:
         """Add the lines of a step to samples.jsonl, or none of them: where they are more than `most_bytes`, which a
@@ -117,7 +117,7 @@ class RunDir:
         while size > every * most_bytes:
             every *= 2
         if turn % every == 0:
-            self._append(self.samples, samples)
+            self.append(self.samples, samples)
 
     def append_tokens(self, lines: Iterable[dict[str, Any]], *, most_bytes: float) -> None:
         """Add lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
@@ -126,14 +126,7 @@ class RunDir:
             size += len(_lines([line]))
             if size > most_bytes:
                 return
-            self._append(self.tokens, [line])
-
-    def append_prompts(self, step: int, prompts: list[list[Any]]) -> None:
-        """Add the line of a step to prompts.jsonl: of each prompt its index, its key, how often tried and solved."""
-        self._append(self.prompts, [{"step": step, "prompts": prompts}])
-
-    def append_failed_rewards(self, rows: list[dict[str, Any]]) -> None:
-        self._append(self.failed_rewards, rows)
+            self.append(self.tokens, [line])
 
     def append_reward_output(self, text: str) -> None:
         """Add whole lines to reward_output.log, of which the end is kept. A resume adds a mark and does not cut it, as
@@ -186,7 +179,8 @@ class RunDir:
                     record.write(lost_line(step, length - kept))
         return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
 
-    def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
+    def append(self, file: Path, rows: list[dict[str, Any]]) -> None:
+        """Add lines to a record, or keep them for the next call where the disk refuses."""
         if not self.writes:
             return
         warned, length = bool(self._unwritten), _length(file)

@@ -30,27 +30,19 @@ class PromptStats:
 
     def __init__(self, solved_reward: float) -> None:
         self.solved_reward = solved_reward
-        self._counts: dict[int, tuple[str, int, int]] = {}
+        self.counts: dict[int, tuple[str, int, int]] = {}
 
     def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
         """Add a group of rewards for each of `prompts`, one after another; NaN: none."""
         rewards = rewards.reshape(len(prompts), -1)
         tried, right = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
         for prompt, n, won in zip(prompts, tried, right, strict=True):
-            _, before, before_right = self._counts.get(prompt.index, ("", 0, 0))
-            self._counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
-
-    def by_row(self) -> dict[str, tuple[int, int]]:
-        """(tried, right) by the fingerprint of a row, which fits data that has changed."""
-        found: dict[str, tuple[int, int]] = {}
-        for key, tried, right in self._counts.values():
-            before = found.get(key, (0, 0))
-            found[key] = (before[0] + tried, before[1] + right)
-        return found
+            _, before, before_right = self.counts.get(prompt.index, ("", 0, 0))
+            self.counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
 
     def take(self) -> list[list[Any]]:
         """What the line of prompts.jsonl holds, by index; the count begins anew."""
-        counts, self._counts = self._counts, {}
+        counts, self.counts = self.counts, {}
         return [[index, *counts[index]] for index in sorted(counts)]
 
 
@@ -125,7 +117,7 @@ class PassRates(PromptSampler):
         return [*places, *(int(i) for i in np.argsort(-score, kind="stable")[: count - uniform])]
 
     def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
-        for key, (count, right) in tried.by_row().items():
+        for key, count, right in tried.counts.values():
             was_right, was_wrong = self._known(key, step)
             self.record[key] = [was_right + right, was_wrong + count - right, step]
         return {"reward/known_prompts": float(len(self.record))}

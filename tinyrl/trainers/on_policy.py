@@ -158,7 +158,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
                 for sample in failed
                 for reason in sample.failures
             ]
-            self.session.run.append_failed_rewards(lines)
+            self.session.run.append(self.session.run.failed_rewards, lines)
         if self.config.trains.rewarded:
             self.state.controllers.failing_batches = count_bad_batches(
                 self.state.controllers.failing_batches,
@@ -171,7 +171,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def record_prompts(self, step: int) -> dict[str, float]:
         """Put on record which prompts of a step were solved; its metrics."""
         metrics = self.choice.keep(step, self.tried)
-        self.session.run.append_prompts(step + 1, self.tried.take())
+        run, prompts = self.session.run, self.tried.take()  # of each its index, its key, how often tried and solved
+        run.append(run.prompts, [{"step": step + 1, "prompts": prompts}])
         return metrics
 
     # ---- passes without gradient ----

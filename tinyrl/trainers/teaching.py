@@ -22,15 +22,7 @@ from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation.server import (
-    ROUNDED,
-    AnswerPart,
-    Models,
-    ServerClient,
-    ServerError,
-    check_tokenizer,
-    read_as,
-)
+from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batches import RowSizes, SequenceBatch, Work, response_states
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import check_ids, embedding_rows
@@ -320,7 +312,9 @@ class Hint:
         if CORRECT in found:
             found[CORRECT] = _correct(samples, asked, trainer)
         if WHY in found:
-            found[WHY] = [_why(sample) for sample in samples]
+            told = [sample.played.transcript if sample.played else [] for sample in samples]
+            last = [next((m["content"] for m in reversed(turns) if m["role"] != "assistant"), None) for turns in told]
+            found[WHY] = [sample.comment or text for sample, text in zip(samples, last, strict=True)]
             if trainer.state.step == 0 and not any(found[WHY]):
                 raise GuardStop(
                     "teacher.hint has {why}, and no reward gave a text beside a score, as in (0.0, 'line 3: "
@@ -355,13 +349,6 @@ def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPo
     right = [one for one, score in zip(samples, scores.tolist(), strict=True) if score >= least and one.rewarded]
     first = [next((one for one in right if one.row == sample.row and one is not sample), None) for sample in samples]
     return [None if one is None else scorer.text(one.response) for one in first]
-
-
-def _why(sample: Sample) -> str | None:
-    if sample.comment:
-        return sample.comment
-    turns = [] if sample.played is None else sample.played.transcript
-    return next((str(one["content"]) for one in reversed(turns) if one["role"] != "assistant"), None)
 
 
 def teacher_metrics(samples: list[Sample]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""The start of a run: everything a user can fix is checked before its folder is made (training/resume.py: going on)."""
+"""The start of a run: everything a user can fix is checked before its folder is made.
+
+A resume goes on from the newest checkpoint that verifies; a fork is a new run that goes on so from another one's.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ from tinyrl.runs.records import read_steps
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session, Trainer, out_of_memory_stops
 from tinyrl.training.state import Sources, changed_sources, read_sources, read_state
+from tinyrl.training.update import stretched_schedule
 
 
 def start(

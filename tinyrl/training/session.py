@@ -39,9 +39,8 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
-from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.state import Best, CheckpointState, RunState, Sources
-from tinyrl.training.update import Updater
+from tinyrl.training.update import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
 SAMPLES_BYTES = 90e6  # of samples.jsonl; a long run leaves out steps

@@ -8,7 +8,7 @@ import pytest
 from tinyrl.config.recipe import load_config
 from tinyrl.tasks import load_splits, load_task
 from tinyrl.tools.check.functions import check_environment, check_reward
-from tinyrl.tools.check.page import CheckSection
+from tinyrl.tools.check.offline import CheckSection
 
 CODE = '''
 import itertools, os

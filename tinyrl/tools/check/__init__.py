@@ -1,8 +1,7 @@
 """`tinyrl check`: whether a run will work and what it costs, on one page, before it costs anything.
 
-page.py       a section of the page
 functions.py  the reward and the environment tried on rows, without a model
-offline.py    memory by arithmetic
+offline.py    a section of the page; memory by arithmetic
 loaded.py     everything that needs the models: numbers, answers, the largest step
 policy.py     what the answers say
 """
@@ -27,8 +26,7 @@ from tinyrl.runs.run_dir import versions
 from tinyrl.tasks import layout_notes, load_splits, load_task
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.functions import check_environment, check_reward
-from tinyrl.tools.check.offline import check_memory
-from tinyrl.tools.check.page import CheckSection
+from tinyrl.tools.check.offline import CheckSection, check_memory
 
 SHOWN = 400
 

@@ -22,7 +22,7 @@ from tinyrl.runs.findings import Rule
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import number, one_line, visible
-from tinyrl.tools.check.page import CheckSection
+from tinyrl.tools.check.offline import CheckSection
 from tinyrl.workers.calls import MAX_FAILED_SHARE
 
 REWARD_ROWS, ATTACKED_ROWS, EPISODES = 64, 8, 16

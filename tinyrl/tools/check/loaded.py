@@ -38,8 +38,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
 from tinyrl.text import shortened
-from tinyrl.tools.check.offline import size
-from tinyrl.tools.check.page import CheckSection
+from tinyrl.tools.check.offline import CheckSection, size
 from tinyrl.training.launch import out_of_memory_stops
 from tinyrl.training.session import Session
 from tinyrl.training.state import Sources

@@ -27,7 +27,7 @@ from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.text import number, one_line
 from tinyrl.tools.check.loaded import Answer, answers
-from tinyrl.tools.check.page import CheckSection
+from tinyrl.tools.check.offline import CheckSection
 from tinyrl.tools.report.panels import show_seconds
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one

@@ -1,7 +1,8 @@
-"""A policy merged in float32 into a freshly loaded base, saved, loaded back, and compared with what was merged.
+"""`tinyrl export`: the policy of a checkpoint as a folder that other programs read, checked before it is kept.
 
-Nothing of a training process is used: not its copy of the base (which may be 4-bit or bfloat16), nor its merged copies
-for sampling. The files are compared, since another program will read those.
+An adapter is copied as it is. A merged policy is computed in float32 on a freshly loaded base, saved, loaded back, and
+compared. The folder appears whole or not at all. Values of the card come from files of a run, which may quote anything:
+each is one line of visible text that Markdown takes for text.
 """
 
 from __future__ import annotations
