@@ -41,7 +41,7 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
             meant = did_you_mean(folder.name, [*sorted(file.name for file in folder.parent.glob("*")), *EMBEDDED])
             where = f"{key}={shortened(path, 300)}"
-            raise ValueError(f"{where} does not exist: there is no such folder, and a hub name is owner/name.{meant}")
+            raise ValueError(f"{where}: there is no such folder, and a hub name is owner/name.{meant}")
         return path
     names = sorted(file.name for file in folder.glob("*"))
     if "config.json" not in names and not (adapters and ADAPTER_FILES[0] in names):
