@@ -66,7 +66,7 @@ def test_a_model_is_an_embedded_name_a_folder_or_a_hub_name(tiny: TinyModels, tm
     (tmp_path / "my-model").mkdir()
     with pytest.raises(ValueError, match=r"no such folder.*my-model"):
         resolve_model_path(str(tmp_path / "my-modle"))
-    with pytest.raises(ValueError, match=r"does not exist.*starter"):
+    with pytest.raises(ValueError, match=r"no such folder.*starter"):
         resolve_model_path("startr")
     with pytest.raises(ValueError, match="is a file; name the folder"):
         resolve_model_path(str(folder / "config.json"))
