@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.generation.sampling import CPU, PROMPTS, make_engine, sample, stir
 from tests.tiny_models import TinyModels
-from tinyrl.generation import engines as select
+from tinyrl.generation import engines
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.engines import select_engine
 from tinyrl.models.loading import load_causal_lm
@@ -70,7 +70,7 @@ def test_a_trial_that_raises_means_another_engine_and_says_so(
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(select, "trial_logprobs", full)
+    monkeypatch.setattr(engines, "trial_logprobs", full)
     with pytest.raises(torch.OutOfMemoryError):
         choose(make_engine(tiny("llama")))
 

@@ -6,7 +6,7 @@ import torch
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
-from tinyrl.generation import engines as hf
+from tinyrl.generation import engines
 
 
 def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
@@ -28,13 +28,13 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each forward pass."""
     seen: list[int] = []
-    forward = hf.LibraryScheduler._forward
+    forward = engines.LibraryScheduler._forward
 
-    def noted(self: hf.LibraryScheduler, ids: torch.Tensor) -> torch.Tensor:
+    def noted(self: engines.LibraryScheduler, ids: torch.Tensor) -> torch.Tensor:
         seen.append(len(ids))
         return forward(self, ids)
 
-    monkeypatch.setattr(hf.LibraryScheduler, "_forward", noted)
+    monkeypatch.setattr(engines.LibraryScheduler, "_forward", noted)
     return seen
 
 
@@ -43,7 +43,7 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, monkeypatch: p
     engine.eos = set(range(1, 12))
     widths, results = {}, []
     for share in (0.0, 0.5, 1.0):
-        monkeypatch.setattr(hf, "COMPACT_BELOW", share)
+        monkeypatch.setattr(engines, "COMPACT_BELOW", share)
         batches.clear()
         results.append(sample(engine, 4))
         widths[share] = [*batches]

@@ -22,8 +22,7 @@ from tests.generation.sampling import (
     stir,
 )
 from tests.tiny_models import TinyModels
-from tinyrl.generation import engines as fused
-from tinyrl.generation import engines as select
+from tinyrl.generation import engines
 from tinyrl.generation.decoder import Decoder, tensors
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.engines import FusedEngine, select_engine
@@ -47,9 +46,9 @@ SHAPE = {
     [("fused", "qwen3", True), ("fused", "qwen2", False), ("hf-merged", "gpt2", True), ("hf-merged", "gemma2", True)],
 )
 def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str, lora: bool):
-    engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("hf", name)]
+    both = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("hf", name)]
     results = []
-    for engine in engines:
+    for engine in both:
         engine.eos = set(range(1, 12))
         stir(engine)
         results.append([sample(engine, 4), sample(engine, 2, step=3), sample(engine, 1, greedy=True)])
@@ -95,8 +94,8 @@ def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatc
     expected = sample(engine, 4)
     decoder = next(iter(engine.decoders.values()))
     assert decoder.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, bytes
-    assert fused.rows_that_fit(decoder, 32, free=10_000_000) == 488  # 0.4 of it, at 32 x 256 bytes
-    assert fused.rows_that_fit(decoder, 32, free=0) == 1
+    assert engines.rows_that_fit(decoder, 32, free=10_000_000) == 488  # 0.4 of it, at 32 x 256 bytes
+    assert engines.rows_that_fit(decoder, 32, free=0) == 1
     seen: list[int] = []
     init = Scheduler.__init__
 
@@ -104,7 +103,7 @@ def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatc
         seen.append(named["capacity"])
         init(self, *args, **named)
 
-    monkeypatch.setattr(fused, "rows_that_fit", lambda *_, **__: 5)
+    monkeypatch.setattr(engines, "rows_that_fit", lambda *_, **__: 5)
     monkeypatch.setattr(Scheduler, "__init__", noted)
     assert_same(sample(engine, 4), expected)
     assert seen == [5]
@@ -192,7 +191,7 @@ def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(
     stir(made)
     drawn = {}
     for held, free in (("apart", 1 << 40), ("packed", 1000)):
-        monkeypatch.setattr(select, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
         engine = choose(made, dtype=dtype)[0]
         assert isinstance(engine, FusedEngine)
         assert engine.held == held

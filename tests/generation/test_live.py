@@ -15,7 +15,6 @@ import torch
 
 from tests.generation.sampling import PROMPTS, make_engine
 from tests.tiny_models import TinyModels
-from tinyrl.generation import scheduler as live_module
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, score
@@ -131,7 +130,7 @@ def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels) -> None:
 
 
 def test_too_many_are_turned_away(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MOST_WAITING", 2)
+    monkeypatch.setattr("tinyrl.generation.scheduler.MOST_WAITING", 2)
     live = LiveScheduler(make_engine(tiny("llama"), "fused"), max_rows=1)
     assert not live.submit([Client(PROMPTS[0], row=i) for i in range(3)])
     live.close()

@@ -17,7 +17,6 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server as server_client
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.server import ServerClient, ServerEngine
@@ -26,7 +25,7 @@ from tinyrl.runs.signals import StopFlag
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("tinyrl.generation.server.WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 

@@ -21,7 +21,6 @@ from tests.trainers.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
-from tinyrl.generation import server as server_client
 from tinyrl.generation.engine import Completion
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
@@ -37,7 +36,7 @@ SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("tinyrl.generation.server.WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 

@@ -14,7 +14,6 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
-from tinyrl.generation import server as server_client
 from tinyrl.models.loading import resolve_model_path
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.update import Updater
@@ -22,7 +21,7 @@ from tinyrl.training.update import Updater
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("tinyrl.generation.server.WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 

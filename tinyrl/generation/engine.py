@@ -456,9 +456,6 @@ def block_width(vocabulary: int) -> int:
     return next(near, root)
 
 
-# ---- keyed random numbers ----
-
-
 def _mix(x: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words that passes for random."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
