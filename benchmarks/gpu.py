@@ -193,14 +193,15 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
     from tinyrl.config.recipe import load_config
     from tinyrl.generation.engine import Request
     from tinyrl.generation.engines import engine_of
-    from tinyrl.rollout.components import Options, Parts
+    from tinyrl.rollout.load import load_policy
+    from tinyrl.runs.launched import Options
 
     name, section = settings["engine"], settings["recipe"]["grpo"]
     overrides = [*settings["overrides"], f"generation.engine={'hf' if name == 'hf' else 'fused'}"]
     config = load_config("grpo", str(ours.write(settings)), overrides=overrides)
-    parts = Parts(config, options=Options(device=settings["device"]))
+    parts = load_policy(config, options=Options(device=settings["device"]))
     longest = config.generation.max_new_tokens
-    engine: Any = engine_of(config.generation, parts.roles, parts.tokenizer, stop=[], longest_response=longest)[0]
+    engine: Any = engine_of(config.generation, parts, parts.tokenizer, stop=[], longest_response=longest)[0]
     if name == "fused without graphs":
         engine.by_graphs = False
     rows = read_rows(Path(settings["recipe"]["task"]["data"]))[: section["num_prompts"]]

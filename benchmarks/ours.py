@@ -54,7 +54,7 @@ def ppo(files: Path, *, critic: str, steps: int, options: Namespace, seed: int =
         "method": "ppo",
         **recipe,
         "reward": {"model": str(files / "reward_model")},
-        "critic": {"kind": critic, "warmup": 0, **start},
+        "critic": {"kind": critic, "warmup_steps": 0, **start},
         "ppo": {"num_prompts": PPO_PROMPTS, "num_epochs": PPO_EPOCHS, "minibatch_size": PPO_PROMPTS},
     }
 
@@ -77,33 +77,33 @@ def watched(gradients: str | None) -> Iterator[measuring.Steps]:
     """
     from safetensors.torch import save_file
 
-    from tinyrl.training.session import Session
-    from tinyrl.training.update import Updater
+    from tinyrl.training.run import Run
+    from tinyrl.training.step import Updater
 
     steps, calls = measuring.Steps(), [0]
-    end_step, go, accumulate = Session.end_step, Session.go, Updater._accumulate
+    end_step, go, accumulate = Run.end_step, Run.go, Updater._accumulate
 
-    def end(self: Session, **metrics: float) -> None:
+    def end(self: Run, **metrics: float) -> None:
         steps.end()
         end_step(self, **metrics)
 
-    def silent(self: Session, *, report: Callable[[Path], object], until: int | None = None) -> int:
+    def silent(self: Run, *, report: Callable[[Path], object], until: int | None = None) -> int:
         return go(self, report=lambda _: None, until=until)
 
     def kept(self: Updater, passes: Any) -> dict[str, float]:
         metrics = accumulate(self, passes)
         calls[0] += 1
         if gradients is not None and calls[0] == CHECKED_STEP:
-            named = self.roles.parameters["policy"].items()
+            named = self.policy.parameters["policy"].items()
             save_file({n: p.grad.clone() for n, p in named if p.grad is not None and "lora_" in n}, gradients)
         return metrics
 
-    Session.end_step, Session.go = end, silent
+    Run.end_step, Run.go = end, silent
     Updater._accumulate = kept  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield steps
     finally:
-        Session.end_step, Session.go, Updater._accumulate = end_step, go, accumulate
+        Run.end_step, Run.go, Updater._accumulate = end_step, go, accumulate
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:

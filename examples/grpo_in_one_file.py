@@ -149,7 +149,7 @@ def clipped_loss(logprobs: Tensor, samples: Samples) -> Tensor:
     return -(surrogate * samples.mask).sum() / samples.mask.sum()
 
 
-# ---- the algorithm (tinyrl/trainers/grpo.py) ----
+# ---- the algorithm (tinyrl/training/grpo.py) ----
 
 
 def train(model: Any, tokenizer: Any, *, seed: int, num_steps: int = NUM_STEPS) -> list[float]:

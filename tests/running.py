@@ -13,15 +13,15 @@ from torch import Tensor
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.errors import Interrupted
-from tinyrl.rollout.components import Options
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import resume, start
-from tinyrl.training.update import RoleOptimizer, role_optimizers
+from tinyrl.training.step import RoleOptimizer, role_optimizers
 
-VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
+VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/", "reward/slowest_seconds")  # of the clock, the machine
 SMALL: dict[str, Any] = {
     "task": {"name": "sort", "max_samples": 64},
     "reward": {"functions": [{"use": f"{Path(__file__).parent / 'varied_reward.py'}:variety"}]},
@@ -97,7 +97,7 @@ def train(
         options = Options(device=device)
         launch = start(settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"])
         code = launch.go(report=report)
-        return code, launch.run, flag.looks
+        return code, launch.folder, flag.looks
 
 
 def go_on(run: RunDir, *, stop_at: int | None = None, device: str = "cpu", **options: Any) -> int:
@@ -117,7 +117,7 @@ def optimizers_with(**fields: float) -> Callable[..., dict[str, RoleOptimizer]]:
 
 
 def metrics(run: RunDir) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [json.loads(line) for line in run.metrics.read_text().splitlines() if line.strip()]
 
 
 def lasting(run: RunDir) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ def test_the_lookup_agent_plays_the_lookup_task_by_url(tmp_path: Path) -> None:
         "lookup",
         overrides=[
             f"environment.agent={EXAMPLES / 'lookup_agent.py'}:run",
-            "environment.at_once=2",
+            "environment.max_concurrency=2",
             "grpo.num_prompts=8",
             "run.num_steps=1",
             "run.eval_prompts=32",

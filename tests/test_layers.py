@@ -13,7 +13,7 @@ LEVELS = (
     ("__main__",),
     ("api",),
     ("cli",),
-    ("trainers", "tools"),
+    ("tools",),
     ("training",),
     ("evaluation",),
     ("rollout",),
@@ -96,7 +96,8 @@ def test_what_answers_before_torch_does_not_load_it(code: str) -> None:
     assert not loaded & HEAVY
 
 
-def test_the_policy_loss_needs_the_formulas_and_its_settings_alone() -> None:
-    code = "import sys, tinyrl.trainers.policy_loss; print(*(m for m in sys.modules if m.split('.')[0] == 'tinyrl'))"
+@pytest.mark.parametrize(("module", "most"), [("policy_loss", 12), ("grpo", 45)])
+def test_a_method_needs_few_modules(module: str, most: int) -> None:
+    code = f"import sys, tinyrl.training.{module}; print(*(m for m in sys.modules if m.split('.')[0] == 'tinyrl'))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert len(found) <= 12, sorted(found)
+    assert len(found) <= most, sorted(found)

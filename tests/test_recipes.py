@@ -19,7 +19,7 @@ RECIPES = packaged_recipes()
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_loads_with_each_method_it_has_a_section_for(name: str):
-    written = read_recipe(RECIPES[name]).values
+    written = read_recipe(RECIPES[name])
     for method in {written["method"]} | ({"grpo", "ppo"} & set(written)):
         config = load_config(method, name, overrides=[])
         assert config.method == method
@@ -31,7 +31,7 @@ def test_loads_with_each_method_it_has_a_section_for(name: str):
 METHODS_OF = [
     (name, method)
     for name, path in RECIPES.items()
-    for written in [read_recipe(path).values]
+    for written in [read_recipe(path)]
     for method in dict.fromkeys([written["method"], *({"grpo", "ppo"} & set(written))])
     if not name.startswith("sentiment")  # tests/test_chain.py runs these
 ]
@@ -52,7 +52,7 @@ KNIGHTS = {
 
 def settings_of(name: str, method: str | None = None, *overrides: str) -> Config:
     """The configuration of a packaged recipe, for its own method or another one it has a section for."""
-    return load_config(method or read_recipe(RECIPES[name]).values["method"], name, overrides=list(overrides))
+    return load_config(method or read_recipe(RECIPES[name])["method"], name, overrides=list(overrides))
 
 
 def with_a_small_model(config: Config) -> list[str]:

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.text import (
-    Excerpt,
-    excerpt,
-    masked,
-    one_line,
-    redact,
-    whole_address,
-)
+from tinyrl.text import Excerpt, excerpt, masked, one_line, redact, whole_address
 from tinyrl.tools.report import text_html
 
 

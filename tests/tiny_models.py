@@ -11,37 +11,53 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
-from tests.architectures import VISION_LANGUAGE, config_of
-
-KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gemma2", "cohere", "granite")
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 POSITIONS = 512
 HIDDEN = 32
+WINDOWS = ["sliding_attention", "full_attention"]
+SOFT_CAPS = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
+LINEAR = {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4, "conv_kernel_dim": 4}
+TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0],
+         "mrope_interleaved": True}  # fmt: skip
+HYBRID = {"head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 2, "tie_word_embeddings": True,
+          "rope_parameters": TURNS, **{f"linear_{name}": value for name, value in LINEAR.items()}}  # fmt: skip
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+          "out_hidden_size": 32, "num_position_embeddings": 16}  # fmt: skip
+# Kind: the library's configuration class, and what differs from `tiny_config`'s shape. Windows, soft-caps and shared
+# keys are small enough to show within a prompt, but for the window of `gemma3-wide`. GPT-2 keeps its dropout.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "gpt2": ("GPT2Config", {}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 8, **SOFT_CAPS}),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "gemma3-wide": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 4096, "layer_types": WINDOWS}),
+    "gemma4": ("Gemma4TextConfig", {"head_dim": 8, "global_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4,
+                                    "num_kv_shared_layers": 2, "layer_types": WINDOWS * 2,
+                                    "hidden_size_per_layer_input": 4, "final_logit_softcapping": 2.0}),
+    "qwen3.5": ("Qwen3_5TextConfig", HYBRID),
+    "qwen3.5-vl": ("Qwen3_5TextConfig", HYBRID),  # a folder with a vision tower, of which the language model is trained
+}  # fmt: skip
 
 
 def tiny_model(
     folder: Path, kind: str, *, seed: int = 0, pad_is_eos: bool = False, vocabulary: Sequence[str] | None = None
 ) -> Path:
-    """Write a causal language model of a kind (KINDS, or architectures.py's) and its tokenizer into `folder`, which is
-    returned.
+    """Write a causal language model of a kind of KINDS and its tokenizer into `folder`, which is returned.
 
     The tokenizer reads single bytes, so any text round-trips; with `vocabulary` it reads those words, split at
     spaces, instead (not for qwen2: transformers reads any tokenizer beside that architecture as Qwen's own BPE).
@@ -51,7 +67,7 @@ def tiny_model(
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos, vocabulary=vocabulary)
     config = tiny_config(kind, tokenizer)
     with _seeded(seed):
-        auto = AutoModelForImageTextToText if kind in VISION_LANGUAGE else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if kind == "qwen3.5-vl" else AutoModelForCausalLM
         model = auto.from_config(config)
         _spread(model)
     return _save(model, tokenizer, folder)
@@ -114,49 +130,27 @@ def tiny_tokenizer(*, pad_is_eos: bool = False, vocabulary: Sequence[str] | None
 
 
 def tiny_config(kind: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """Two layers of width 32. Gemma-2's soft-caps and window are small enough to bite; GPT-2 keeps its dropout."""
-    tokens: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    """Two layers of width 32 (KINDS); skip the test where transformers does not know the architecture."""
+    name, own = KINDS[kind]
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}  # fmt: skip
+    if kind == "gemma4":
+        own = own | {"vocab_size_per_layer_input": len(tokenizer)}
     if kind == "gpt2":
-        return GPT2Config(n_positions=POSITIONS, n_embd=HIDDEN, n_layer=2, n_head=4, **tokens)
-    shape: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": POSITIONS,
-        **tokens,
-    }
-    if kind == "llama":
-        return LlamaConfig(**shape)
-    if kind == "qwen2":
-        return Qwen2Config(tie_word_embeddings=True, **shape)
-    if kind == "qwen3":
-        return Qwen3Config(head_dim=8, **shape)
-    if kind == "gemma2":
-        return Gemma2Config(
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=8,
-            attn_logit_softcapping=1.0,
-            final_logit_softcapping=2.0,
-            **shape,
-        )
-    if kind == "cohere":
-        return CohereConfig(logit_scale=0.25, **shape)
-    if kind == "granite":
-        return GraniteConfig(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.5, **shape)
-    return config_of(kind, shape)
+        shape = {"n_positions": POSITIONS, "n_embd": HIDDEN, "n_layer": 2, "n_head": 4}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = getattr(transformers, name)(**(shape | {"vocab_size": len(tokenizer)} | ends | own))
+    if kind == "qwen3.5-vl":
+        whole = getattr(transformers, "Qwen3_5Config")  # noqa: B009
+        return whole(text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=True)
+    return config
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw from a generator of our own: a test that makes a model must not shift the random numbers of what follows."""
+    """Draw from a generator of our own: making a model must not shift the random numbers of the test."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

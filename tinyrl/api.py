@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, time
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,8 @@ from tinyrl.config.settings import SECTIONS
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.launched import Options
-from tinyrl.runs.records import read_steps, samples_of
-from tinyrl.runs.run_dir import RunDir, check_new_run, finite, write_whole
+from tinyrl.runs.records import finite, read_steps, samples_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, write_whole
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
 from tinyrl.text import listed, number, shortened
@@ -61,19 +60,22 @@ def train(
     overwrite: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
-) -> Run:
-    """Run `tinyrl train METHOD [RECIPE] [settings]` to its end or to an interrupt; see `Run.exit_code`.
+) -> OpenedRun:
+    """Run `tinyrl train METHOD [RECIPE] [settings]` to its end or to an interrupt; see `OpenedRun.exit_code`.
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
-    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). They are of the task `rows` and replace
-    those of a recipe, unless settings name a task. Rows that are in no file are written to one named by their
-    content, in OUTPUT_DIR/inputs. A function that is in no module's file is called in this process: resume such a run
-    where it is defined. The same arguments give the same run as the command, bit for bit.
+    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too), which replace those of a recipe and,
+    unless settings name one, its task. Rows that are in no file are written to one named by their content, in
+    OUTPUT_DIR/inputs. A function that is in no module's file is called in this process: resume such a run where it is
+    defined. The same arguments give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    method, folder, device = _text("method", method), _text("output_dir", output_dir), _text("device", device)
-    recipe = None if recipe is None else _text("recipe", recipe)
-    name = None if name is None else _text("name", name)
+    method, folder, options = (
+        _text("method", method),
+        _text("output_dir", output_dir),
+        _options(device, trust_remote_code),
+    )
+    recipe, name = (x if x is None else _text(key, x) for key, x in (("recipe", recipe), ("name", name)))
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
@@ -82,15 +84,14 @@ def train(
         from tinyrl.training.launch import start
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
-        more = {"output_dir": folder, "name": name, "overwrite": overwrite, "command": command}
-        launch = start(config, options=Options(device, trust_remote_code), **more)
-        return Run(launch.run, exit_code=launch.go(report=write_report))
+        launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
+        return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
 
 
 def evaluate(
-    target: str | os.PathLike[str] | Run,
+    target: str | os.PathLike[str] | OpenedRun,
     *,
-    vs: str | os.PathLike[str] | Run | None = None,
+    vs: str | os.PathLike[str] | OpenedRun | None = None,
     task: str | None = None,
     data: str | None = None,
     settings: Settings | None = None,
@@ -102,12 +103,13 @@ def evaluate(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return what `tinyrl eval TARGET --json` prints. Raises ValueError for what a user can fix."""
-    for name, count in {"num_prompts": num_prompts, "samples": samples}.items():
-        if not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"{name}={shortened(repr(count))}: it must be a whole number of at least 1")
-    asked = Asked(task, data, tuple(overrides_from(settings)), split, int(num_prompts), int(samples), save_samples)
+    num_prompts, samples = _plain(num_prompts), _plain(samples)
+    for key, count in {"num_prompts": num_prompts, "samples": samples}.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{key}={shortened(repr(count))}: it must be a whole number of at least 1")
+    asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, save_samples)
     path, other = _text("a run or a model", target), None if vs is None else _text("vs", vs)
-    options = Options(_text("device", device), trust_remote_code)
+    options = _options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
         from tinyrl.evaluation.compare import evaluate_target
@@ -115,13 +117,14 @@ def evaluate(
         return finite(evaluate_target(path, asked, vs=other, options=options))
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
-    return Run(open_folder(_text("path", path)))
+def open_run(path: str | os.PathLike[str]) -> OpenedRun:
+    """Open a run folder. Raises ValueError when it is not one."""
+    return OpenedRun(open_folder(_text("path", path)))
 
 
-class Run:
-    """A run folder. exit_code: how its last training here ended (0 done, 3 a guard, 4 no room, 75 interrupted); None
-    where it was only opened.
+class OpenedRun:
+    """A run folder. exit_code: of its last training here (0 done, 3 a guard, 4 no room, 75 interrupted); None where it
+    was only opened.
     """
 
     def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
@@ -141,11 +144,11 @@ class Run:
         return bool(self.metrics) and self.metrics[-1]["step"] >= self.config.run.num_steps
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
-        """Lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
+        """Return lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
         return list(samples_of(self._folder.samples, [], kind=kind, step=step))
 
     def report(self) -> Report:
-        """Write report.html and report.png anew, and show the page."""
+        """Write report.html and report.png anew, and show the page in a notebook."""
         return Report(write_report(self.path)[0])
 
     def resume(
@@ -155,9 +158,9 @@ class Run:
         allow_config_change: bool = False,
         device: str = "auto",
         trust_remote_code: bool = False,
-    ) -> Run:
+    ) -> OpenedRun:
         """`tinyrl train --resume RUN`: go on from the newest checkpoint that verifies. A finished run is returned."""
-        options = Options(_text("device", device), trust_remote_code)
+        options = _options(device, trust_remote_code)
         with alone():
             config = self._folder.read_config(overrides_from(settings))
             check_before_loading(config)
@@ -173,13 +176,12 @@ class Run:
         configure_libraries()
         from tinyrl.tools.chat import ChatSession
 
-        return ChatSession(target, options=Options(_text("device", device), trust_remote_code))
+        return ChatSession(target, options=_options(device, trust_remote_code))
 
     def __repr__(self) -> str:
-        lines = self.metrics
-        text = f"run {self.path}: step {lines[-1]['step'] if lines else 0} of {self.config.run.num_steps}"
-        rewards = [line["eval/reward_mean"] for line in lines if isinstance(line.get("eval/reward_mean"), int | float)]
-        if rewards:
+        metrics = self.metrics
+        text = f"run {self.path}: step {metrics[-1]['step'] if metrics else 0} of {self.config.run.num_steps}"
+        if rewards := [line["eval/reward_mean"] for line in metrics if line.get("eval/reward_mean") is not None]:
             text += f", held-out reward {number(rewards[0])} -> {number(rewards[-1])}"
         if self.exit_code:
             how = {3: "stopped by a guard", 4: "no room", 75: "interrupted"}.get(self.exit_code, "not done")
@@ -260,12 +262,11 @@ def overrides_from(
         pairs = several.items() if isinstance(several, Mapping) else [(each, 1.0) for each in several]
         flat["reward.functions"] = functions = []
         for each, weight in pairs:
-            plain = _plain(weight)
-            if not isinstance(each, str) and not callable(each):
-                raise ValueError(f"reward={shortened(repr(each))}: it is a function, or 'file.py:function'")
-            if isinstance(plain, bool) or not isinstance(plain, int | float):
-                raise ValueError(f"reward: the weight of {shortened(repr(each))} is {shortened(repr(weight))}")
-            functions.append({"use": each if isinstance(each, str) else use_of(each), "weight": float(plain)})
+            use = use_of(each) if callable(each) else each
+            if not isinstance(use, str) or type(weight := _plain(weight)) not in (int, float):
+                what = f"reward={shortened(repr(each))} with weight {shortened(repr(weight))}"
+                raise ValueError(f"{what}: name a function, or 'file.py:function', with a number")
+            functions.append({"use": use, "weight": float(weight)})
     if rows is not None:  # in place of a recipe's rows and of its task
         flat.setdefault("task.name", "rows")
         if eval_rows is None:
@@ -276,8 +277,7 @@ def overrides_from(
     try:
         return [as_override(key, _plain(value)) for key, value in flat.items()]
     except (TypeError, ValueError, RecursionError) as error:
-        message = f"settings: a value is neither text, a number, a flag, a list nor a mapping: {error}"
-        raise ValueError(message) from None
+        raise ValueError(f"settings: a value is no text, number, flag, list or mapping: {error}") from None
 
 
 def _write_rows(rows: Any, inputs: Path) -> Path:
@@ -289,13 +289,10 @@ def _write_rows(rows: Any, inputs: Path) -> Path:
     for at, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
-        cells = []
-        for name, value in row.items():
-            try:
-                cells.append(f"{json.dumps(str(name))}: {json.dumps(_plain(value), allow_nan=False)}")
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"row {at}, column {name!r}: cannot be written as JSON: {error}") from None
-        text += f"{{{', '.join(cells)}}}\n"
+        try:
+            text += json.dumps(_plain(row), allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {at}, {shortened(repr(row))}, cannot be written as JSON: {error}") from None
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -320,9 +317,13 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def _options(device: str, trust_remote_code: bool) -> Options:
+    return Options(_text("device", device), trust_remote_code)
+
+
 def _text(name: str, value: Any) -> str:
-    """Return text, a path or a run's path as text; ValueError for anything else."""
-    value = value.path if isinstance(value, Run) else value
-    if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
-        return path
-    raise ValueError(f"{name}={shortened(repr(value))}: it must be text or a path")
+    """Return text, a path, or the path of a run as text; ValueError for anything else."""
+    text = _plain(value.path if isinstance(value, OpenedRun) else value)
+    if not isinstance(text, str):
+        raise ValueError(f"{name}={shortened(repr(value))}: it must be text or a path")
+    return text

@@ -1,13 +1,11 @@
 """Exceptions that end a run early, by exit code: 3 a guard, 4 out of memory or disk, 75 interrupted and resumable.
 
-Wrong config or data (exit 2) is a plain ValueError with a sentence; it is found before training.
+Wrong config or data (exit 2) is a plain ValueError, found before training.
 """
-
-from __future__ import annotations
 
 import errno
 
-NO_MEMORY = (  # messages of those that have no exception for it: torch's allocators, the loader, threads, C++
+NO_MEMORY = (  # messages of errors without a type of their own: torch's allocators, the loader, threads, C++
     "DefaultCPUAllocator: ",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -18,13 +16,13 @@ NO_MEMORY = (  # messages of those that have no exception for it: torch's alloca
     "can't start new thread",
     "unable to mmap",
 )
-SEE_CHECK = "`tinyrl check` with the method and settings of this run (memory: --offline) shows more, and what to change"
-EXPLAINED = ("warning: reward: ", "warning: chat template: ")  # begin notes about which it says more
 MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the exceptions that carry them
+SEE_CHECK = "`tinyrl check` with the method and settings of this run (memory: --offline) shows more, and what to change"
+EXPLAINED = ("warning: reward: ", "warning: chat template: ")  # notes about which `tinyrl check` shows more
 
 
 class Stop(Exception):
-    """A run that ends on purpose, before its last step; the message is for people."""
+    """End a run on purpose before its last step; the message is for people."""
 
     exit_code = 1
 
@@ -42,7 +40,7 @@ class OutOfRoom(Stop):
 
 
 class Interrupted(Stop):
-    """SIGTERM, SIGINT or SIGUSR1: a checkpoint is written and the run can be resumed."""
+    """A signal arrived: a checkpoint is written and the run can be resumed."""
 
     exit_code = 75
 
@@ -52,7 +50,7 @@ class ExplainedByCheck(ValueError):
 
 
 def out_of_memory(when: str, error: BaseException) -> OutOfRoom:
-    """Return what to raise when memory ran out and nothing smaller is left to try."""
+    """Return the exception to raise when memory ran out and nothing smaller is left to try."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
     return OutOfRoom(
         f"out of memory {when} ({reason}).\n"
@@ -62,10 +60,9 @@ def out_of_memory(when: str, error: BaseException) -> OutOfRoom:
 
 
 def no_memory(error: BaseException) -> str | None:
-    """Return the message of an error, or of its cause, about memory that could not be had; None for other errors."""
+    """Return the message of an error (or its cause) about memory that could not be allocated; None for other errors."""
     text = str(error)
-    # torch's OutOfMemoryError goes by its name: torch is not imported here
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         return text.strip() or "there is no more memory"
     for message in NO_MEMORY:
         if message in text:

@@ -1,8 +1,7 @@
-"""Text made harmless, short and visible; the nearest known name for a mistyped one.
+"""Make text short, visible and free of secrets; suggest the nearest known name.
 
-A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible characters,
-lone surrogates that cannot be encoded, or a million characters.
-Nothing is dropped silently: what cannot be shown is named.
+A completion may hold HTML, terminal escapes, bidirectional overrides, invisible characters, lone surrogates, or a
+million characters. Nothing is dropped silently: invisible characters are named, and cuts are marked.
 """
 
 import difflib
@@ -11,23 +10,21 @@ import re
 import unicodedata
 import urllib.parse
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
 _KEPT = frozenset("\n\t\u200c\u200d")
 # Control, format (bidi overrides, zero-width, tags), surrogate, private use, unassigned, line and paragraph separators.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-SHOWN_CHARACTERS = 80  # of a value that a sentence quotes
 ERROR_CHARACTERS = 300  # of a library's message
-MASK = "***"  # in the place of what may be secret in a URL
-# A word is looked at from its beginning only, and never given back by letters: else a line of 64 KB takes minutes.
+MASK = "***"  # replaces what may be secret in a URL
+# A word is matched from its beginning only, without backtracking: else a line of 64 KB takes minutes.
 _URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
 _URL_QUERY = re.compile(r"((?<!\w)\w++://[^\s?\"'<>]*\?)([^\s\"'<>)\]]+)")
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """The start and the end of a text, and how many characters between them were left out."""
+class Excerpt(NamedTuple):
+    """Start and end of a text, and the number of characters left out between them."""
 
     head: str
     omitted: int = 0
@@ -39,37 +36,36 @@ def excerpt(text: str, limit: int, *, lines: int = 24) -> Excerpt:
     if len(text) <= limit and text.count("\n") < lines:
         return Excerpt(text)
     head = "\n".join(text[: limit * 2 // 3].split("\n")[: lines * 2 // 3])
-    rest = text[max(0, len(text) - limit // 3) :]
-    tail = "\n".join(rest.split("\n")[-(lines // 3) :])
+    tail = "\n".join(text[max(0, len(text) - limit // 3) :].split("\n")[-(lines // 3) :])
     return Excerpt(head, len(text) - len(head) - len(tail), tail)
 
 
 def one_line(text: str, limit: int) -> str:
-    """Return plain text for a title or a table cell: one line, at most `limit` characters, invisible ones named."""
+    """Return one line of at most `limit` characters, with invisible characters named."""
     line = " ".join(visible(text[: limit * 4]).split())
     return line if len(line) <= limit and len(text) <= limit * 4 else line[: limit - 1] + "…"
 
 
 def visible(text: str) -> str:
-    """Return plain text for a terminal: lines stay, every invisible character (ESC, too) is named."""
+    """Name every invisible character (ESC, too), for a terminal; line breaks stay."""
     return "".join(f"[{name}]" if (name := name_unseen(character)) else character for character in text)
 
 
 def name_unseen(character: str) -> str:
-    """Return how an invisible character is written (ESC, U+202E); "" for a visible one."""
+    """Return the name of an invisible character (ESC, U+202E); "" for a visible one."""
     if character in _KEPT or unicodedata.category(character) not in _UNSEEN:
         return ""
     return "ESC" if character == "\x1b" else f"U+{ord(character):04X}"
 
 
-def shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+def shortened(text: str, limit: int = 80) -> str:
     """Truncate text from a user's file or command line for a sentence, without line breaks."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def listed(names: Iterable[str], *, most: int = 12) -> str:
-    """Join the first names from a file for a sentence, each truncated, and how many there are besides."""
+    """Join the first names for a sentence, each truncated, with a count of the others."""
     known = list(names)
     shown = ", ".join(shortened(name, 40) for name in known[:most])
     return f"{shown} and {len(known) - most:,} more" if len(known) > most else shown
@@ -86,18 +82,19 @@ def decode_utf8(raw: bytes, source: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, short enough to be part of a sentence."""
+    """Return the first line of a library's error, truncated."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:ERROR_CHARACTERS]
 
 
-def last_line(error: BaseException) -> str:
-    """Return the last line of an error: torch's first line on tensors that do not fit only says that there is one."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:ERROR_CHARACTERS]
-
-
 def number(value: float, *, decimals: int = 3) -> str:
-    """Format a result: so many decimals, and as many digits that count for what is smaller than 0.1."""
+    """Format a result: so many decimals, or significant digits below 0.1."""
     return f"{value:.{decimals}g}" if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """Return " Did you mean `...`?" with the nearest known name; "" where none is near."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 # ---- URLs ----
@@ -122,7 +119,7 @@ def is_address(url: str) -> bool:
 
 
 def masked(url: str) -> str:
-    """Mask what may be secret in a URL: its userinfo, the values of its query, its fragment. Other text stays."""
+    """Mask the userinfo, the values of the query and the fragment of a URL; return other text unchanged."""
     if "://" not in url:
         return url
     if not is_address(url) and "@" in url:  # such as a password with a slash
@@ -132,8 +129,9 @@ def masked(url: str) -> str:
 
 
 def whole_address(url: str, *, setting: str) -> str:
-    """Return the URL of a setting with what `masked` took from it, from the environment: generation.url's is in
-    TINYRL_GENERATION_URL. Raises ValueError where it is not, or is another address.
+    """Restore the masked parts of a setting's URL from the environment: generation.url from TINYRL_GENERATION_URL.
+
+    Raises ValueError where the variable is missing or holds another address.
     """
     if MASK not in url:
         return url
@@ -141,13 +139,7 @@ def whole_address(url: str, *, setting: str) -> str:
     whole = os.environ.get(variable, "")
     if masked(whole) != masked(url) or MASK in whole:
         raise ValueError(
-            f"{setting}={shortened(url)} is without its secrets, which no file of a run keeps: set the environment "
-            f"variable {variable} to the whole address{f'; it is {shortened(masked(whole))}' if whole else ''}"
+            f"{setting}={shortened(url)} is recorded without its secrets: set the environment variable {variable} to "
+            f"the whole address{f'; it is {shortened(masked(whole))}' if whole else ''}"
         )
     return whole
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return " Did you mean `...`?" with the nearest of the known names; "" where none is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""

@@ -1,4 +1,4 @@
-"""GAE, returns and group advantages against literals and naive loops over plain Python lists."""
+"""GAE, returns, group advantages and rewards of tokens against literals and naive loops over plain Python lists."""
 
 import math
 import statistics
@@ -12,6 +12,7 @@ from tinyrl.algorithms.advantages import (
     gae,
     group_advantages,
     rloo_advantages,
+    token_rewards,
 )
 
 NAN = math.nan
@@ -50,6 +51,9 @@ def test_gae_by_hand_with_a_tool_span() -> None:
     assert advantages.tolist() == [[0.125, 0.0, 0.5, -2.0, 0.0], [0.0, 0.75, 0.0, 0.0, 0.0]]
     assert returns.tolist() == [[1.125, 0.0, 2.5, 2.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]]
     assert advantages.dtype == returns.dtype == torch.float32
+    assert not gae(rewards, values.requires_grad_(), mask, gamma=0.5, gae_lambda=0.5)[1].requires_grad
+    empty = gae(torch.ones(3, 0), torch.ones(3, 0), torch.ones(3, 0).bool(), gamma=1.0, gae_lambda=1.0)
+    assert [x.shape for x in empty] == [(3, 0), (3, 0)]
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.99, 0.0), (0.0, 0.5)])
@@ -65,31 +69,6 @@ def test_gae_is_the_naive_double_sum(gamma: float, gae_lambda: float) -> None:
         assert advantages[b].tolist() == pytest.approx(want, abs=1e-5)
         wanted_returns = [a + v if m else 0.0 for a, v, m in zip(want, row[1], row[2], strict=True)]
         assert returns[b].tolist() == pytest.approx(wanted_returns, abs=1e-5)
-
-
-def test_gae_does_not_see_what_a_tool_span_holds_nor_how_long_it_is() -> None:
-    packed = gae(
-        torch.tensor([[1.0, -1.0, 3.0]]),
-        torch.tensor([[0.5, 2.0, 1.0]]),
-        torch.ones(1, 3).bool(),
-        gamma=0.9,
-        gae_lambda=0.8,
-    )
-    mask = torch.tensor([[0, 1, 1, 0, 0, 0, 1]]).bool()
-    rewards = torch.tensor([[5.0, 1.0, -1.0, NAN, 8.0, 9.0, 3.0]])
-    values = torch.tensor([[5.0, 0.5, 2.0, NAN, 8.0, 9.0, 1.0]])
-    spread = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.8)
-    for a, b in zip(packed, spread, strict=True):
-        assert a[0].tolist() == b[mask].tolist()
-
-
-def test_gae_carries_no_gradient_and_takes_an_empty_batch() -> None:
-    values = torch.zeros(1, 2, requires_grad=True)
-    advantages, returns = gae(torch.ones(1, 2), values, torch.ones(1, 2).bool(), gamma=1.0, gae_lambda=1.0)
-    assert not advantages.requires_grad
-    assert not returns.requires_grad
-    empty = gae(torch.ones(3, 0), torch.ones(3, 0), torch.ones(3, 0).bool(), gamma=1.0, gae_lambda=1.0)
-    assert [x.shape for x in empty] == [(3, 0), (3, 0)]
 
 
 def test_discounted_returns_by_hand() -> None:
@@ -182,3 +161,24 @@ def test_rloo_by_hand_and_by_its_definition() -> None:
     for i in range(4, 8):
         others = [scores[j] for j in range(4, 8) if j != i]
         assert got[i] == pytest.approx(scores[i] - sum(others) / 3, rel=1e-6)
+
+
+def test_token_rewards_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]]).bool()  # tool spans, padding, nothing
+    kl = torch.tensor([[1.0, 2.0, -4.0, NAN], [1.0, NAN, 2.0, math.inf], [NAN, 0.5, 9.0, 0.0], [NAN, 1.0, 1.0, 1.0]])
+    scores = torch.tensor([10.0, -1.0, 3.0, NAN], dtype=torch.bfloat16, requires_grad=True)
+    rewards = token_rewards(scores, kl, mask, kl_coef=0.5)
+    assert rewards.tolist() == [
+        [-0.5, -1.0, 12.0, 0.0],
+        [-0.5, 0.0, -2.0, 0.0],
+        [0.0, -0.25, 0.0, 3.0],
+        [0.0, 0.0, 0.0, 0.0],
+    ]
+    assert rewards.dtype == torch.float32
+    assert not rewards.requires_grad
+
+
+@pytest.mark.parametrize("score", [NAN, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_refused(score: float) -> None:
+    with pytest.raises(AssertionError, match="not finite"):
+        token_rewards(torch.tensor([score]), torch.zeros(1, 2), torch.tensor([[True, False]]), kl_coef=0.0)

@@ -1,6 +1,7 @@
 """CISPO, value, KL and entropy losses against hand-computed literals, scalar loops and exact expectations."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tinyrl.algorithms.losses import (
     entropy_bonus,
     importance_ratio,
     kl_loss,
+    mismatch_weights,
 )
 
 NAN, INF = math.nan, math.inf
@@ -22,39 +24,27 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_cispo_is_the_scalar_loop(aggregation, weighted: bool) -> None:
-    batch = random_batch()
-    weights = batch["token_weights"] if weighted else torch.ones(6, 8)
-    logprobs = batch["logprobs"].clone().requires_grad_()
-    cap = 1.3
-    loss, metrics = cispo_loss(
-        logprobs,
-        batch["old_logprobs"],
-        batch["advantages"],
-        batch["mask"],
-        ratio_cap=cap,
-        aggregation=aggregation,
-        token_weights=weights if weighted else None,
-    )
+    """REINFORCE: the gradient is the coefficient, whatever the ratio; no token loses it."""
+    batch, cap = random_batch(), 1.3
+    mask, weights = batch["mask"], batch["token_weights"] if weighted else torch.ones(6, 8)
+    new, old, advantages = (batch[name].tolist() for name in ("logprobs", "old_logprobs", "advantages"))
+    batch["logprobs"].requires_grad_()
+    more: Any = {"token_weights": weights} if weighted else {}
+    tensors = batch["logprobs"], batch["old_logprobs"], batch["advantages"]
+    loss, metrics = cispo_loss(*tensors, mask, ratio_cap=cap, aggregation=aggregation, **more)
     loss.backward()
-    assert logprobs.grad is not None
-    rows: list[list[float]] = []
-    capped: list[list[float]] = []
-    sequences = int(batch["mask"].any(1).sum())
+    gradient, sequences = batch["logprobs"].grad, int(mask.any(1).sum())
+    assert gradient is not None
+    rows, capped = list[list[float]](), list[list[float]]()
     for b in range(6):
-        true = [t for t in range(8) if batch["mask"][b, t]]
-        ratios = [math.exp(float(batch["logprobs"][b, t]) - float(batch["old_logprobs"][b, t])) for t in true]
-        coefficients = [
-            -min(r, cap) * float(batch["advantages"][b, t]) * float(weights[b, t])
-            for r, t in zip(ratios, true, strict=True)
-        ]
-        rows.append([c * float(batch["logprobs"][b, t]) for c, t in zip(coefficients, true, strict=True)])
+        true = [t for t in range(8) if mask[b, t]]
+        ratios = [math.exp(new[b][t] - old[b][t]) for t in true]
+        scale = [-min(r, cap) * advantages[b][t] * float(weights[b, t]) for r, t in zip(ratios, true, strict=True)]
+        rows.append([c * new[b][t] for c, t in zip(scale, true, strict=True)])
         capped.append([float(r > cap) for r in ratios])
-        divisor = int(batch["mask"].sum()) if aggregation == "token" else sequences * max(len(true), 1)
-        # REINFORCE: the gradient is the coefficient, whatever the ratio; no token loses it.
-        assert logprobs.grad[b, batch["mask"][b]].tolist() == pytest.approx(
-            [c / divisor for c in coefficients], rel=1e-5
-        )
-        assert logprobs.grad[b, ~batch["mask"][b]].abs().sum().item() == 0.0
+        divisor = int(mask.sum()) if aggregation == "token" else sequences * max(len(true), 1)
+        assert gradient[b, mask[b]].tolist() == pytest.approx([c / divisor for c in scale], rel=1e-5)
+        assert gradient[b, ~mask[b]].abs().sum().item() == 0.0
     assert loss.item() == pytest.approx(average(rows, aggregation, None), rel=1e-5)
     assert metrics["policy/clipfrac"].item() == pytest.approx(average(capped, aggregation, None), rel=1e-6)
     assert 0.0 < metrics["policy/clipfrac"].item() < 1.0
@@ -70,32 +60,27 @@ def test_cispo_caps_the_ratio_itself() -> None:
     assert constant.item() == 0.5
 
 
-def test_value_loss_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("clip", "denominator", "loss", "gradient"),
+    [
+        # clipped values 0.5, 1.5, 0.1, -, 3: squares max(1, 2.25), max(1, 2.25), 1, -, 1
+        (0.5, None, 0.5 * (2.25 + 2.25 + 1.0 + 1.0) / 4, [0.0, 0.0, -0.25, 0.0, 0.25]),
+        (None, 8, 0.5 * (1.0 + 1.0 + 1.0 + 1.0) / 8, [-0.125, 0.125, -0.125, 0.0, 0.125]),
+    ],
+)
+def test_value_loss_by_hand(clip: float | None, denominator: float | None, loss: float, gradient: list[float]) -> None:
     values = torch.tensor([[1.0, 1.0, 0.1, NAN, 3.0]], requires_grad=True)
     old_values = torch.tensor([[0.0, 2.0, 0.0, 7.0, 3.0]])
     returns = torch.tensor([[2.0, 0.0, 1.1, INF, 2.0]])
     mask = torch.tensor([[True, True, True, False, True]])
-    loss, metrics = clipped_value_loss(values, old_values, returns, mask, value_clip_eps=0.5)
-    loss.backward()
-    # clipped values 0.5, 1.5, 0.1, -, 3: squares max(1, 2.25), max(1, 2.25), 1, -, 1
-    assert loss.item() == pytest.approx(0.5 * (2.25 + 2.25 + 1.0 + 1.0) / 4)
-    assert metrics["value/loss"].item() == loss.item()
-    assert metrics["value/clipfrac"].item() == 0.5
+    found, metrics = clipped_value_loss(values, old_values, returns, mask, value_clip_eps=clip, denominator=denominator)
+    found.backward()
+    assert found.item() == pytest.approx(loss)
+    assert {k: v.item() for k, v in metrics.items()} == {"value/loss": found.item()} | (
+        {} if clip is None else {"value/clipfrac": 0.5}
+    )
     assert values.grad is not None
-    assert values.grad[0].tolist() == pytest.approx([0.0, 0.0, -0.25, 0.0, 0.25])
-
-
-def test_value_loss_without_a_clip_is_half_the_square() -> None:
-    values = torch.tensor([[1.0, 1.0, 0.1, NAN, 3.0]], requires_grad=True)
-    old_values = torch.tensor([[0.0, 2.0, 0.0, 7.0, 3.0]])
-    returns = torch.tensor([[2.0, 0.0, 1.1, INF, 2.5]])
-    mask = torch.tensor([[True, True, True, False, True]])
-    loss, metrics = clipped_value_loss(values, old_values, returns, mask, value_clip_eps=None, denominator=8)
-    loss.backward()
-    assert loss.item() == pytest.approx(0.5 * (1.0 + 1.0 + 1.0 + 0.25) / 8)
-    assert set(metrics) == {"value/loss"}
-    assert values.grad is not None
-    assert values.grad[0].tolist() == pytest.approx([-0.125, 0.125, -0.125, 0.0, 0.0625])
+    assert values.grad[0].tolist() == pytest.approx(gradient)
 
 
 def test_kl_loss_by_hand() -> None:
@@ -181,3 +166,37 @@ def test_garbage_under_false_reaches_neither_loss_nor_gradient() -> None:
             (gradient,) = torch.autograd.grad(loss, x)
             found.append((loss.item(), gradient.tolist()))
         assert found[0] == found[1] == found[2], name
+
+
+def weights_of(ratios: list[list[float]], mask: list[list[int]], **settings: Any) -> tuple[list[float], list[bool]]:
+    """Weights, and where a bound decided, of the True tokens; under False lies NaN."""
+    chosen = torch.tensor(mask).bool()
+    sampling = torch.where(chosen, torch.full(chosen.shape, -1.0), NAN)
+    weights, bounded = mismatch_weights(sampling + torch.tensor(ratios).log(), sampling, chosen, **settings)
+    return weights[chosen].tolist(), bounded[chosen].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "bounded"),
+    [
+        ({"mode": "token", "cap": 2.0}, [0.5, 1.5, 2.0, 0.25], [0, 0, 1, 0]),
+        ({"mode": "token-mask", "cap": 2.0}, [0.5, 1.5, 0.0, 0.25], [0, 0, 1, 0]),
+        ({"mode": "token-mask", "cap": 5.0, "floor": 0.4}, [0.5, 1.5, 4.0, 0.0], [0, 0, 0, 1]),
+        ({"mode": "sequence", "cap": 5.0}, [3.0, 3.0, 3.0, 0.25], [0, 0, 0, 0]),
+        ({"mode": "sequence", "cap": 2.0}, [2.0, 2.0, 2.0, 0.25], [1, 1, 1, 0]),
+        ({"mode": "sequence-mask", "cap": 5.0}, [3.0, 3.0, 3.0, 0.25], [0, 0, 0, 0]),
+        ({"mode": "sequence-mask", "cap": 2.0, "floor": 0.3}, [0.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]),
+    ],
+)
+def test_mismatch_weights_by_hand(settings: dict[str, Any], weights: list[float], bounded: list[int]) -> None:
+    """A row with ratios 1/2, 3/2 and 4 around a token that was read, whose product is 3, and a row of one token."""
+    got = weights_of([[0.5, 9.0, 1.5, 4.0], [0.25, 9.0, 9.0, 9.0]], [[1, 0, 1, 1], [1, 0, 0, 0]], **settings)
+    assert got == (pytest.approx(weights), [bool(b) for b in bounded])
+
+
+def test_extreme_mismatch_weights_stay_finite_and_carry_no_gradient() -> None:
+    old = torch.tensor([[0.0, -900.0]], requires_grad=True)
+    mask = torch.ones(1, 2).bool()
+    weights, _ = mismatch_weights(old, torch.tensor([[-900.0, 0.0]]), mask, mode="token-mask", cap=1e6)
+    assert weights.tolist() == [[0.0, 0.0]]
+    assert not weights.requires_grad

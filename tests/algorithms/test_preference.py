@@ -1,4 +1,4 @@
-"""DPO and its kin and Bradley-Terry against literals."""
+"""DPO and its kin, Bradley-Terry with margins, and labels against literals."""
 
 import math
 
@@ -10,6 +10,7 @@ from tinyrl.algorithms.preference import (
     dpo_loss,
     ipo_loss,
     kto_loss,
+    label_loss,
     mismatched_kl,
     orpo_loss,
     simpo_loss,
@@ -40,17 +41,19 @@ def test_dpo_by_hand() -> None:
     )
 
 
-def test_dpo_gradient_by_hand() -> None:
+def gradients(loss_of, **settings: float) -> list[list[float]]:
+    """Of chosen and rejected; the reference has none."""
     tensors = [x.clone().requires_grad_() for x in (CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED)]
-    loss, _ = dpo_loss(tensors[0], tensors[1], tensors[2], tensors[3], beta=0.5)
-    loss.backward()
+    loss_of(*tensors, **settings)[0].backward()
+    assert tensors[2].grad is tensors[3].grad is None
+    return [x.grad.tolist() for x in tensors[:2] if x.grad is not None]
+
+
+def test_dpo_gradient_by_hand() -> None:
+    chosen, rejected = gradients(dpo_loss, beta=0.5)
     want = [-0.5 / 3 / (1 + math.exp(margin)) for margin in (2.5, -0.5, 0.0)]
-    assert tensors[0].grad is not None
-    assert tensors[1].grad is not None
-    assert tensors[0].grad.tolist() == pytest.approx(want, rel=1e-6)
-    assert tensors[1].grad.tolist() == pytest.approx([-g for g in want], rel=1e-6)
-    assert tensors[2].grad is None
-    assert tensors[3].grad is None
+    assert chosen == pytest.approx(want, rel=1e-6)
+    assert rejected == pytest.approx([-g for g in want], rel=1e-6)
 
 
 def test_conservative_dpo_by_hand() -> None:
@@ -64,18 +67,12 @@ def test_conservative_dpo_by_hand() -> None:
 
 def test_ipo_by_hand() -> None:
     """Log-ratios 4, 0, 2 and -1, 1, 2, so h is 5, -1, 0; 1 / (2 beta) is 2, which no pair hits."""
-    tensors = [x.clone().requires_grad_() for x in (CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED)]
-    loss, metrics = ipo_loss(tensors[0], tensors[1], tensors[2], tensors[3], beta=0.25)
+    loss, metrics = ipo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=0.25)
     assert loss.item() == pytest.approx((3.0**2 + 3.0**2 + 2.0**2) / 3, rel=1e-6)
-    loss.backward()
-    assert tensors[0].grad is not None
-    assert tensors[1].grad is not None
-    assert tensors[0].grad.tolist() == pytest.approx([2 * 3 / 3, -2 * 3 / 3, -2 * 2 / 3], rel=1e-6)
-    assert tensors[1].grad.tolist() == pytest.approx([-2 * 3 / 3, 2 * 3 / 3, 2 * 2 / 3], rel=1e-6)
-    assert tensors[2].grad is tensors[3].grad is None
     assert metrics["rewards/margin"].item() == pytest.approx(0.25 * (5 - 1 + 0) / 3)
-    done, metrics = ipo_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.zeros(1), torch.zeros(1), beta=0.25)
-    assert (done.item(), metrics["rewards/margin"].item()) == (0.0, 0.5)
+    chosen, rejected = gradients(ipo_loss, beta=0.25)
+    assert chosen == pytest.approx([2 * 3 / 3, -2 * 3 / 3, -2 * 2 / 3], rel=1e-6)
+    assert rejected == pytest.approx([-2 * 3 / 3, 2 * 3 / 3, 2 * 2 / 3], rel=1e-6)
 
 
 def test_kto_by_hand() -> None:
@@ -148,3 +145,49 @@ def test_far_apart_scores_neither_overflow_nor_vanish() -> None:
     assert loss.item() == 500.0
     assert scores.grad is not None
     assert scores.grad.tolist() == [-0.5, 0.0]
+
+
+def test_a_margin_is_asked_of_the_difference() -> None:
+    """Scores 3 against 1 with 0.5 asked for, 1 against 1.5 with 2, 0 against 0 with none."""
+    chosen = torch.tensor([3.0, 1.0, 0.0], requires_grad=True)
+    loss, metrics = bradley_terry_loss(
+        chosen, torch.tensor([1.0, 1.5, 0.0]), margin=torch.tensor([0.5, 2.0, 0.0])
+    )  # fmt: skip
+    loss.backward()
+    want = (minus_log_sigmoid(1.5) + minus_log_sigmoid(-2.5) + math.log(2.0)) / 3
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    assert chosen.grad is not None
+    slopes = [-1 / 3 / (1 + math.exp(x)) for x in (1.5, -2.5, 0.0)]
+    assert chosen.grad.tolist() == pytest.approx(slopes, rel=1e-6)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+        {
+            "preference/loss": want,
+            "rewards/chosen": 4 / 3,
+            "rewards/rejected": 2.5 / 3,
+            "rewards/margin": 0.5,  # what was asked for is not subtracted
+            "rewards/accuracy": 0.5,  # nor does it decide who wins: one won, one lost, one tied
+        },
+        rel=1e-6,
+    )
+
+
+def test_a_pair_labelled_wrongly_asks_for_its_margin_the_other_way_round() -> None:
+    loss, _ = bradley_terry_loss(
+        torch.tensor([3.0]), torch.tensor([1.0]), margin=torch.tensor([0.5]), label_smoothing=0.1
+    )
+    assert loss.item() == pytest.approx(0.9 * minus_log_sigmoid(1.5) + 0.1 * minus_log_sigmoid(-2.5), rel=1e-6)
+
+
+def test_labels_by_hand() -> None:
+    scores = torch.tensor([2.0, -1.0, 0.5, 0.0], requires_grad=True)
+    loss, metrics = label_loss(scores, torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    loss.backward()
+    want = (minus_log_sigmoid(2.0) + minus_log_sigmoid(1.0) + minus_log_sigmoid(-0.5) + math.log(2.0)) / 4
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    assert scores.grad is not None
+    share = [1 / (1 + math.exp(-x)) for x in (2.0, -1.0, 0.5, 0.0)]
+    slopes = [(p - y) / 4 for p, y in zip(share, (1, 0, 0, 1), strict=True)]
+    assert scores.grad.tolist() == pytest.approx(slopes, rel=1e-6)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+        {"loss": want, "rewards/mean": 0.375, "rewards/accuracy": 2.5 / 4}, rel=1e-6
+    )

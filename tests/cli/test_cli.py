@@ -1,12 +1,10 @@
 """The command line: what goes wrong before training gives at most six lines and exit code 2, and nothing is written."""
 
-import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +19,20 @@ from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = "method: grpo\ntask: {name: sort}\n"
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a recipe in it."""
+    """The current folder, with recipes, rows and runs in it: one in order, one changed by hand, one without a file."""
     monkeypatch.chdir(tmp_path)
-    Path("r.yaml").write_text(RECIPE)
+    Path("r.yaml").write_text("method: grpo\ntask: {name: sort}\n")
+    Path("bad.yaml").write_text('method: ppo\n"\\e[31mred": 1\n')
+    Path("rows.jsonl").write_text('{"prompt": "\x1b[31m", "prompt": "b"}\n')
+    for name in ("mine/checkpoints", "changed", "bare"):
+        Path("runs", name).mkdir(parents=True)
+    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
+    Path("runs/mine/config.yaml").write_text(text)
+    Path("runs/changed/config.yaml").write_text(text.replace("num_steps: 200", "num_steps: many"))
     return tmp_path
 
 
@@ -48,111 +52,71 @@ def refused(*arguments: str) -> str:
     """What is printed on standard error, after checking that it has the form of every error."""
     before = {p: p.stat().st_mtime_ns for p in Path().rglob("*")}
     result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    said = result.stderr
-    assert said.startswith("tinyrl: ")
-    assert said.endswith("\n")
-    assert 1 <= len(said.splitlines()) <= 6
-    assert "Traceback" not in said
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    text = result.stderr
+    assert text.startswith("tinyrl: ")
+    assert text.endswith("\n")
+    assert 1 <= len(text.splitlines()) <= 6
+    assert "Traceback" not in text
+    assert "\x1b" not in text
     assert {p: p.stat().st_mtime_ns for p in Path().rglob("*")} == before, "something was written"
-    return said.removeprefix("tinyrl: ")
+    return text.removeprefix("tinyrl: ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("words", "part"),
     [
-        (["grpo", "r.yaml", "grpo.group_sise=4"], "override 'grpo.group_sise=4': unknown key `grpo.group_sise`."),
-        (["grpo", "r.yaml", "grpo.minibatch_size=7"], "grpo.minibatch_size=7 does not divide the 256 sequences"),
-        (["grpo", "r.yaml", "model.path=./nope"], "model.path=./nope: there is no such folder"),
-        (["grpo", "r.yaml", "--name", "a/../../x", "--overwrite"], "--name 'a/../../x': a run's name is made of"),
-        (["grpo", "r.yaml", "--output-dir", "r.yaml"], "--output-dir r.yaml: r.yaml is no folder that can be written"),
-        (["grpo", "task.data=rows.jsonl"], "rows.jsonl:1: broken JSON at column 13"),
-        (["ppo", "bad.yaml"], "bad.yaml:2: unknown key `\\x1b[31mred`"),
-        (["gpro"], "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, distill, sft, reward, dpo"),
-        ([], "which method? `tinyrl train grpo`, ppo, distill, sft, reward or dpo; or `tinyrl train --resume RUN`"),
-        (["r.yaml"], "which method? Say it first, as in `tinyrl train grpo r.yaml`"),
-        (["--resume", "runs/none"], "runs/none is not a run: it does not exist."),
-        (["grpo", "--resume", "x"], "--resume needs nothing else: config.yaml of the run says everything (got 'grpo'"),
-        (["--resume", "x", "--from", "x"], "--resume needs nothing else"),
-        (["--from", "runs/none@3"], "runs/none"),
-        (["grpo", "--from", "x", "--overwrite"], "--from takes section.key=value, --name, --output-dir and --until"),
+        ("train grpo r.yaml grpo.group_sise=4", "override 'grpo.group_sise=4': unknown key `grpo.group_sise`."),
+        ("train grpo r.yaml grpo.minibatch_size=7", "grpo.minibatch_size=7 does not divide the 256 sequences"),
+        ("train grpo r.yaml model.path=./nope", "model.path=./nope: there is no such folder"),
+        ("train grpo r.yaml --name a/../../x --overwrite", "--name 'a/../../x': a run's name is made of"),
+        ("train grpo r.yaml --output-dir r.yaml", "--output-dir r.yaml: r.yaml is no folder that can be written"),
+        ("train grpo r.yaml --name bare", "run folder runs/bare exists."),
+        ("train grpo r.yaml --name mine", "tinyrl train --resume runs/mine"),
+        ("train grpo task.data=rows.jsonl", "rows.jsonl:1: broken JSON at column 13"),
+        ("train ppo bad.yaml", "bad.yaml: unknown key `\\x1b[31mred`"),
+        ("train gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, distill, sft, reward, dpo"),
+        (
+            "train",
+            "which method? `tinyrl train grpo`, ppo, distill, sft, reward or dpo; or `tinyrl train --resume RUN`",
+        ),
+        ("train r.yaml", "which method? Say it first, as in `tinyrl train grpo r.yaml`"),
+        ("train --resume runs/none", "runs/none is not a run: it does not exist."),
+        ("train --resume runs/changed", "`run.num_steps` is 'many'; it must be a whole number of at least 1."),
+        ("train grpo --resume x", "--resume needs nothing else: config.yaml of the run says everything (got 'grpo'"),
+        ("train --resume x --from x", "--resume needs nothing else"),
+        ("train --from runs/none@3", "runs/none"),
+        ("train grpo --from x --overwrite", "--from takes section.key=value, --name, --output-dir and --until"),
+        ("eval runs/mine reward.model=no/such/place", "reward.model=no/such/place: there is no such folder, and a hub"),
+        ('eval runs/mine reward.functions=[{"use":"none.py:f"}]', "use 'none.py:f': there is no file"),
+        (
+            "eval runs/mine optim.learning_rate=1",
+            "here only settings of reward, generation and task",
+        ),
+        ("eval runs/mine --data none.jsonl", "none.jsonl: no such file"),
+        ("eval runs/mine --data r.yaml --split train", "--data FILE replaces the held-out rows; --split train"),
+        ("eval runs/mine --save-samples no/s.jsonl", "--save-samples no/s.jsonl: there is no folder no"),
+        ("eval runs/none", "runs/none is not a run."),
+        ("eval starter --task srot", "task.name: there is no task 'srot'"),
+        ("eval reward.model=starter", "which run, checkpoint or model?"),
+        ("eval a b --vs base", "--vs base is of one run"),
+        ("eval a b --split train", "--split train is for one target"),
+        ("eval a b", "a is not a run"),
+        ("report runs/none", "runs/none is not a run"),
+        ("report runs/none --output here", "--output is for a report of several runs"),
+        ("show r --worst --unsolved", "--worst and --unsolved: one of them"),
+        ("check grpo --memory 24GB", "--memory needs --offline"),
+        ("list tasks sort", "sort: only `tinyrl list settings` takes a name"),
     ],
 )
-def test_train_refuses_before_anything_is_written(arguments: list[str], sentence: str):
-    Path("rows.jsonl").write_text('{"prompt": "\x1b[31m", "prompt": "b"}\n')
-    Path("bad.yaml").write_text('method: ppo\n"\\e[31mred": 1\n')
-    said = refused("train", *arguments)
-    assert sentence in said
-    assert "\x1b" not in said
+def test_what_is_wrong_is_refused_before_anything_is_written(words: str, part: str):
+    assert part in refused(*words.split())
 
 
-def test_a_name_that_exists():
-    existing = Path("runs/mine")
-    existing.mkdir(parents=True)
-    assert refused("train", "grpo", "r.yaml", "--name", "mine").startswith("run folder runs/mine exists.")
-    (existing / "config.yaml").write_text("method: grpo\n")
-    assert "tinyrl train --resume runs/mine" in refused("train", "grpo", "r.yaml", "--name", "mine")
+WRONG = "train --nmae x|train grpo --name|train --resume|train grpo --device gpu|eval x --split test|eval|tarin"
 
 
-def test_resuming_a_run_whose_config_was_changed_by_hand():
-    Path("runs/mine").mkdir(parents=True)
-    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
-    Path("runs/mine/config.yaml").write_text(text.replace("num_steps: 200", "num_steps: many"))
-    assert "config.yaml:" in (said := refused("train", "--resume", "runs/mine"))
-    assert "`run.num_steps` is 'many'; it must be a whole number of at least 1." in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["reward.model=no/such/place"], "reward.model=no/such/place: there is no such folder, and a hub name is"),
-        (["reward.functions=[{use: none.py:f}]"], "reward.functions: use 'none.py:f': there is no file"),
-        (["optim.learning_rate=1"], "override 'optim.learning_rate=1': settings of reward, gen"),
-        (["--data", "none.jsonl"], "none.jsonl: no such file"),
-        (["--data", "r.yaml", "--split", "train"], "--data FILE says which rows; --split train chooses among those"),
-        (["--save-samples", "no/s.jsonl"], "--save-samples no/s.jsonl: there is no folder no"),
-    ],
-)
-def test_what_eval_is_given(arguments: list[str], sentence: str):
-    Path("runs/mine/checkpoints").mkdir(parents=True)
-    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
-    Path("runs/mine/config.yaml").write_text(text)
-    assert refused("eval", "runs/mine", *arguments).startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["report", "runs/none"], "runs/none is not a run"),
-        (["report", "runs/none", "--output", "here"], "--output is for a report of several runs"),
-        (["eval", "runs/none"], "runs/none is not a run."),
-        (["eval", "starter", "--task", "srot"], "task.name: there is no task 'srot'"),
-        (["eval", "reward.model=starter"], "which run, checkpoint or model?"),
-        (["eval", "a", "b", "--vs", "base"], "--vs base is of one run"),
-        (["eval", "a", "b", "--split", "train"], "--split train is for one target"),
-        (["eval", "a", "b"], "a is not a run"),
-        (["show", "r", "--worst", "--unsolved"], "--worst and --unsolved: one of them"),
-        (["list", "tasks", "sort"], "sort: only `tinyrl list settings` takes a name"),
-    ],
-)
-def test_other_commands_refuse(words: list[str], sentence: str):
-    assert refused(*words).startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "train --nmae x",
-        "train grpo --name",
-        "train --resume",
-        "train grpo --device gpu",
-        "eval x --split test",
-        "eval x --samples 0",
-        "eval",
-        "tarin",
-    ],
-)
+@pytest.mark.parametrize("arguments", WRONG.split("|"))
 def test_an_option_or_command_that_is_wrong(arguments: str):
     result = run(*arguments.split())
     assert result.exit_code == 2
@@ -189,16 +153,15 @@ def test_an_error_is_a_sentence_and_an_exit_code(
         raise error
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        OSError(12, "Cannot allocate memory"),
-        RuntimeError("can't start new thread"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\n  frame #0: c10"),
-        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-    ],
-)
+OUT_OF_MEMORY = [
+    MemoryError(),
+    OSError(12, "Cannot allocate memory"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\n  frame #0: c10"),
+    ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_memory_that_ran_out_is_a_sentence_wherever_it_arises(error: Exception, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(typer.Exit) as caught, user_errors(False):
         raise error
@@ -217,48 +180,27 @@ def test_a_bug_is_raised():
         raise ValueError("shape")
 
 
-# What goes right, up to where a model would be loaded
-
-
-@dataclass
-class Started:
-    """What launch.start was called with."""
-
-    config: Config
-    name: str | None = None
-    overwrite: bool = False
-    output_dir: str = ""
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    """Stands in for tinyrl.training.launch, which loads models."""
-    calls: list[Started] = []
-    stand_in: Any = ModuleType("tinyrl.training.launch")
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, dict[str, Any]]]:
+    """What a new run was started with, in place of a start, which loads models."""
+    calls: list[tuple[Config, dict[str, Any]]] = []
 
-    def start(config: Config, *, options: Any, output_dir: str, name: str | None, overwrite: bool, **_: Any) -> Any:
-        calls.append(Started(config, name, overwrite, output_dir))
-        return stand_in
+    def start(config: Config, **how: Any) -> SimpleNamespace:
+        calls.append((config, how))
+        return SimpleNamespace(go=lambda **_: 3)
 
-    stand_in.Options, stand_in.start, stand_in.go = dict, start, lambda **_: 3
-    monkeypatch.setitem(sys.modules, "tinyrl.training.launch", stand_in)
+    monkeypatch.setattr("tinyrl.cli.train._start", start)
     return calls
 
 
-def test_options_may_stand_anywhere(started: list[Started]):
-    for arguments in (["--name", "x", "grpo", "r.yaml", "run.seed=7"], ["grpo", "r.yaml", "--name", "x", "run.seed=7"]):
-        run("train", *arguments)
-        assert (started[-1].name, started[-1].config.run.seed) == ("x", 7)
-
-
-def test_a_run_is_started_with_what_was_said_and_its_exit_code_is_ours(started: list[Started]):
-    arguments = ["r.yaml", "grpo.kl_coef=5e-2", "optim.learning_rate=3e-4", "--name", "mine", "--output-dir", "out"]
-    result = run("train", "grpo", *arguments, "--overwrite")
-    assert result.exit_code == 3
-    (call,) = started
-    assert (call.name, call.output_dir, call.overwrite) == ("mine", "out", True)
-    assert call.config.grpo is not None
-    assert (call.config.grpo.kl_coef, call.config.optim.learning_rate) == (0.05, 0.0003)
+def test_a_run_is_started_with_what_is_given_and_its_exit_code_is_ours(started: list[tuple[Config, dict[str, Any]]]):
+    words = ["grpo", "r.yaml", "grpo.kl_coef=5e-2", "optim.learning_rate=3e-4"]
+    for given in ([*words, "--name", "x", "--overwrite"], ["--overwrite", "--name", "x", *words]):
+        assert run("train", *given, "--output-dir", "out").exit_code == 3
+        config, how = started.pop()
+        assert (how["name"], how["output_dir"], how["overwrite"]) == ("x", "out", True)
+        assert config.grpo is not None
+        assert (config.grpo.kl_coef, config.optim.learning_rate) == (0.05, 0.0003)
 
 
 def test_lists_and_version(monkeypatch: pytest.MonkeyPatch):
@@ -284,12 +226,13 @@ def real(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_real_command():
+    before = {*Path().iterdir()}
     done = real("train", "grpo", "r.yaml", "grpo.group_sise=4")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "tinyrl: override 'grpo.group_sise=4': unknown key `grpo.group_sise`. Did you mean `grpo.group_size`?\n"
     )
-    assert {p.name for p in Path().iterdir()} == {"r.yaml"}
+    assert {*Path().iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -335,26 +278,6 @@ def test_a_limit_on_address_space_is_a_sentence(megabytes: int):
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     assert "memory" in done.stderr
-
-
-@pytest.mark.slow
-def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
-    """Nor anything that such a library prints when it is imported."""
-    (tmp_path / "mine.py").write_text(
-        "def score(completions, answer, **_):\n    return [float(a in c) for a, c in zip(answer, completions)]\n\n\n"
-        "def respond(prompts, transcripts, **_):\n    return [None] * len(prompts)\n"
-    )
-    rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom tinyrl.cli.commands import GONE, app\n"
-        "words = ['check', 'grpo', 'task.data=rows.jsonl', 'reward.functions=[{use: mine.py:score}]',"
-        " 'environment.use=mine.py:respond', '--quick']\n"
-        "assert CliRunner().invoke(app, words).exit_code in (0, 3)\n"
-        "print([name for name in ('torch', 'transformers', 'peft', 'bitsandbytes') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def test_the_commands_are_these():

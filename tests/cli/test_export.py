@@ -43,7 +43,7 @@ def test_export_prints_the_folder_and_what_to_type_next(run: Path):
 def test_chat_answers_the_lines_that_it_reads(run: Path):
     said = tinyrl("chat", str(run), "--device", "cpu", said="letters: b a sorted:\n/compare\n/reward\n").stdout
     assert said.startswith("run/step-000003 (no chat template: each line is a prompt of its own)")
-    assert "the start: " in said
+    assert "initial model: " in said
     assert "policy: reward " in said
 
 

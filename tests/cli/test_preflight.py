@@ -17,14 +17,23 @@ ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "n
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with rows.jsonl and a model's folder in it."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, with rows, models, an adapter, a reward and runs with and without a checkpoint in it."""
     monkeypatch.chdir(tmp_path)
+    for name in ("model", "pickled", "empty", "adapter", "half", "runs/mine/checkpoints/step-000010", "runs/new"):
+        Path(name).mkdir(parents=True)
+    for run in ("runs/mine", "runs/new"):
+        Path(run, "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
+    Path("rewards.py").write_text("def score(prompts, completions):\n    return []\n")
+    for name in ("model", "pickled"):
+        Path(name, "config.json").write_text("{}")
     Path("model/model.safetensors").write_text("")
-    return tmp_path
+    Path("pickled/pytorch_model.bin").write_bytes(b"\x80\x04")
+    own = {"r": 32, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
+    for name in ("adapter", "half"):
+        Path(name, "adapter_config.json").write_text(json.dumps(own))
+    Path("adapter/adapter_model.safetensors").write_text("")
 
 
 def check(method: str = "grpo", **sections: Any) -> None:
@@ -40,133 +49,90 @@ def refused(method: str = "grpo", **sections: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward", "dpo"])
-def test_what_is_in_order(method: str):
-    check(method)
-    check(method, model={"path": "owner/name"})
-    check(method, model={"path": "starter"})
+def function(use: str) -> dict[str, Any]:
+    return {"functions": [{"use": use}]}
 
 
-def test_trackers_are_checked(monkeypatch: pytest.MonkeyPatch):
+HUB = {"data": "a/b:main", "revision": "1f0c"}
+ADAPTED = {"path": "model", "adapter": "adapter"}
+IN_ORDER: list[dict[str, Any]] = [
+    {"model": {"path": "owner/name", "revision": "1f0c"}},
+    {"model": {"path": "starter"}},
+    {"model": {"path": "runs/mine/checkpoints/step-000010"}},
+    {"model": {"path": "model", "adapter": "runs/mine"}},
+    {"model": ADAPTED},
+    {"model": ADAPTED, "lora": {"r": 32, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}},
+    {"model": ADAPTED, "lora": {"target_modules": "all-linear"}},  # which an adapter is saved without
+    {"task": HUB},
+    {"task": {**HUB, "eval_data": "a/b@test"}},
+    {"task": {**HUB, "eval_data": "rows.jsonl"}},
+    {"task": {"data": "owner/name:main@train"}},  # it may be on the hub
+    {"reward": {**function("rewards.py:score"), "model": "runs/mine"}},
+]
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [  # and what is named
+    ({"model": {"path": "model", "revision": "1f0c"}}, ["model.revision=1f0c"]),
+    ({"model": {"path": "starter", "revision": "1f0c"}}, ["model.revision=1f0c"]),
+    ({"task": {**HUB, "eval_data": "c/d"}}, ["task.revision=1f0c"]),
+    ({"task": {"data": "rows.jsonl", "revision": "1f0c"}}, ["task.revision=1f0c"]),
+    ({"model": {"path": "./modle"}}, ["model.path=./modle", "Did you mean `model`?"]),
+    ({"model": {"path": "startr"}}, ["Did you mean `starter`?"]),
+    ({"model": {"path": "x" * 5000}}, ["model.path=xxx"]),
+    ({"model": {"path": "pickled"}}, ["model.path=pickled", "pytorch_model.bin", "safetensors"]),
+    ({"model": {"path": "empty"}}, ["model.path=empty", "config.json"]),
+    ({"model": {"path": "rows.jsonl"}}, ["model.path=rows.jsonl is a file"]),
+    ({"model": {"path": "runs/new"}}, ["model.path=runs/new"]),
+    ({"model": {"path": "model", "adapter": "half"}}, ["model.adapter=half", "adapter_model.safetensors"]),
+    ({"model": {"path": "model", "adapter": "nowhere"}}, ["model.adapter=nowhere", "adapter_config.json"]),
+    ({"model": {"path": "model", "adapter": "runs/new"}}, ["model.adapter=runs/new"]),
+    ({"model": ADAPTED, "lora": {"r": 16}}, ["lora.r=16"]),  # the default, and given
+    ({"model": ADAPTED, "lora": {"alpha": 32}}, ["lora.alpha=32"]),
+    ({"model": ADAPTED, "lora": {"target_modules": ["q_proj"]}}, ["lora.target_modules="]),
+    ({"reward": {"model": "~nobody/x/y"}}, ["reward.model=~nobody/x/y"]),
+    ({"reward": {"model": "runs/new"}}, ["reward.model=runs/new"]),
+    ({"reward": function("rewards.py:scoer")}, ["Did you mean `score`?"]),
+    ({"reward": function("reward.py:score")}, ["no file"]),
+    ({"reward": function("rewards.py")}, ["file.py:function"]),
+    ({"task": {}}, ["task.data is missing"]),
+    ({"task": {"name": "srot"}}, ["task.name: there is no task 'srot'. Did you mean `sort`?"]),
+    *(({"task": {"data": name}}, [name]) for name in ("rows.jsn", "nowhere.jsonl", "none.parquet", "./a/b", "model")),
+    ({"task": {"data": "rows.jsonl", "eval_data": "nowhere.jsonl"}}, ["nowhere.jsonl"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sections", IN_ORDER)
+def test_what_is_in_order(sections: dict[str, Any]) -> None:
+    check(**sections)
+
+
+@pytest.mark.parametrize(("sections", "named"), REFUSED)
+def test_what_is_not_there_is_refused(sections: dict[str, Any], named: list[str]) -> None:
+    text = refused(**sections)
+    assert [name for name in named if name not in text] == []
+
+
+def test_methods_have_checks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("ppo", "sft", "reward", "dpo"):
+        check(method)
+    check("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "owner/name"}, critic={"path": "runs/mine"})
+    assert "nowhere.jsonl" in refused("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "nowhere.jsonl"})
+    assert "critic.path=/no/such/place" in refused("ppo", critic={"path": "/no/such/place"})
+    assert "task.data is missing" in refused("sft", task={})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert refused(run={"trackers": ["trackio"]}) == "run.trackers: trackio is not installed: pip install trackio"
 
 
-# Models
-
-
-def test_a_revision_is_for_the_hub():
-    hub = {"data": "a/b:main", "revision": "1f0c"}
-    check(model={"path": "owner/name", "revision": "1f0c"})
-    for more in ({}, {"eval_data": "a/b@test"}, {"eval_data": "rows.jsonl"}):
-        check(task={**hub, **more})
-    for path in ("model", "starter"):
-        assert refused(model={"path": path, "revision": "1f0c"}).startswith("model.revision=1f0c")
-    for where in ({**hub, "eval_data": "c/d"}, {"data": "rows.jsonl", "revision": "1f0c"}):
-        assert refused(task=where).startswith("task.revision=1f0c")
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "path", "parts"),
-    [
-        ("model", "path", "./modle", ["model.path=./modle", "Did you mean `model`?"]),
-        ("model", "path", "startr", ["Did you mean `starter`?"]),
-        ("critic", "path", "/no/such/place", ["critic.path=/no/such/place"]),
-        ("reward", "model", "~nobody/x/y", ["reward.model=~nobody/x/y"]),
-        ("model", "path", "x" * 5000, ["model.path=xxx"]),
-        ("model", "path", "pickled", ["model.path=pickled", "pytorch_model.bin", "safetensors"]),
-        ("model", "path", "empty", ["model.path=empty", "config.json"]),
-        ("model", "path", "rows.jsonl", ["model.path=rows.jsonl is a file"]),
-        ("model", "adapter", "adapter", ["model.adapter=adapter", "adapter_model.safetensors"]),
-        ("model", "adapter", "nowhere", ["model.adapter=nowhere", "adapter_config.json"]),
-    ],
-)
-def test_a_folder_that_is_no_model(section: str, name: str, path: str, parts: list[str]):
-    for folder in ("pickled", "empty", "adapter"):
-        Path(folder).mkdir()
-    Path("pickled/config.json").write_text("{}")
-    Path("pickled/pytorch_model.bin").write_bytes(b"\x80\x04")
-    Path("adapter/adapter_config.json").write_text("{}")
-    said = refused("ppo", **{section: {"path": "model", name: path} if section == "model" else {name: path}})
-    assert all(part in said for part in parts)
-    Path("pickled/model.safetensors").write_text("")
-    check(model={"path": "pickled"})
-
-
-def test_settings_of_an_adapter_that_differ_from_its_own_are_refused():
-    Path("adapter").mkdir()
-    own = {"r": 32, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
-    Path("adapter/adapter_config.json").write_text(json.dumps(own))
-    Path("adapter/adapter_model.safetensors").write_text("")
-    model = {"path": "model", "adapter": "adapter"}
-    check(model=model)
-    check(model=model, lora={"r": 32, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
-    check(model=model, lora={"target_modules": "all-linear"})  # which an adapter is saved without
-    for name, given in (("r", 8), ("r", 16), ("alpha", 32), ("target_modules", ["q_proj"])):
-        assert refused(model=model, lora={name: given}).startswith(f"lora.{name}=")
-
-
-@pytest.mark.parametrize(
-    ("section", "name"), [("model", "path"), ("model", "adapter"), ("critic", "path"), ("reward", "model")]
-)
-def test_a_run_in_place_of_a_model(section: str, name: str):
-    run = Path("runs/mine")
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
-    assert refused("ppo", **{section: {name: "runs/mine"}}).startswith(f"{section}.{name}=runs/mine: ")
-    (run / "checkpoints/step-000010").mkdir()
-    for path in ("runs/mine", "runs/mine/checkpoints/step-000010"):
-        check("ppo", **{section: {name: path}})
-
-
-# Rewards and tasks
-
-
-@pytest.mark.parametrize(
-    ("use", "sentence"),
-    [("rewards.py:scoer", "Did you mean `score`?"), ("reward.py:score", "no file"), ("rewards.py", "file.py:function")],
-)
-def test_a_reward_that_is_not_there(use: str, sentence: str):
-    Path("rewards.py").write_text("def score(prompts, completions):\n    return []\n")
-    assert sentence in refused(reward={"functions": [{"use": use}]})
-    check(reward={"functions": [{"use": "rewards.py:score"}]})
-
-
-def test_a_task_that_is_not_there():
-    assert refused(task={"name": "srot"}).startswith("task.name: there is no task 'srot'. Did you mean `sort`?")
-
-
-@pytest.mark.parametrize("method", ["grpo", "sft"])
-def test_data_that_is_not_there(method: str):
-    assert refused(method, task={}).startswith("task.data is missing")
-    for source in ("rows.jsn", "nowhere.jsonl", "nowhere.parquet", "./a/b/c", "model", "gsm8k"):
-        assert source in refused(method, task={"data": source})
-        assert source in refused(method, task={"data": "rows.jsonl", "eval_data": source})
-    check(method, task={"data": "owner/name:main@train"})  # it may be on the hub
-    check("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "owner/name"})
-    assert "nowhere.jsonl" in refused("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "nowhere.jsonl"})
-
-
-# Targets of `tinyrl eval`
-
-
-def test_targets_of_an_evaluation():
-    run = Path("runs/mine")
-    (run / "checkpoints/step-000010").mkdir(parents=True)
-    (run / "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
+def test_targets_of_an_evaluation() -> None:
     for target in ("runs/mine", "runs/mine/checkpoints/step-000010"):
         check_evaluation(target, Asked())
-    check_evaluation("runs/mine", Asked(), vs="base")
     Path("config.yaml").write_text("somebody else's")  # a stray config.yaml does not make the model a run
     check_evaluation("model", Asked(task="sort"), vs="start")
-    check_evaluation("runs/mine", Asked(), vs="model")
-    check_evaluation("runs/mine", Asked(), vs="owner/name")  # of the hub
+    for vs in ("base", "model", "owner/name"):
+        check_evaluation("runs/mine", Asked(), vs=vs)
     for target, vs, task, sentence in (
         ("runs/mien", None, None, "runs/mien is not a run. Did you mean `runs/mine`?"),
         ("model", None, None, "model is not a run. To evaluate a model, say what on: --task NAME"),
         ("runs/mine", "mine", None, "mine is not a run: it does not exist. Did you mean `runs/mine`?"),
         ("runs/mine", "modle", None, "model=modle: there is no such folder"),
-        ("runs/mine", "./mine", "sort", "mine is not a run: it does not exist. Did you mean `runs/mine`?"),
         ("runs/mine", None, "srot", "task.name: there is no task 'srot'. Did you mean `sort`?"),
     ):
         with pytest.raises(ValueError, match=r"\S") as caught:

@@ -1,4 +1,4 @@
-"""The configuration: defaults that depend on other fields, presets, conflicts."""
+"""The configuration: defaults that depend on other fields, presets, types, conflicts."""
 
 from typing import Any
 
@@ -7,7 +7,11 @@ from pydantic import ValidationError
 
 from tinyrl.config.method_sections import PRESETS, GrpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.recipe import packaged_recipes
 from tinyrl.config.schema import Config
+from tinyrl.config.settings import allowed, fields_of
+from tinyrl.rollout.load import method_of
+from tinyrl.training.method import Method
 
 
 def make(method: str = "grpo", **sections: Any) -> Config:
@@ -21,7 +25,7 @@ def refused(method: str = "grpo", **sections: Any) -> str:
     return problem["msg"]
 
 
-def test_starting_numbers_and_presets():
+def test_defaults_and_presets():
     grpo, ppo = make("grpo"), make("ppo")
     assert (grpo.lora.enabled, grpo.lora.r, grpo.lora.alpha, grpo.lora.dropout) == (True, 16, 32.0, 0.0)
     assert (grpo.grpo.num_prompts, grpo.grpo.group_size, grpo.grpo.num_epochs) == (32, 8, 1)
@@ -31,26 +35,21 @@ def test_starting_numbers_and_presets():
     assert (grpo.optim.schedule, grpo.optim.weight_decay, grpo.optim.max_grad_norm) == ("constant", 0.0, 1.0)
     assert grpo == make("grpo", grpo={"preset": "dapo"}, lora=None, ppo={"no such": "field"}, sft=3)
     assert ppo == make("ppo", ppo={"preset": "ppo"})
-    given = make("ppo", lora={"enabled": False, "alpha": 8}, optim={"learning_rate": 3e-4})
-    assert (given.optim.learning_rate, given.optim.critic_learning_rate, given.lora.alpha) == (3e-4, 1e-5, 8.0)
 
 
 @pytest.mark.parametrize(
     ("method", "lora", "rates"),
     [
-        ("grpo", True, (5e-5, None)),
-        ("grpo", False, (1e-6, None)),
+        *[(method, True, (5e-5, None)) for method in ("grpo", "sft", "dpo")],
+        *[(method, False, (1e-6, None)) for method in ("grpo", "reward", "dpo")],
         ("ppo", True, (5e-5, 1e-4)),
         ("ppo", False, (1e-6, 1e-5)),
-        ("sft", True, (5e-5, None)),
-        ("reward", False, (1e-6, None)),
-        ("dpo", True, (5e-5, None)),
-        ("dpo", False, (1e-6, None)),
     ],
 )
 def test_learning_rates_depend_on_lora_and_method(method: str, lora: bool, rates: tuple[float, float | None]):
     optim = make(method, lora={"enabled": lora}).optim
     assert (optim.learning_rate, optim.critic_learning_rate) == rates
+    assert make(method, lora={"enabled": lora}, optim={"learning_rate": 3e-4}).optim.learning_rate == 3e-4
 
 
 @pytest.mark.parametrize(
@@ -63,31 +62,33 @@ def test_learning_rates_depend_on_lora_and_method(method: str, lora: bool, rates
         (False, {"kind": "shared-detached"}, "shared-detached"),
     ],
 )
-def test_the_critic_that_fits(lora: bool, critic: dict[str, Any], kind: str):
-    config = make("ppo", lora={"enabled": lora}, critic=critic)
-    assert config.critic.kind == kind
+def test_the_default_critic(lora: bool, critic: dict[str, Any], kind: str):
+    assert make("ppo", lora={"enabled": lora}, critic=critic).critic.kind == kind
 
 
-def test_the_beta_that_fits_a_loss():
+def test_the_default_beta_of_a_loss():
     betas = {loss: make("dpo", dpo={"loss": loss}).dpo.beta for loss in ("sigmoid", "ipo", "ipo_sum", "kto", "orpo")}
     assert set(betas.values()) == {0.1}
-    assert make("dpo", dpo={"loss": "simpo"}).dpo.beta == 2.0
-    assert make("dpo", dpo={"loss": "simpo", "beta": 2.5}).dpo.beta == 2.5
+    assert [make("dpo", dpo={"loss": "simpo", **more}).dpo.beta for more in ({}, {"beta": 2.5})] == [2.0, 2.5]
 
 
-# Sections
+@pytest.mark.parametrize("name", METHODS)
+def test_the_table_of_methods(name: str) -> None:
+    method = METHODS[name]
+    others = {section for other in METHODS.values() if other is not method for section in other.sections}
+    assert {*method.sections} <= {*Config.model_fields}
+    assert method.own not in others
+    assert method.recipe is None or method.recipe in packaged_recipes()
+    config = make(name, grpo={"num_prompts": 4}, ppo={"num_prompts": 64}, sft={}, critic={}, reward={})
+    assert {*config.written()} & {*OPTIONAL_SECTIONS} == {*method.sections}
+    for what in ("train", "evaluate"):
+        assert getattr(method_of(name), what) is not getattr(Method, what)
 
 
-def test_a_method_has_its_sections_and_no_others():
-    for method in METHODS:
-        config = make(method, grpo={"num_prompts": 4}, ppo={"num_prompts": 64}, sft={}, critic={}, reward={})
-        assert {*config.written()} & {*OPTIONAL_SECTIONS} == {*METHODS[method].sections}
-        assert {name for name in OPTIONAL_SECTIONS if config.uses(name)} == {*METHODS[method].sections}
-
-
-# Presets: every part, as the papers have it.
+# ---- presets: every part, as the papers have it ----
 
 PARTS = ("advantage", "advantage_scale", "clip_eps", "clip_eps_high", "aggregation", "kl_coef", "kl_estimator")
+PPO_PARTS = ("num_epochs", "minibatch_size", "value_clip_eps", "gae_lambda")
 
 
 @pytest.mark.parametrize(
@@ -100,124 +101,114 @@ PARTS = ("advantage", "advantage_scale", "clip_eps", "clip_eps_high", "aggregati
         ("gdpo", ("group", "std", 0.2, 0.28, "token", 0.0, "k3")),
         ("cispo", ("group", "std", 0.2, 0.28, "token", 0.0, "k3")),
         ("rloo", ("leave-one-out", "std", 0.2, 0.2, "sequence-sum", 0.05, "k1")),
-        ("reinforce++", ("discounted-return", "std", 0.2, 0.2, "token", 0.01, "k1")),
-        ("reinforce++-baseline", ("baseline-return", "std", 0.2, 0.2, "token", 0.01, "k2")),
+        ("reinforce++", ("reinforce++", "std", 0.2, 0.2, "token", 0.01, "k1")),
+        ("reinforce++-baseline", ("reinforce++-baseline", "std", 0.2, 0.2, "token", 0.01, "k2")),
+        ("ppo", (4, 64, 0.2, 0.95)),
+        ("a2c", (1, None, None, 1.0)),
     ],
 )
 def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...]):
-    section = make("grpo", grpo={"preset": preset}).grpo
-    assert tuple(getattr(section, name) for name in PARTS) == parts
-
-
-PPO_PARTS = ("num_epochs", "minibatch_size", "value_clip_eps", "gae_lambda")
-
-
-@pytest.mark.parametrize(("preset", "parts"), [("ppo", (4, 64, 0.2, 0.95)), ("a2c", (1, None, None, 1.0))])
-def test_a_preset_of_ppo_is_plain_fields(preset: str, parts: tuple[Any, ...]):
-    section = make("ppo", ppo={"preset": preset}).ppo
-    assert tuple(getattr(section, name) for name in PPO_PARTS) == parts
-    others = {"num_epochs": 3, "minibatch_size": 32, "value_clip_eps": 0.7, "gae_lambda": 0.5}
-    for name, value in others.items():
-        changed = make("ppo", ppo={"preset": preset, name: value}).ppo
-        assert changed.model_dump() == {**section.model_dump(), name: value}
-
-
-OTHERS: dict[str, Any] = {
-    "advantage": "leave-one-out",
-    "advantage_scale": "batch",
-    "entropy_coef": 0.02,
-    "mismatch": "sequence-mask",
-    "clip_eps": 0.11,
-    "clip_eps_high": 0.33,
-    "aggregation": "constant",
-    "kl_coef": 0.02,
-    "kl_estimator": "k2",
-}
+    method, names = ("grpo", PARTS) if preset in PRESETS else ("ppo", PPO_PARTS)
+    section = getattr(make(method, **{method: {"preset": preset}}), method)
+    assert tuple(getattr(section, name) for name in names) == parts
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_part_of_a_preset_can_be_overridden_alone(preset: str):
     plain = GrpoConfig.model_validate({"preset": preset}).model_dump()
-    for name, value in OTHERS.items():
+    others = {"advantage": "leave-one-out", "advantage_scale": "batch", "clip_eps": 0.11, "clip_eps_high": 0.33,
+              "aggregation": "constant", "kl_coef": 0.02, "kl_estimator": "k2"}  # fmt: skip
+    for name, value in others.items():
         assert GrpoConfig.model_validate({"preset": preset, name: value}).model_dump() == {**plain, name: value}
 
 
-# Types are strict: no value is converted to another type.
+# ---- types are strict: no value is converted to another type ----
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value"),
+    ("section", "field", "values"),
     [
-        ("run", "num_steps", True),
-        ("run", "num_steps", 2.0),
-        ("run", "num_steps", "3"),
-        ("run", "num_steps", 0),
-        ("run", "seed", -1),
-        ("run", "deterministic", 1),
-        ("optim", "learning_rate", True),
-        ("optim", "learning_rate", 0),
-        ("optim", "learning_rate", float("nan")),
-        ("optim", "learning_rate", float("inf")),
-        ("grpo", "group_size", 0),
-        ("grpo", "clip_eps", 1.0),
-        ("grpo", "preset", ["dapo"]),
-        ("lora", "dropout", float("nan")),
-        ("lora", "target_modules", []),
-        ("generation", "stop", [""]),
-        ("generation", "stop", ("a",)),
-        ("generation", "top_p", 0),
-        ("task", "name", 3),
-        ("model", "path", ""),
+        ("run", "num_steps", (True, 2.0, "3", 0)),
+        ("run", "seed", (-1,)),
+        ("run", "deterministic", (1,)),
+        ("optim", "learning_rate", (True, 0, float("nan"), float("inf"))),
+        ("grpo", "group_size", (0,)),
+        ("grpo", "clip_eps", (1.0,)),
+        ("grpo", "preset", (["dapo"],)),
+        ("lora", "dropout", (float("nan"),)),
+        ("lora", "target_modules", ([],)),
+        ("generation", "stop", ([""], ("a",))),
+        ("task", "name", (3,)),
+        ("model", "path", ("",)),
     ],
 )
-def test_wrong_types_and_ranges_are_refused(section: str, field: str, value: Any):
-    with pytest.raises(ValidationError) as caught:
-        make("grpo", **{section: {field: value}})
-    assert {problem["loc"][:2] for problem in caught.value.errors()} == {(section, field)}
+def test_wrong_types_and_ranges_are_refused(section: str, field: str, values: tuple[Any, ...]):
+    for value in values:
+        with pytest.raises(ValidationError) as caught:
+            make("grpo", **{section: {field: value}})
+        assert {problem["loc"][:2] for problem in caught.value.errors()} == {(section, field)}
 
 
-# What cannot go together, and what can.
+def test_no_field_takes_a_number_that_overflows():
+    """1e300 is infinite in float32; so is what a learning rate or a weight decay of it makes of the weights."""
+    settings, tried = make("grpo"), 0
+    for section in fields_of():
+        for name, kind in fields_of(section).items():
+            if "number" in allowed(kind).replace("whole number", ""):
+                tried += 1
+                for value in (1e300, -1e300):
+                    with pytest.raises(ValidationError):
+                        getattr(settings, section).model_validate({name: value})
+    assert tried > 20
+    with pytest.raises(ValidationError):
+        settings.reward.model_validate({"functions": [{"use": "a.py:f", "weight": 1e300}]})
+
+
+# ---- conflicts ----
+
+FULL = {"lora": {"enabled": False}}
+GDPO = {"preset": "gdpo"}
+AGENT = {"environment": {"agent": "a.py:f"}}
 
 
 @pytest.mark.parametrize(
-    ("method", "sections", "sentence"),
+    ("method", "sections", "setting"),
     [
-        ("grpo", {"lora": {"dropout": 0.1}}, "lora.dropout=0.1 makes the ratio"),
-        ("grpo", {"lora": {"enabled": False}, "model": {"quantization": "4bit"}}, "model.quantization=4bit needs lora"),
-        ("grpo", {"lora": {"enabled": False}, "model": {"adapter": "a"}}, "model.adapter=a needs lora.enabled=true"),
-        ("ppo", {"lora": {"enabled": False}, "critic": {"kind": "adapter"}}, "critic.kind=adapter needs lora"),
-        ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257 penalises every answer"),
-        ("grpo", {"grpo": {"minibatch_size": 100}}, "does not divide the 256 sequences of a step; 64 would"),
+        ("grpo", {"lora": {"dropout": 0.1}}, "lora.dropout=0.1"),
+        ("grpo", {**FULL, "model": {"quantization": "4bit"}}, "model.quantization=4bit"),
+        ("grpo", {**FULL, "model": {"adapter": "a"}}, "model.adapter=a"),
+        ("ppo", {**FULL, "critic": {"kind": "adapter"}}, "critic.kind=adapter"),
+        ("grpo", {"task": {"chat_template_kwargs": {"tools": False}}}, "task.chat_template_kwargs"),
+        ("grpo", {"environment": {"name": "python", "tools": ["a.py:f"]}}, "environment.tools"),
+        ("grpo", {"environment": {"name": "search"}}, "environment.corpus"),
+        ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257"),
+        ("grpo", {"grpo": {"minibatch_size": 100}}, "does not divide the 256 sequences of a step; 64"),
         ("ppo", {"ppo": {"num_prompts": 32}}, "ppo.minibatch_size=64 does not divide the 32 sequences of a step; 32"),
-        ("grpo", {"grpo": {"group_size": 1}}, "grpo.group_size=1 leaves nothing to compare"),
-        ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05 needs a reference"),
-        (
-            "grpo",
-            {"grpo": {"preset": "gdpo", "advantage": "leave-one-out"}},
-            "grpo.advantage=leave-one-out is not for grpo.preset=gdpo",
-        ),
-        (
-            "grpo",
-            {"grpo": {"preset": "gdpo", "kl_coef": 0.1, "kl_estimator": "k1"}},
-            "grpo.kl_estimator=k1 changes the sum of rewards",
-        ),
-        (
-            "grpo",
-            {"grpo": {"preset": "gdpo"}, "reward": {"overlong_tokens": 9}},
-            "reward.overlong_tokens=9 changes",
-        ),
-        (
-            "grpo",
-            {"grpo": {"preset": "gdpo"}, "reward": {"truncated": "penalize"}},
-            "reward.truncated=penalize",
-        ),
-        ("dpo", {"reference": {"kind": "none"}}, "reference.kind=none leaves dpo.loss=sigmoid nothing to measure"),
-        ("dpo", {"dpo": {"loss": "kto", "batch_size": 1}}, "dpo.batch_size=1 leaves dpo.loss=kto no answers of other"),
-        ("ppo", {"ppo": {"ptx_coef": 0.5}}, "ppo.ptx_coef=0.5 needs ppo.ptx_data: rows of text"),
+        ("grpo", {"grpo": {"num_prompts": 999_983, "minibatch_size": 10**14}}, "does not divide"),  # at once
+        ("grpo", {"grpo": {"group_size": 1}}, "grpo.group_size=1"),
+        ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05"),
+        ("grpo", {"grpo": {**GDPO, "advantage": "leave-one-out"}}, "grpo.advantage=leave-one-out"),
+        ("grpo", {"grpo": {**GDPO, "kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.kl_estimator=k1"),
+        ("grpo", {"grpo": GDPO, "reward": {"overlong_tokens": 9}}, "reward.overlong_tokens=9"),
+        ("grpo", {"grpo": GDPO, "reward": {"truncated": "penalize"}}, "reward.truncated=penalize"),
+        ("grpo", {"generation": {"engine": "server"}}, "generation.url"),
+        ("grpo", {"generation": {"url": "localhost:8000"}}, "generation.url"),
+        ("grpo", {**FULL, "generation": {"engine": "server", "url": "http://a:1"}}, "lora.enabled=true"),
+        ("distill", {"teacher": {"path": "self"}}, "teacher.hint"),
+        ("distill", {"teacher": {"path": "start", "hint": "x"}, "reference": {"kind": "none"}}, "reference.kind=none"),
+        ("distill", {"teacher": {"path": "http://a:1"}, "generation": {"temperature": 0.5}}, "temperature=0.5"),
+        ("distill", {"distill": {"on_policy_fraction": 0.5}, "environment": {"name": "python"}}, "environment.name"),
+        ("grpo", {**AGENT, "grpo": {"advantage": "reinforce++"}}, "grpo.advantage=group or leave-one-out"),
+        ("grpo", {**AGENT, "grpo": {"dynamic_sampling_rounds": 2}}, "grpo.dynamic_sampling_rounds=2"),
+        ("grpo", {**AGENT, "grpo": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.kl_estimator=k3"),
+        ("distill", AGENT, "grpo or ppo"),
+        ("dpo", {"reference": {"kind": "none"}}, "reference.kind=none"),
+        ("dpo", {"dpo": {"loss": "kto", "batch_size": 1}}, "dpo.batch_size=1"),
+        ("ppo", {"ppo": {"ptx_coef": 0.5}}, "ppo.ptx_data"),
     ],
-)
-def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence: str):
-    assert sentence in refused(method, **sections)
+)  # fmt: skip
+def test_conflicts_are_refused(method: str, sections: dict[str, Any], setting: str):
+    assert setting in refused(method, **sections)
 
 
 @pytest.mark.parametrize(
@@ -229,25 +220,13 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
         ("grpo", {"reward": {"overlong_tokens": 256}}),
         ("grpo", {"grpo": {"minibatch_size": 64}}),
         ("ppo", {"ppo": {"num_prompts": 32, "minibatch_size": None}}),
-        ("grpo", {"grpo": {"preset": "grpo", "kl_estimator": "k1"}}),
         ("grpo", {"grpo": {"preset": "reinforce++", "group_size": 1}}),
         ("ppo", {"reference": {"kind": "none"}, "ppo": {"kl_coef": 0}}),
-        ("ppo", {"critic": {"path": "x"}}),
         ("ppo", {"critic": {"path": "x", "kind": "shared"}}),  # x may be a run, which runs/resolve.py finds out
         ("ppo", {"ppo": {"ptx_coef": 0.5, "ptx_data": "t.jsonl"}}),
         ("grpo", {"reference": {"kind": "none"}}),
-        ("grpo", {"grpo": {"kl_coef": 0.1, "kl_estimator": "k1"}}),
         ("grpo", {"grpo": {"preset": "gdpo", "kl_coef": 0.1}, "reward": {"truncated": "mask"}}),
-        ("grpo", {"grpo": {"entropy_coef": 2.0}}),
     ],
 )
-def test_what_can_go_together_is_accepted(method: str, sections: dict[str, Any]):
+def test_what_goes_together_is_accepted(method: str, sections: dict[str, Any]):
     assert make(method, **sections).method == method
-
-
-def test_a_batch_nobody_can_hold_is_answered_at_once():
-    sentence = refused("grpo", grpo={"num_prompts": 999_983, "minibatch_size": 10**14})
-    assert "does not divide" in sentence
-    assert "less than or equal to 1000000" in refused(
-        "grpo", grpo={"num_prompts": 10**15 + 37, "minibatch_size": 10**14}
-    )

@@ -1,4 +1,4 @@
-"""Recipes and overrides: broken files, overrides laid over them, and config.yaml read back."""
+"""Recipes and overrides: broken files, mistakes and how they are answered, and config.yaml read back."""
 
 import re
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.aliases import ALIASES
+from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
     MAX_RECIPE_BYTES,
@@ -24,15 +24,15 @@ from tinyrl.config.recipe import (
     split_settings,
 )
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import fields_of
-from tinyrl.config.yaml_reader import Source
+from tinyrl.config.settings import SECTIONS, describe_settings, fields_of
+from tinyrl.config.yaml_reader import parse_plain
 
 SORT = "method: grpo\ntask: {name: sort}\n"
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | bytes], str]:
-    """Writes r.yaml into the current folder, which is a fresh one."""
+    """Return a function that writes r.yaml into the current folder, which is a fresh one."""
     monkeypatch.chdir(tmp_path)
 
     def write(content: str | bytes) -> str:
@@ -46,41 +46,36 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
     with pytest.raises(ValueError, match=r"\S") as caught:
         load_config(method, name, overrides=list(overrides))
     assert type(caught.value) is ValueError
-    sentence = str(caught.value)
-    assert len(sentence.splitlines()) <= 6
-    return sentence
+    assert len(str(caught.value).splitlines()) <= 6
+    return str(caught.value)
 
 
-# Files
+# ---- files ----
 
 
 @pytest.mark.parametrize(
-    ("content", "place", "parts"),
+    ("content", "place", "part"),
     [
-        ("# only a comment\n", "recipe r.yaml", "empty"),
-        (b"\xef\xbb\xbf", "recipe r.yaml", "empty"),
-        ("- a\n", "r.yaml:1: ", "a mapping of sections"),
+        ("# only a comment\n", "r.yaml: ", "empty"),
+        (b"\xef\xbb\xbf", "r.yaml: ", "empty"),
+        ("- a\n", "r.yaml: ", "mapping of sections"),
         (b"method: grpo\nmodel: {path: caf\xe9}\n", "r.yaml:2: ", "UTF-8"),
-        ("method: grpo".encode("utf-16"), "r.yaml:1: ", "UTF-8"),
         ("method: grpo\ngrpo: {group_size: [4\n", "r.yaml:3: ", "broken YAML"),
-        (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: ", "`grpo.kl_coef`.*r.yaml:4"),
-        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml:4: ", "`grpo.group_size`"),
-        (SORT + "reward:\n  functions:\n    - use: a.py:f\n      wait: 1\n", "r.yaml:6: ", "`reward.functions"),
-        (SORT + "run: {num_steps: many}\n", "r.yaml:3: ", "`run.num_steps` is 'many'"),
-        (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml:3: ", "grpo.minibatch_size=7"),
-        ("method: gpro\n", "r.yaml:1: ", "`grpo`"),
-        ("method: [grpo]\n", "r.yaml:1: ", "`method` is"),
-        ("method: ppo\n", "r.yaml:1: ", "train ppo`, not grpo"),
-        ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: ", "train reward`, not grpo"),
-        (b"a" * (MAX_RECIPE_BYTES + 1), "recipe r.yaml", "100,000 bytes"),
+        (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: ", "`kl_coef`"),
+        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml: ", "`grpo.group_size`"),
+        (SORT + "run: {num_steps: many}\n", "r.yaml: ", "`run.num_steps` is 'many'"),
+        (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml: ", "grpo.minibatch_size=7"),
+        ("method: gpro\n", "r.yaml: ", "`grpo`"),
+        ("method: [grpo]\n", "r.yaml: ", "`method` is"),
+        ("method: ppo\n", "r.yaml: ", "train ppo`, not grpo"),
+        ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml: ", "train reward`, not grpo"),
+        (b"a" * (MAX_RECIPE_BYTES + 1), "r.yaml ", "100,000 bytes"),
     ],
 )
-def test_a_bad_recipe_is_answered_with_its_line(
-    recipe: Callable[..., str], content: str | bytes, place: str, parts: str
-):
+def test_a_bad_recipe_is_refused(recipe: Callable[..., str], content: str | bytes, place: str, part: str):
     found = refused("grpo", recipe(content))
     assert found.startswith(place)
-    assert re.search(parts, found)
+    assert part in found
 
 
 def test_a_recipe_as_other_editors_write_it(recipe: Callable[..., str]):
@@ -88,19 +83,9 @@ def test_a_recipe_as_other_editors_write_it(recipe: Callable[..., str]):
         assert load_config("grpo", recipe(content), overrides=[]).task.name == "sort"
 
 
-def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    assert "`starter-grpo`" in refused("grpo", "starter-gpro")
-    for name in ("./nothing.yaml", "folder", "x" * 5000, "a\0b"):
-        assert refused("grpo", name).startswith("recipe '")
-
-
 def test_a_recipe_for_two_methods(recipe: Callable[..., str]):
     name = recipe(SORT + "grpo: {num_prompts: 4}\nppo: {num_prompts: 64}\n")
     grpo, ppo = (load_config(method, name, overrides=[]) for method in ("grpo", "ppo"))
-    assert "ppo" not in grpo.written()
-    assert "grpo" not in ppo.written()
     assert (grpo.grpo.num_prompts, ppo.ppo.num_prompts) == (4, 64)
     assert "ppo" not in dump_config(grpo)
 
@@ -112,23 +97,41 @@ def test_packaged_recipes_are_found_by_name_and_files_come_first(tmp_path: Path,
         assert find_recipe(name) == packaged
     Path("starter-grpo").write_text(SORT)
     assert find_recipe("starter-grpo") == Path("starter-grpo")
-    with pytest.raises(ValueError, match="neither a file"):
-        find_recipe("other/starter-grpo.yaml")
+    assert "`starter-grpo`" in refused("grpo", "starter-gpro")
+    for name in ("other/starter-grpo.yaml", "./nothing.yaml", str(tmp_path), "x" * 5000, "a\0b"):
+        assert refused("grpo", name).startswith("recipe '")
 
 
-# Overrides
+def test_the_method_is_the_recipe_s_unless_it_is_given(recipe: Callable[[str | bytes], str]):
+    name = recipe(SORT)
+    assert method_of([name, "run.seed=7"]) == ("grpo", [name, "run.seed=7"])
+    assert method_of(["ppo", name, "run.seed=7"]) == ("ppo", [name, "run.seed=7"])
+    assert method_of(["starter-ppo"]) == ("ppo", ["starter-ppo"])
+    assert method_of(["run.seed=7"]) == (None, ["run.seed=7"])
+    with pytest.raises(ValueError, match=r"tinyrl check grpo r\.yaml"):
+        method_of([recipe("task: {name: sort}\n")])
 
 
-def overridden(values: dict[str, Any], *overrides: str) -> dict[str, Any]:
-    return apply_overrides(Source("r.yaml", values), list(overrides)).values
+def test_recipe_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1.yaml").write_text(SORT)
+    assert split_settings([]) == (None, [])
+    assert split_settings(["a.b=c"]) == (None, ["a.b=c"])
+    assert split_settings(["r.yaml", "a.b=c", "d=e"]) == ("r.yaml", ["a.b=c", "d=e"])
+    assert split_settings(["lr=1.yaml", "a.b=c"]) == ("lr=1.yaml", ["a.b=c"])
+    assert split_settings(["r.yaml", "typo"]) == ("r.yaml", ["typo"])  # refused as an override
+    for words in (["a.b=c", "r.yaml"], ["starter-grpo", "a.b=c", "starter-ppo"]):
+        with pytest.raises(ValueError, match=f"'{words[-1]}': one recipe"):
+            split_settings(words)
+
+
+# ---- overrides ----
 
 
 def test_overrides_are_laid_over_and_read_as_yaml():
     before = {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
-    after = overridden(
-        before, "grpo.kl_coef=1", "grpo.kl_coef=5e-5", "run.seed=3", "model.adapter=", "lora={r: 4}", "a.b=x=y"
-    )
-    assert after == {
+    given = ["grpo.kl_coef=1", "grpo.kl_coef=5e-5", "run.seed=3", "model.adapter=", "lora={r: 4}", "a.b=x=y"]
+    assert apply_overrides(before, given) == {
         "grpo": {"kl_coef": 5e-5, "group_size": 4},
         "run": {"seed": 3},
         "model": {"adapter": None},
@@ -138,39 +141,80 @@ def test_overrides_are_laid_over_and_read_as_yaml():
     assert before == {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
 
 
+@pytest.mark.parametrize("override", ["grpo.kl_coef", "=3", "grpo..x=3", "grpo.x=[1", "list.0.x=1", "text.x=1"])
+def test_broken_overrides(override: str):
+    with pytest.raises(ValueError, match=re.escape(f"override '{override}'")):
+        apply_overrides({"list": [1], "text": "abc"}, [override])
+
+
 @pytest.mark.parametrize(
-    ("override", "part"),
+    ("method", "override", "part"),
     [
-        ("grpo.kl_coef", "section.key=value"),
-        ("=3", "section.key=value"),
-        ("grpo..x=3", "section.key=value"),
-        ("grpo.x=[1", "broken YAML"),
-        ("grpo.x=&a [*a]", "no aliases"),
-        ("list.0.x=1", "(r.yaml), so give all of it: list="),
-        ("text.x=1", "(r.yaml), so give all of it: text="),
+        ("grpo", "grpo.clip_eps=2", "`grpo.clip_eps` is 2"),
+        ("grpo", "grpo={clip_eps: 2}", "`grpo.clip_eps` is 2"),
+        ("grpo", "grpo.minibatch_size=7", "does not divide"),
+        ("grpo", "ppo.kl_coef=1", "`grpo.kl_coef`"),
+        ("grpo", "reward_model.batch_size=3", "`reward_model` is for reward"),
+        ("grpo", "method=ppo", "tinyrl train grpo"),
+        # unknown: a near name, the section that has it, or what there is
+        ("grpo", "grpo.group_sise=4", "`grpo.group_size`"),
+        ("grpo", "rum={}", "`run`"),
+        ("grpo", "num_steps=3", "`run.num_steps`"),
+        ("grpo", "reward.functions=[{use: 'a.py:f', wait: 2}]", "`reward.functions[0].weight`"),
+        ("grpo", "reference.what=1", "kind"),
+        ("grpo", "1=2", "model, lora"),
+        # wrong values, with what is allowed
+        (
+            "grpo",
+            "run.micro_batch_tokens=0",
+            "`run.micro_batch_tokens` is 0; it must be auto or a whole number of at l",
+        ),
+        ("grpo", "run.deterministic=ja", "true or false"),
+        ("grpo", "task.name=true", "`task.name` is true; it must be text or null"),
+        ("grpo", "task.columns={prompt: 3}", "`task.columns.prompt` is 3"),
+        ("grpo", "lora.target_modules=[1]", "all-linear or a list of text"),
+        ("grpo", "lora.dropout=2", "at least 0 and below 1"),
+        ("grpo", "grpo=3", "`grpo` is 3"),
+        ("grpo", "reward.functions=[{}]", "`reward.functions[0].use` is missing"),
+        ("grpo", "grpo.preset=dappo", "`dapo`"),
+        ("grpo", "task.chat_template_kwargs={a: [1]}", "`task.chat_template_kwargs.a` is [1]"),
+        # names of TRL and verl, also with dots
+        ("grpo", "+actor_rollout_ref.rollout.n=8", "`grpo.group_size`"),
+        ("grpo", "actor={optim: {lr: 1.0, foreach: 3}, x: 1}", "`optim.learning_rate`"),
+        ("ppo", "critic.optim.lr=1e-5", "`optim.critic_learning_rate`"),
+        ("ppo", "algorithm.adv_estimator=gae", "tinyrl train ppo"),
+        ("ppo", "data.train_batch_size=8", "`ppo.num_prompts`"),
+        ("dpo", "data.train_batch_size=8", "`dpo.batch_size`"),
+        ("dpo", "beta=0.1", "`dpo.beta`"),
+        ("grpo", "grpo.beta=0.1", "`grpo.kl_coef`"),
+        ("grpo", "output_dir=x", "`--output-dir`"),
     ],
 )
-def test_broken_overrides(override: str, part: str):
-    with pytest.raises(ValueError, match=re.escape(part)) as caught:
-        overridden({"list": [1], "text": "abc"}, override)
-    assert str(caught.value).startswith(f"override '{override}'")
+def test_a_mistake_in_an_override_is_placed_and_answered(method: str, override: str, part: str):
+    found = refused(method, None, "task.data=rows.jsonl", override)
+    assert found.startswith(f"override '{override}'")
+    assert part in found
 
 
-def test_a_mistake_in_an_override_is_placed_there(recipe: Callable[..., str]):
-    name = recipe(SORT + "grpo:\n  clip_eps: 0.2\n  kl_coef: 0\n")
-    for override, part in {
-        "grpo.clip_eps=2": "`grpo.clip_eps` is 2",
-        "grpo={clip_eps: 2}": "`grpo.clip_eps` is 2",
-        "grpo.clip_eps.x=2": "`grpo.clip_eps` is 0.2 (r.yaml:4)",
-        "ppo.kl_coef=1": "`ppo` is for ppo, not for grpo",
-        "reward_model.batch_size=3": "`reward_model` is for reward, not for grpo",
-        "method=ppo": "tinyrl train grpo",
-    }.items():
-        found = refused("grpo", name, override)
-        assert found.startswith(f"override '{override}'")
-        assert part in found
-    assert refused("grpo", name, "grpo.minibatch_size=7").startswith("grpo.minibatch_size=7 does not divide")
-    assert refused("ppo", name, "ppo.num_epochs=1").startswith("r.yaml:1: ")
+def test_a_mistake_in_a_recipe_is_not_placed_at_an_override(recipe: Callable[..., str]):
+    name = recipe(SORT + "grpo: {clip_eps: 3}\n")
+    assert refused("grpo", name, "grpo.kl_coef=0").startswith("r.yaml: `grpo.clip_eps` is 3")
+
+
+def test_one_sentence_a_setting_and_three_at_most():
+    values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
+    with pytest.raises(ValueError, match=r"2 more\)$") as caught:
+        build_config({"method": "grpo", **values})
+    assert [line.split("`")[1] for line in str(caught.value).splitlines()[:3]] == [
+        "lora.r", "run.num_steps", "run.seed",
+    ]  # fmt: skip
+
+
+def test_every_name_from_elsewhere_is_answered_with_a_setting_there_is():
+    for answer in {*ALIASES.values(), *ALIASES_OF_DPO.values()}:
+        if not answer.startswith(("!", "--")):
+            section, key = re.findall(r"^([a-z_]+)\.([a-z_]+)", answer)[0]
+            assert key in fields_of(section), answer
 
 
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
@@ -183,24 +227,29 @@ def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_na
     assert embedded != plain
 
 
-# What follows the method on the command line
+# ---- the page of settings ----
 
 
-def test_recipe_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("lr=1.yaml").write_text(SORT)
-    assert split_settings([]) == (None, [])
-    assert split_settings(["a.b=c"]) == (None, ["a.b=c"])
-    assert split_settings(["r.yaml", "a.b=c", "d=e"]) == ("r.yaml", ["a.b=c", "d=e"])
-    assert split_settings(["lr=1.yaml", "a.b=c"]) == ("lr=1.yaml", ["a.b=c"])
-    assert split_settings(["r.yaml", "typo"]) == ("r.yaml", ["typo"])  # said when it is read as an override
-    with pytest.raises(ValueError, match=r"'r\.yaml': the recipe comes before overrides: tinyrl train METHOD r\.yaml"):
-        split_settings(["a.b=c", "r.yaml"])
-    with pytest.raises(ValueError, match="'starter-ppo': one recipe is enough, and 'starter-grpo' is one"):
-        split_settings(["starter-grpo", "a.b=c", "starter-ppo"])
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_page_is_a_recipe_with_every_default_and_fits_the_terminal(width: int) -> None:
+    page = describe_settings(width=width)
+    assert max(map(len, page.splitlines())) <= width
+    values = parse_plain(page, "page")
+    plain = Config.model_validate({"method": "grpo"})
+    assert {name: {*fields} for name, fields in values.items()} == {
+        name: {*dict(getattr(plain, name))} - {"forked_from"} for name in SECTIONS
+    }
+    for method in METHODS:
+        assert Config.model_validate({"method": method, **values}) == Config.model_validate({"method": method})
 
 
-# config.yaml gives the same object
+def test_an_unknown_section_is_answered_with_a_near_one_or_a_field_s() -> None:
+    for word, near in (("gpro", "`grpo`"), ("minibatch_size", "grpo and ppo"), ("zzz", "model, lora")):
+        with pytest.raises(ValueError, match=f"no section '{word}'.*{near}"):
+            describe_settings(word)
+
+
+# ---- config.yaml gives the same object ----
 
 
 def round_trip(config: Config, folder: Path) -> Config:
@@ -209,53 +258,22 @@ def round_trip(config: Config, folder: Path) -> Config:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lora", [True, False])
-def test_config_yaml_is_the_same_object(method: str, lora: bool, tmp_path: Path):
+def test_config_yaml_is_the_same_object(method: str, tmp_path: Path):
+    variables = {"enable_thinking": False, "effort": "low", "budget": 3, "share": 0.5, "none": None}
+    task = {"data": "x.jsonl", "chat_template_kwargs": variables}
     asked = {"ppo": {"minibatch_size": None}}  # defaults to 64: a null that was left out would come back as 64
-    config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": {"data": "x.jsonl"}, **asked})
-    assert round_trip(config, tmp_path) == config
+    for lora in (True, False):
+        config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": task, **asked})
+        assert round_trip(config, tmp_path) == config
 
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
-
-
-@given(
-    prompt=TEXT,
-    stop=st.lists(TEXT, max_size=3),
-    columns=st.dictionaries(TEXT, TEXT, max_size=3),
-    label=st.none() | TEXT | st.integers(-(10**17), 10**17),
-    rate=st.floats(min_value=0, max_value=1, exclude_min=True),
-    seed=st.integers(0, 10**18 - 1),
-)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.slow
-def test_config_yaml_holds_any_text_and_number(tmp_path: Path, prompt, stop, columns, label, rate, seed):
-    config = Config.model_validate(
-        {
-            "method": "ppo",
-            "task": {"system_prompt": prompt, "columns": columns},
-            "generation": {"stop": stop},
-            "reward": {"model_label": label},
-            "optim": {"learning_rate": rate},
-            "run": {"seed": seed},
-        }
-    )
-    assert round_trip(config, tmp_path) == config
-
-
-# Nothing but a Config or a ValueError
+# ---- nothing but a Config or a ValueError ----
 
 SECTION_KEYS = [(name, key) for name in fields_of() for key in fields_of(name)]
 KEYS = st.sampled_from([*fields_of(), *(key for _, key in SECTION_KEYS), *ALIASES]) | st.text(max_size=6)
 ODD_KEYS = KEYS | st.none() | st.integers() | st.booleans() | st.tuples(st.integers())
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([10**400, -1, 0, 2, float("nan"), float("inf"), b"\xff", "auto", "all-linear", "dapo", "grpo"])
-    | st.floats()
-    | st.text(max_size=8)
-)
+ODD = [10**400, -1, 0, 2, float("nan"), float("inf"), b"\xff", "auto", "all-linear", "dapo", "grpo"]
+SCALARS = st.none() | st.booleans() | st.integers() | st.sampled_from(ODD) | st.floats() | st.text(max_size=8)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ODD_KEYS, inner, max_size=3),
@@ -265,7 +283,7 @@ VALUES = st.recursive(
 
 @st.composite
 def nested(draw: st.DrawFn) -> dict[Any, Any]:
-    """Mostly real sections with real keys, so that errors lie deep."""
+    """Draw mostly real sections with real keys, so that errors lie deep."""
     values: dict[Any, Any] = draw(st.dictionaries(ODD_KEYS, VALUES, max_size=2))
     for section, key in draw(st.lists(st.sampled_from(SECTION_KEYS), max_size=4)):
         inside = values.setdefault(section, {})
@@ -276,17 +294,14 @@ def nested(draw: st.DrawFn) -> dict[Any, Any]:
 
 
 def check_answer(load: Callable[[], Config], method: Any) -> None:
-    """The result is a Config, or a plain ValueError of at most six lines, and nothing else."""
-    problem, config = None, None
+    """Assert that the result is a Config, or a plain ValueError of at most six lines."""
     try:
         config = load()
     except ValueError as error:
-        problem = error
-    if config is not None:
-        assert config.method == method
+        assert type(error) is ValueError  # noqa: PT017
+        assert 1 <= len(str(error).splitlines()) <= 6  # noqa: PT017
     else:
-        assert type(problem) is ValueError
-        assert 1 <= len(str(problem).splitlines()) <= 6
+        assert config.method == method
 
 
 @given(nested())
@@ -294,28 +309,4 @@ def check_answer(load: Callable[[], Config], method: Any) -> None:
 @example({1: 2})
 @example({"method": "grpo", "grpo": {None: 1}, "task": {"columns": {1: [2]}}})
 def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any]):
-    check_answer(lambda: build_config(Source("fuzz", values)), values.get("method"))
-
-
-LINES = ["method: grpo", "task: {name: sort}", "grpo:", "  kl_coef: 0.1", "  kl_coef: 2024-01-01", "run: &a {seed: 1}"]
-LINES += ["lora: *a", "1: 2", "null:", "? [a]", "- x", "\tb: 1", "model: !!python/name:os.system", "a: &b [*b]", "'"]
-LINES += ["seed: 1e999", f"x: {'9' * 4400}", "<<: {a: 1}", "run: {seed: 0x_}", '"\\ud800": 1', "\u2028: \x85", "---"]
-DOCUMENTS = st.lists(st.sampled_from(LINES) | st.text(max_size=30), max_size=6).map("\n".join)
-
-
-@given(DOCUMENTS | st.text(max_size=60), st.sampled_from([*METHODS]))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_text_gives_a_config_or_a_sentence(tmp_path: Path, text: str, method: str):
-    path = tmp_path / "fuzz.yaml"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    check_answer(lambda: load_config(method, str(path), overrides=[]), method)
-
-
-def test_a_recipe_says_its_method_where_none_is_said(recipe: Callable[[str | bytes], str]):
-    name = recipe(SORT)
-    assert method_of([name, "run.seed=7"]) == ("grpo", [name, "run.seed=7"])
-    assert method_of(["ppo", name, "run.seed=7"]) == ("ppo", [name, "run.seed=7"])
-    assert method_of(["starter-ppo"]) == ("ppo", ["starter-ppo"])
-    assert method_of(["run.seed=7"]) == (None, ["run.seed=7"])
-    with pytest.raises(ValueError, match=r"r\.yaml says no method; say it first, as in `tinyrl check grpo r.yaml`"):
-        method_of([recipe("task: {name: sort}\n")])
+    check_answer(lambda: build_config(values), values.get("method"))

@@ -87,29 +87,19 @@ def test_keys_of_tools_that_are_null_are_absent():
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    "value",
     [
-        ([], "must be a list of messages, not []"),
-        ("hi", "text that is not JSON: 'hi'"),
-        ('{"role": "user"}', "must be a list of messages, not {'role': 'user'}"),
-        (["hi"], "holds 'hi'"),
-        ([{"content": "hi"}], "without a `role`: {'content': 'hi'}"),
-        ([{"role": "user"}], "without `content`"),
-        ([{"role": "assistant", "tool_calls": None}], "without `content`"),
-        ([{"role": "assistant", "tool_calls": {"name": "a"}}], "`tool_calls`"),
-        ([{"role": "user", "content": 3}], "`content` is not text: 3"),
-        ([{"role": "user", "content": [{"type": "image", "text": None}]}], "a part that is not text: 'image'"),
-        ([{"role": "user", "content": ["hi"]}], "a part that is not text: 'hi'"),
-        ([{"from": "judge", "value": "hi"}], "from 'judge'"),
-        ([{"from": ["gpt"], "value": "hi"}], "from ['gpt']"),
-        ([{"from": "function_call", "value": "[1]"}], "without a `name`"),
-        ([{"from": "gpt"}], "without `content`"),
+        [], "hi", '{"role": "user"}', ["hi"], [{"content": "hi"}], [{"role": "user"}],
+        [{"role": "assistant", "tool_calls": None}], [{"role": "assistant", "tool_calls": {"name": "a"}}],
+        [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image", "text": None}]}],
+        [{"role": "user", "content": [{"type": "image", "text": "a"}]}], [{"role": "user", "content": ["hi"]}],
+        [{"from": "judge", "value": "hi"}], [{"from": ["gpt"], "value": "hi"}], [{"from": "gpt"}],
+        [{"from": "function_call", "value": "[1]"}],
     ],
-)
-def test_other_conversations_are_refused(value: Any, wanted: str):
-    with pytest.raises(ValueError, match="'messages' ") as caught:
+)  # fmt: skip
+def test_other_conversations_are_refused(value: Any):
+    with pytest.raises(ValueError, match="'messages' "):
         conversation({"messages": value}, "messages")
-    assert wanted in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,15 @@ def test_the_first_rows_of_every_format_are_those_of_the_whole(tmp_path: Path) -
     data = datasets.Dataset.from_list(rows)
     data.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict(train=data, test=data.select([0])).save_to_disk(str(tmp_path / "both"))
-    parquet.write_table(data.data.table, str(tmp_path / "a.parquet"))
+    parquet.write_table(data.data.table, str(tmp_path / "a[1].parquet"))
     written(tmp_path, "a.json", json.dumps(rows))
     written(tmp_path, "a.jsonl", "\n\n".join(map(json.dumps, rows)))
-    for name in ("saved", "both", "a.parquet", "a.json", "a.jsonl"):
+    for name in ("saved", "both", "a[1].parquet", "a.json", "a.jsonl"):
         placed = placed_rows(str(tmp_path / name))
         assert [row for _, row in placed] == rows
         for most in (1, 3, 9):
             assert placed_rows(str(tmp_path / name), most=most) == placed[:most]
-    assert placed_rows(str(tmp_path / "a.parquet"))[1][0] == f"{tmp_path}/a.parquet row 2"
+    assert placed_rows(str(tmp_path / "a[1].parquet"))[1][0] == f"{tmp_path}/a[1].parquet row 2"
     assert [row for _, row in placed_rows(str(tmp_path / "both" / "test"))] == rows[:1]
 
 
@@ -71,7 +71,7 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> 
         ("a.jsonl", '{"q": 1}\n{"q": NaN}\n', ["a.jsonl:2", "NaN"]),
         ("a.jsonl", '{"q": ' + "9" * 5000 + "}\n", ["a.jsonl:1", "digits"]),
         ("a.jsonl", '{"q": "\\ud800"}\n', ["a.jsonl:1", "lone surrogate", "\\ud800"]),
-        ("a.jsonl", '{"q": 1}\n' + "[" * 200_000 + "\n", ["a.jsonl:2", "nested too deep"]),
+        ("a.jsonl", '{"q": 1}\n' + "[" * 200_000 + "\n", ["a.jsonl:2", "recursion"]),
         ("a.jsonl", '{"q": 1}'.encode("utf-16"), ["a.jsonl:1", "UTF-8"]),
         ("a.jsonl", " \n\n", ["a.jsonl", "empty"]),
         ("a.json", '[\n{"q": 1},\n{"q": }\n]', ["a.json:3", "broken JSON at column 7"]),
@@ -81,8 +81,8 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> 
         ("a.json", '{"q": 1}\n{"q": 2}', ["a.json:2", ".jsonl"]),
         ("a.csv", "q,a,q\n1,2,3\n", ["a.csv:1", "'q', 'a', 'q'"]),
         ("a.csv", "q,\n1,2\n", ["a.csv:1", "''"]),
-        ("a.csv", "q,a\n1,2\n3,4,5\n", ["a.csv:3", "q, a"]),
-        ("a.csv", "q,a\n1,2\n3\n", ["a.csv:3", "q, a"]),
+        ("a.csv", "q,a\n1,2\n3,4,5\n", ["a.csv:3", "2 values"]),
+        ("a.csv", "q,a\n1,2\n3\n", ["a.csv:3", "2 values"]),
         ("a.csv", 'q,a\n1,2\n"open,4\n5,6\n', ["a.csv:4", "broken CSV"]),
         ("a.parquet", "q,a\n1,2\n", ["a.parquet", "not a parquet file"]),
         ("a.txt", "hello", ["a.txt", ".jsonl, .json, .csv, .parquet"]),

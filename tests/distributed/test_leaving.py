@@ -4,35 +4,40 @@ what rank 0 leaves can be gone on with, by any number of processes.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.distributed.ranks import Ranks
 from tests.faults.children import Child, before_call, workers_left
 from tests.tiny_models import tiny_model
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.errors import out_of_memory
 from tinyrl.models.parallel import leave
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
-from tinyrl.training import session
+from tinyrl.training import run as session
+from tinyrl.training import step as update
 from tinyrl.training.launch import resume
-from tinyrl.training.update import Updater
+from tinyrl.training.step import Updater
 
 pytestmark = pytest.mark.slow
 STEPS = 3
+RARE = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 4}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-def settings_for(model: Path, **sections: Any) -> Config:
-    often = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 4, "micro_batch_tokens": 60}
-    over = {"ppo": {"num_prompts": 8, "minibatch_size": 4}, "optim": {"learning_rate": 1e-3}, "run": often}
-    return running.config("ppo", model, **{**over, **sections})
+def settings_for(model: Path, **run: Any) -> Config:
+    over = {"ppo": {"num_prompts": 8, "minibatch_size": 4}, "optim": {"learning_rate": 1e-3}}
+    return running.config("ppo", model, **over, run={**RARE, "micro_batch_tokens": 60, **run})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,17 @@ def assert_like(whole: RunDir, run: RunDir) -> None:
     assert [line["step"] for line in running.metrics(run)] == [*range(STEPS + 1)]
 
 
-# ---- a process that is killed ----
+def assert_saved(ranks: Ranks, folder: Path) -> None:
+    """Rank 0 alone says that nothing is lost, and its newest checkpoint is sound; no worker is left."""
+    assert "stopped; nothing is lost" in ranks[0].said
+    assert "stopped" not in ranks[1].said
+    sound, warnings = newest_sound(folder / "run/checkpoints")
+    assert sound is not None, ranks.said
+    assert warnings == []
+    assert workers_left({child.pid for child in ranks.all}) == []
+
+
+# ---- kills and signals ----
 
 
 def kill_rank_1(rank: int) -> None:
@@ -97,11 +111,7 @@ def test_a_killed_process_ends_the_others_and_loses_nothing(model: Path, whole: 
     undisturbed = Ranks(train, settings_for(model), tmp_path / "two", folder=tmp_path)
     ranks = Ranks(train, settings_for(model), tmp_path, kill_rank_1, folder=tmp_path)
     assert ranks.end() == [75, -signal.SIGKILL], ranks.said
-    assert "stopped; nothing is lost" in ranks[0].said
-    assert workers_left({ranks[0].pid, ranks[1].pid}) == []
-    folder, warnings = newest_sound(tmp_path / "run/checkpoints")
-    assert folder is not None
-    assert warnings == []
+    assert_saved(ranks, tmp_path)
     alone = RunDir(shutil.copytree(tmp_path / "run", tmp_path / "alone"))
     again = Ranks(go_on, tmp_path / "run", folder=tmp_path)
     by_itself = Child(go_on, alone.path, output=tmp_path / "alone.txt")
@@ -112,83 +122,48 @@ def test_a_killed_process_ends_the_others_and_loses_nothing(model: Path, whole: 
     assert_like(whole, alone)
 
 
-# ---- signals ----
-
-
-def test_a_signal_at_any_moment_to_any_of_them(model: Path, tmp_path: Path) -> None:
-    """Three moments between the first step and the last; rank 0, rank 1 or both get SIGTERM. All end with 75."""
-    draw = random.Random(13)
-    settings = settings_for(model, run={"num_steps": 500, "save_every": 0, "eval_prompts": 0})
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        ranks = Ranks(train, settings, folder, folder=folder)
-        until = time.monotonic() + 60
-        while not (folder / "run/metrics.jsonl").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 1.0))
-        for rank in ((0, 1), (0,), (1,))[attempt]:
-            ranks[rank].send(signal.SIGTERM)
-        assert ranks.end() == [75, 75], (attempt, ranks.said)
-        sound, warnings = newest_sound(folder / "run/checkpoints")
-        assert sound is not None, ranks.said
-        assert warnings == []
-        assert "stopped; nothing is lost" in ranks[0].said
-        assert ranks[1].said.count("stopped") == 0
-        assert workers_left({child.pid for child in ranks.all}) == []
-
-
-def test_a_signal_ends_a_process_while_rank_0_is_stopped(model: Path, tmp_path: Path) -> None:
-    """As under SIGSTOP by a scheduler; rank 0, which holds the store, goes on after that, notices, and saves."""
-    settings = settings_for(model, run={"num_steps": 500, "save_every": 0, "eval_prompts": 0})
-    ranks = Ranks(train, settings, tmp_path, folder=tmp_path)
+@pytest.mark.parametrize("signalled", [(0, 1), (0,), (1,)])
+def test_a_signal_at_any_moment_to_any_of_them(model: Path, tmp_path: Path, signalled: tuple[int, ...]) -> None:
+    ranks = Ranks(train, settings_for(model, num_steps=500, eval_prompts=0), tmp_path, folder=tmp_path)
     until = time.monotonic() + 60
     while not (tmp_path / "run/metrics.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.01)
-    ranks[0].send(signal.SIGSTOP)
-    time.sleep(2.0)
-    ranks[1].send(signal.SIGTERM)
-    first = ranks[1].wait(45.0)
-    ranks[0].send(signal.SIGCONT)
-    assert first == 75, ranks.said
+    time.sleep(random.Random(13 + len(signalled) + signalled[0]).uniform(0.0, 1.0))
+    for rank in signalled:
+        ranks[rank].send(signal.SIGTERM)
     assert ranks.end() == [75, 75], ranks.said
-    assert newest_sound(tmp_path / "run/checkpoints")[0] is not None
-    assert "stopped; nothing is lost" in ranks[0].said
+    assert_saved(ranks, tmp_path)
 
 
 # ---- memory ----
 
 
 def starve_rank_1(rank: int) -> None:
-    """Memory runs out on rank 1 at the first micro-batch of more than a row; both say at the end what they came to."""
+    """Memory runs out on rank 1 at the first micro-batch of more than a row; both print the budget at the end."""
     plain = Updater._accumulate
 
+    def starved(one: Any) -> Any:
+        def loss(batch: Any) -> Any:
+            if batch.num_rows > 1:
+                raise torch.OutOfMemoryError("planted")
+            return one.loss(batch)
+
+        return one._replace(loss=loss)
+
     def accumulate(self: Updater, passes: Any) -> Any:
-        starved = [replace_loss(one) for one in passes] if rank == 1 else passes
         try:
-            return plain(self, starved)
+            return plain(self, [starved(one) for one in passes] if rank == 1 else passes)
         finally:
-            print(f"budget {self.micro_batches.tokens}", flush=True)
+            print(f"budget {self.policy.micro_batches.tokens}", flush=True)
 
     Updater._accumulate = accumulate
 
 
-def replace_loss(one: Any) -> Any:
-    def loss(rows: list[int]) -> Any:
-        if len(rows) > 1:
-            raise torch.OutOfMemoryError("planted")
-        return one.loss(rows)
-
-    return type(one)(one.role, loss, one.rows, one.sizes)
-
-
 def test_memory_that_runs_out_on_one_process(model: Path, whole: RunDir, tmp_path: Path) -> None:
-    wide = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 4, "micro_batch_tokens": 500}
-    ranks = Ranks(train, settings_for(model, run=wide), tmp_path, starve_rank_1, folder=tmp_path)
+    ranks = Ranks(train, settings_for(model, micro_batch_tokens=500), tmp_path, starve_rank_1, folder=tmp_path)
     assert ranks.end() == [0, 0], ranks.said
     assert "budget 500" in ranks[0].said
     assert "budget 500" not in ranks[1].said
-    assert "budget " in ranks[1].said
     assert_like(whole, RunDir(tmp_path / "run"))
 
 
@@ -213,16 +188,16 @@ def test_a_process_without_any_memory_tells_the_others(model: Path, tmp_path: Pa
 def change_a_bit(rank: int) -> None:
     """Compare after every step; on rank 1 the last bit of one weight changes in the first one's end."""
     setattr(session, "CHECK_EVERY", 1)  # noqa: B010
-    plain = session.Session.end_step
+    plain = session.Run.end_step
 
-    def end_step(self: session.Session, **metrics: float) -> None:
+    def end_step(self: session.Run, **metrics: float) -> None:
         if rank == 1 and self.state.step == 1:
-            name, parameter = list(self.trainer.roles.parameters["policy"].items())[3]
+            name, parameter = list(self.method.policy.parameters["policy"].items())[3]
             parameter.data.view(torch.int32).view(-1)[5] += 1
             print(f"changed {name}", flush=True)
         plain(self, **metrics)
 
-    session.Session.end_step = end_step
+    session.Run.end_step = end_step
 
 
 def test_a_planted_difference_of_one_bit_is_found(model: Path, tmp_path: Path) -> None:
@@ -231,3 +206,48 @@ def test_a_planted_difference_of_one_bit_is_found(model: Path, tmp_path: Path) -
     (changed,) = [line.removeprefix("changed ") for line in ranks[1].said.splitlines() if line.startswith("changed")]
     assert f"processes 0 and 1 have 1 different checksums of weights: policy {changed}" in ranks[0].said
     assert [line["step"] for line in running.metrics(RunDir(tmp_path / "run"))] == [0, 1, 2]
+
+
+# ---- dropout ----
+
+
+def train_with_dropout(settings: Config, folder: Path, *, stops_in: int = 0) -> None:
+    """Train; the gradients of each process before they are summed go into gradients-RANK.safetensors. stops_in: the
+    step whose update is stopped by a signal, after its passes.
+    """
+    seen, sum_up = dict[str, torch.Tensor](), update.sum_step
+
+    def noting(world: Any, totals: Any, parameters: Any) -> Any:
+        seen[str(len(seen) + 1)] = torch.cat([p.grad.flatten().clone() for p in parameters])
+        if len(seen) == stops_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sum_up(world, totals, parameters)
+
+    update.sum_step = noting
+    with StopFlag():
+        code, *_ = running.train(settings, folder)
+        save_file(seen, folder / f"gradients-{os.environ['RANK']}.safetensors")
+        leave(code)
+
+
+def test_each_process_drops_out_by_numbers_of_its_own_and_a_stopped_run_by_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    """All rows are alike, so that without dropout the shares of a step have the same gradient."""
+    (rows := tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "one and", "completion": " more"}) + "\n") * 16)
+    sections = {"sft": {"batch_size": 4}, "lora": {"dropout": 0.5}, "optim": {"learning_rate": 1e-2}, "run": RARE}
+    task = {"name": "rows", "data": str(rows), "eval_data": str(rows)}
+    settings = running.config("sft", model, task=task, **sections)
+    whole = Ranks(train_with_dropout, settings, tmp_path / "whole", folder=tmp_path)
+    stopped = Ranks(partial(train_with_dropout, stops_in=2), settings, tmp_path / "stopped", folder=tmp_path)
+    assert whole.end() == [0, 0], whole.said
+    ours, theirs = (load_file(tmp_path / f"whole/gradients-{rank}.safetensors") for rank in (0, 1))
+    assert len(ours) == STEPS
+    for step, gradient in ours.items():
+        assert float((gradient - theirs[step]).norm()) > 0.1 * float(gradient.norm())
+    assert stopped.end() == [75, 75], stopped.said
+    run = RunDir(tmp_path / "stopped/run")
+    assert [line["step"] for line in running.metrics(run)] == [0, 1]
+    again = Ranks(go_on, run.path, folder=tmp_path)
+    assert again.end() == [0, 0], again.said
+    assert_same(RunDir(tmp_path / "whole/run"), run, STEPS)

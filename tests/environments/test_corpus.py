@@ -4,15 +4,15 @@ import json
 import math
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tinyrl.environments.search import Corpus, SearchFailed, match_expression
 from tinyrl.errors import Interrupted
@@ -104,9 +104,8 @@ WOODS = ["amber birch", "amber cobalt", "ambergris", "birch delta", "contents of
     ],
     ids=lambda value: ascii(value)[:24],
 )
-def test_operators_of_the_index_are_words_like_others(tmp_path: Path, query: str, passages: set[int]):
-    path = write(tmp_path / "a.jsonl", WOODS)
-    assert set(found(path, query, 6)) == {WOODS[i] for i in passages}
+def test_operators_of_the_index_are_words_like_others(woods: Corpus, query: str, passages: set[int]):
+    assert set(woods.search([query], top_k=6)[0]) == {WOODS[i] for i in passages}
 
 
 def test_words_are_found_in_other_forms_and_without_their_accents(tmp_path: Path):
@@ -126,18 +125,12 @@ def woods(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus(write(tmp_path_factory.mktemp("woods") / "a.jsonl", WOODS))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text(st.characters(), max_size=60))
-def test_no_query_is_an_error(woods: Corpus, query: str):
-    assert len(woods.search([query], top_k=2)[0]) <= 2
-
-
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
         (b'{"id": "1", "contents": "cut o', "a.jsonl:2: broken JSON at column 25"),
         (b'{"id": "1", "text": "no title"}', "a.jsonl:2: a passage is a row with a text 'contents'.*columns id, text"),
-        (b'{"contents": 7}', "a.jsonl:2: .*not the contents 7"),
+        (b'{"contents": 7}', "a.jsonl:2: .*columns contents"),
         (b'{"contents": " "}', "a.jsonl:2: an empty passage"),
     ],
 )
@@ -154,7 +147,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, wanted: str):
     [
         ("a.txt", b"x", r"a\.txt: a corpus is a file ending in \.jsonl or \.parquet"),
         ("a.jsonl", b"\n\n", r"a\.jsonl: no passages in it"),
-        ("a.jsonl", None, r"a\.jsonl: cannot be read"),
+        ("a.jsonl", None, r"a\.jsonl: a corpus is a file"),
         ("a.parquet", b"no parquet", r"a\.parquet: not a parquet file"),
     ],
 )
@@ -166,17 +159,18 @@ def test_a_file_that_is_no_corpus(tmp_path: Path, name: str, content: bytes | No
 
 
 def test_a_corpus_replaced_during_a_run_changes_nothing_for_it(towns: Path, tmp_path: Path):
-    running = Corpus(towns)
-    os.replace(write(tmp_path / "other.jsonl", ['"Quimper"\nQuimper has fallen.']), towns)
+    """Also by one of the same size."""
+    running, new = Corpus(towns), TOWNS[0].replace("faience", "pottery")
+    os.replace(write(tmp_path / "other.jsonl", [new, *TOWNS[1:]]), towns)
     assert running.search(["quimper"], top_k=1) == [[TOWNS[0]]]
-    assert found(towns, "quimper") == ['"Quimper"\nQuimper has fallen.']  # another run
+    assert found(towns, "quimper") == [new]  # another run
     assert running.search(["ramparts"], top_k=1) == [[TOWNS[2]]]
 
 
 def other_database(index: Path) -> None:
     index.unlink()
-    code = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('CREATE TABLE about (name, value)')"
-    subprocess.run([sys.executable, "-c", f"{code}; c.commit()", str(index)], check=True)
+    with closing(sqlite3.connect(index)) as connection:
+        connection.execute("CREATE TABLE about (name, value)")
 
 
 @pytest.mark.parametrize(
@@ -207,14 +201,13 @@ def test_an_index_damaged_while_it_is_in_use_is_said(tmp_path: Path):
 
 
 KILLED = """
-import sys, time
+import os, sys
 from tinyrl.environments import search
 
 def read():
     for i in range(20000):
         yield "here", {"contents": f"passage {i} {'word ' * 50}"}
-    print("in the middle", flush=True)
-    time.sleep(600)
+    os.kill(os.getpid(), 9)
 
 search.reader_of = lambda source: read
 search.Corpus(sys.argv[1])
@@ -222,11 +215,8 @@ search.Corpus(sys.argv[1])
 
 
 def test_a_kill_in_the_middle_leaves_no_half_index(towns: Path):
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(towns)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "in the middle\n"
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+    child = subprocess.run([sys.executable, "-c", KILLED, str(towns)], check=False, capture_output=True)
+    assert child.returncode == -signal.SIGKILL
     assert "towns.jsonl.fts5" not in beside(towns)
     assert found(towns, "harbour") == [TOWNS[1]]
 
@@ -240,13 +230,7 @@ def test_a_stop_ends_the_indexing(towns: Path, monkeypatch: pytest.MonkeyPatch):
     assert beside(towns) == ["towns.jsonl"]
 
 
-def test_an_index_that_cannot_stand_beside_the_file_is_kept_in_the_cache(
-    towns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "towns.jsonl.fts5").mkdir()
-    for _ in range(2):
-        assert Corpus(towns).search(["harbour"], top_k=1) == [[TOWNS[1]]]
-    kept = list((tmp_path / "cache" / "tinyrl").iterdir())
-    assert [path.name.partition("-")[2] for path in kept] == ["towns.jsonl.fts5"]
-    assert capsys.readouterr().err.count(str(kept[0])) == 1
+def test_a_folder_that_cannot_be_written_is_named(towns: Path):
+    (towns.parent / "towns.jsonl.fts5").mkdir()
+    with pytest.raises(OSError, match=r"towns\.jsonl\.fts5: cannot be written"):
+        Corpus(towns)

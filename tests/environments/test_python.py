@@ -4,12 +4,17 @@ import json
 import os
 import signal
 import socket
-import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, python
+from tinyrl.environments.environment import Environment
 from tinyrl.environments.python import (
     CRASHED,
     NO_OUTPUT,
@@ -17,18 +22,34 @@ from tinyrl.environments.python import (
     TIMED_OUT,
     TOO_MUCH_OUTPUT,
     UNREADABLE,
+    Python,
     call_in,
-    check_available,
     cut,
     fenced,
     kept_cells,
-    respond,
     was_stopped,
 )
-from tinyrl.workers.sandbox import Limits, Outcome, why_not_isolated
+from tinyrl.workers.sandbox import why_not_isolated
 
 pytestmark = pytest.mark.sandbox
+Interpreters = Callable[[], list[psutil.Process]]
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Python]:
+    interpreters = Python(timeout_s=2)
+    yield interpreters
+    interpreters.close()
+
+
+@pytest.fixture
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
+    options = {"most_live": 100, **getattr(request, "param", {})}
+    monkeypatch.setattr(python, "MOST_LIVE", options.pop("most_live"))
+    interpreters = Python(timeout_s=5, **options)
+    yield interpreters
+    interpreters.close()
 
 
 def block(code: str) -> str:
@@ -39,21 +60,34 @@ def tool_call(code: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code}})}\n</tool_call>"
 
 
-def episode(*codes: str, timeout_s: float = 5.0, memory_gb: float = 0.5, seed: int = 0) -> list[str]:
+def turns(*contents: str) -> list[dict[str, str]]:
+    """A transcript: the policy's turns and what they are answered."""
+    return [{"role": ("assistant", "tool")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def episode(python: Python, *codes: str, seed: int = 0) -> list[str]:
     """The answers to cells that are called one after the other."""
-    transcript, answers = [], []
+    said: list[str] = []
     for code in codes:
-        transcript.append({"role": "assistant", "content": tool_call(code)})
-        [reply] = respond([[]], [transcript], seed=[seed], timeout_s=timeout_s, memory_gb=memory_gb)
+        said.append(tool_call(code))
+        [reply] = python.respond([[]], [turns(*said)], seed=[seed])
         assert reply is not None
         assert reply == Reply(reply.text)
-        transcript.append({"role": "tool", "content": reply.text})
-        answers.append(reply.text)
-    return answers
+        said.append(reply.text)
+    return said[1::2]
 
 
-def answer(code: str) -> str:
-    return episode(code)[0]
+@pytest.fixture
+def interpreters() -> Interpreters:
+    """The processes in the sandbox that a test has started."""
+    before = psutil.Process().children()
+    return lambda: [each for each in psutil.Process().children() if each not in before]
+
+
+def kill(process: psutil.Process) -> None:
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
 
 
 # What a turn calls
@@ -77,15 +111,13 @@ def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run():
         "[" * 100_000,
     ],
 )
-def test_a_call_that_cannot_be_read_is_said_to_be_and_counted(call: str):
-    turn = f"<tool_call>{call}</tool_call>"
-    assert respond([[]], [[{"role": "assistant", "content": turn}]]) == [Reply(UNREADABLE, invalid=True)]
+def test_a_call_that_cannot_be_parsed_is_invalid(call: str, shared: Python):
+    assert shared.respond([[]], [turns(f"<tool_call>{call}</tool_call>")]) == [Reply(UNREADABLE, invalid=True)]
 
 
-def test_a_turn_that_calls_nothing_ends_the_episode_wherever_that_is():
-    over = [{"role": "assistant", "content": "It is 7."}]
-    later = [{"role": "assistant", "content": block("7")}, {"role": "tool", "content": "7"}, *over]
-    assert respond(["a", "b"], [over, later], seed=[1, 2], answer=["7", "7"]) == [None, None]
+def test_a_turn_that_calls_nothing_ends_the_episode_wherever_that_is(shared: Python):
+    transcripts = [turns("It is 7."), turns(block("7"), "7", "It is 7.")]
+    assert shared.respond(["a", "b"], transcripts, seed=[1, 2], answer=["7", "7"]) == [None, None]
 
 
 # What is answered
@@ -101,90 +133,130 @@ def test_a_turn_that_calls_nothing_ends_the_episode_wherever_that_is():
         ("import os\nos.write(1, b'd\\n')\nNone", "d"),
         ("x = 1", NO_OUTPUT),
         ("__name__", "'__main__'"),
-    ],
-)
-def test_what_is_printed_and_the_value_of_a_trailing_expression_are_shown(code: str, said: str):
-    assert answer(code) == said
-
-
-@needs_isolation
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
         ("x = 0\n\n1 / x", "Line 3: ZeroDivisionError: division by zero"),
         ("print('so far')\nf = {}\nf['k']", "so far\nLine 3: KeyError: 'k'"),
         ("def f():\n    return g\nf()", "Line 2: NameError: name 'g' is not defined"),
         ("x = 1\nx = = 2", "Line 2: SyntaxError: invalid syntax"),
         ("import numpy", "Line 1: ModuleNotFoundError: No module named 'numpy'"),
         ("\n\nexit()", "Line 3: SystemExit: None"),
+        ("input()", "Line 1: EOFError: EOF when reading a line"),
         ("raise ValueError('a\\nb')", "Line 1: ValueError: a\nb"),
         (
             "x = '\ud800'",
             "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 5: surrogates not allowed",
         ),
         ("\0", "SyntaxError: source code string cannot contain null bytes"),
+        ("import os\nos.write(1, b'\\xff\\xed\\xa0\\x80\\n')\nNone", "\ufffd" * 4),
+        ("'\\ud800'", "'\\ud800'"),
+        ("import sys, os\nsys.stdout.close()\nos.close(1)", NO_OUTPUT),
     ],
 )
-def test_an_error_is_its_last_line_with_the_line_of_the_cell(code: str, said: str):
-    assert answer(code) == said
+def test_a_cell_is_answered_with_its_output_and_its_value_or_error(code: str, said: str, shared: Python):
+    assert episode(shared, code, "'alive'") == [said, "'alive'"]
 
 
 @needs_isolation
-def test_a_block_is_answered_in_a_block_and_a_tool_call_with_the_output_alone():
+def test_a_block_is_answered_in_a_block_and_a_tool_call_with_the_output_alone(shared: Python):
     prompts = ["text", "text", [{"role": "user", "content": "messages"}], "text"]
-    turns = [block("6 * 7"), block("6 * 7").rstrip(), block("6 * 7").rstrip(), tool_call("6 * 7")]
-    replies = respond(prompts, [[{"role": "assistant", "content": turn}] for turn in turns])
+    written = [block("6 * 7"), block("6 * 7").rstrip(), block("6 * 7").rstrip(), tool_call("6 * 7")]
     said = "```output\n42\n```\n"
-    assert replies == [Reply(said), Reply("\n" + said), Reply(said), Reply("42")]
+    replies = [Reply(said), Reply("\n" + said), Reply(said), Reply("42")]
+    assert shared.respond(prompts, [turns(turn) for turn in written]) == replies
 
 
 # State
 
 
+CODES = ("import math\nr = 2\nprint('first')", "def area(): return math.pi * r**2\nr = 1\n'second'", "print(area())")
+
+
 @needs_isolation
+@pytest.mark.parametrize("alone", [{}, {"most_live": 0}], ids=["cached", "run again"], indirect=True)
 @pytest.mark.parametrize("write", [block, tool_call])
-def test_names_stay_and_nothing_is_said_twice(write):
-    codes = [
-        "import math\nr = 2\nprint('first')",
-        "def area(): return math.pi * r**2\nr = 1\n'second'",
-        "print(area())",
-    ]
-    transcript, said = [], []
-    for code in codes:
-        transcript.append({"role": "assistant", "content": write(code)})
-        [reply] = respond([[]], [transcript])
+def test_names_stay_and_nothing_is_printed_twice(write: Any, alone: Python):
+    said: list[str] = []
+    for code in CODES:
+        [reply] = alone.respond([[]], [turns(*said, write(code))])
         assert reply is not None
-        transcript.append({"role": "tool", "content": reply.text})
-        said.append(reply.text.removeprefix("```output\n").removesuffix("\n```\n"))
-    assert said == ["first", "'second'", "3.141592653589793"]
+        said += [write(code), reply.text]
+    outputs = [text.removeprefix("```output\n").removesuffix("\n```\n") for text in said[1::2]]
+    assert outputs == ["first", "'second'", "3.141592653589793"]
 
 
 @needs_isolation
-def test_random_numbers_are_the_same_again_and_others_in_another_episode():
-    draw = "import random\nx = random.random()\nx"
-    first, again = episode(draw, "x", seed=7)
-    assert first == again
-    assert episode(draw, seed=8)[0] != first
+def test_a_cell_runs_once_and_its_interpreter_waits_frozen_until_the_episode_is_over(
+    alone: Python, interpreters: Interpreters
+):
+    pid = "import os\nn = globals().get('n', 0) + 1\nos.getpid(), n"
+    [first] = episode(alone, pid)
+    [process] = interpreters()
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
+    said = [tool_call(pid), first, tool_call("n += 1"), NO_OUTPUT, tool_call("os.getpid(), n")]
+    assert alone.respond([[]], [turns(*said[:3])]) == [Reply(NO_OUTPUT)]
+    assert alone.respond([[]], [turns(*said)]) == [Reply(f"({process.pid}, 2)")]
+    assert alone.respond([[]], [turns(*said, "x", "It is over.")]) == [None]
+    assert interpreters() == []
+
+
+@needs_isolation
+def test_episodes_that_part_do_not_share_an_interpreter(alone: Python):
+    begun = [tool_call("x = 1"), NO_OUTPUT]
+    both = [turns(*begun, tool_call(f"x += {n}"), NO_OUTPUT, tool_call("x")) for n in (1, 2)]
+    for until in (1, 3, 5):
+        replies = alone.respond([[], []], [transcript[:until] for transcript in both], seed=[0, 0])
+    assert replies == [Reply("2"), Reply("3")]
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    "alone",
+    [{"most_live": 2}, {"max_turns": 1}, {}],
+    ids=["many", "last turn", "large"],
+    indirect=True,
+)
+def test_interpreters_that_are_too_many_or_not_needed_again_end(
+    alone: Python, interpreters: Interpreters, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    case = request.node.callspec.id
+    if case == "large":
+        monkeypatch.setattr(alone, "_most_bytes", 100 << 20)
+    codes = [f"x = bytearray({(60 if case == 'large' else 1) << 20})\n{n}" for n in range(4)]
+    replies = alone.respond([[]] * 4, [turns(tool_call(code)) for code in codes], seed=[*range(4)])
+    assert replies == [Reply(str(n)) for n in range(4)]
+    assert len(interpreters()) == {"many": 2, "last turn": 0, "large": 1}[case]
+
+
+@needs_isolation
+def test_an_interpreter_that_was_killed_is_replaced_and_its_cells_run_again(alone: Python, interpreters: Interpreters):
+    episode(alone, "x = 5")
+    kill(*interpreters())
+    assert alone.respond([[]], [turns(tool_call("x = 5"), NO_OUTPUT, tool_call("x"))]) == [Reply("5")]
+
+
+@needs_isolation
+def test_random_numbers_are_the_same_again_and_others_in_another_episode(alone: Python, interpreters: Interpreters):
+    draw = "import random\nrandom.random()"
+    first = episode(alone, "1", draw, draw, seed=7)
+    kill(*interpreters())
+    said = [text for code, answer in zip(("1", draw, draw), first, strict=True) for text in (tool_call(code), answer)]
+    assert alone.respond([[]], [turns(*said[:-1])], seed=[7]) == [Reply(first[-1])]
+    assert episode(alone, draw, seed=8)[0] not in first
 
 
 @needs_isolation
 @pytest.mark.slow
-def test_a_stopped_cell_is_not_run_again_and_leaves_nothing():
+def test_a_stopped_cell_is_not_run_again_and_leaves_nothing(shared: Python):
     stopped = "x = 0\nwhile True: pass"
-    assert episode("x = 1", stopped, "x", timeout_s=2) == [NO_OUTPUT, TIMED_OUT, "1"]
+    assert episode(shared, "x = 1", stopped, "x") == [NO_OUTPUT, TIMED_OUT, "1"]
     # A cell that is run again for good would stop the third turn as well.
-    assert episode("x = 1", "import os\nx = 0\nos._exit(0)", "x") == [NO_OUTPUT, CRASHED, "1"]
+    assert episode(shared, "x = 1", "import os\nx = 0\nos._exit(0)", "x") == [NO_OUTPUT, CRASHED, "1"]
 
 
 def test_a_stopped_cell_is_known_by_its_answer_also_when_that_was_cut():
-    codes = ["a", "b", "c", "d", "e"]
-    answers = [fenced(TIMED_OUT), "1", "\n" + fenced(CRASHED)[:40], UNREADABLE, ""]
-    transcript = [
-        {"role": role, "content": text}
-        for code, said in zip(codes, answers, strict=True)
-        for role, text in (("assistant", block(code)), ("tool", said))
-    ]
-    assert kept_cells(transcript[:-1]) == ["b", "d"]
+    answers = [fenced(TIMED_OUT), "1", "\n" + fenced(CRASHED)[:40], UNREADABLE]
+    said = [text for code, answer in zip("abcd", answers, strict=True) for text in (block(code), answer)]
+    assert kept_cells(turns(*said, block("e"))) == ["b", "d"]
     assert was_stopped(OUT_OF_MEMORY[:30])
     assert was_stopped(TOO_MUCH_OUTPUT)
     assert not any(map(was_stopped, ["", "T", "Timed out: 3", NO_OUTPUT, f"It said {TIMED_OUT}"]))
@@ -202,39 +274,38 @@ def test_a_stopped_cell_is_known_by_its_answer_also_when_that_was_cut():
         ("x = bytearray(10**9)", OUT_OF_MEMORY),
         ("while True: print('x' * 1000)", TOO_MUCH_OUTPUT),
         ("import os\nos._exit(0)", CRASHED),
-        ("import sys\nprint('finished', file=sys.stderr, flush=True)\nimport os\nos._exit(0)", CRASHED),
+        ("import os\nos.closerange(0, 64)", CRASHED),
+        ("import ctypes\nctypes.string_at(0)", CRASHED),
     ],
 )
 @pytest.mark.wide
-def test_a_cell_that_is_stopped_is_answered_with_one_sentence(code: str, said: str):
-    assert episode(code, "1 + 1", timeout_s=2) == [said, "2"]
+def test_a_cell_that_is_stopped_is_answered_with_one_sentence(code: str, said: str, shared: Python):
+    assert episode(shared, code, "1 + 1") == [said, "2"]
 
 
 @needs_isolation
-def test_a_cell_has_its_own_time_whatever_ran_before():
-    limit = "import resource\nresource.getrlimit(resource.RLIMIT_CPU)[0]"
-    assert episode("1", "1", "1", limit, timeout_s=20)[-1] == "21"  # whole seconds; 80 is what all four have together
+def test_a_cell_has_its_own_time_whatever_ran_before(alone: Python):
+    busy = "import time, resource\nuntil = time.process_time() + 1.2\nwhile time.process_time() < until: pass"
+    limit = "used = time.process_time()\n5 <= resource.getrlimit(resource.RLIMIT_CPU)[0] - used <= 6"
+    assert episode(alone, busy, busy, limit)[-1] == "True"
 
 
-def test_a_process_has_as_much_time_as_its_cells(monkeypatch: pytest.MonkeyPatch):
-    given = []
-
-    def stopped(_: str, *, limits: Limits) -> Outcome:
-        given.append((limits.wall_s, limits.cpu_s))
-        return Outcome("out of CPU time", "", "", exit_code=None, seconds=9.0, cpu_seconds=8.0)
-
-    monkeypatch.setattr(python, "why_not_isolated", lambda: None)
-    monkeypatch.setattr(python, "run_program", stopped)
-    first = [{"role": "assistant", "content": tool_call("1")}, {"role": "tool", "content": "1"}]
-    assert respond([[]], [first + first[:1]], timeout_s=2.25) == [Reply(TIMED_OUT)]
-    assert given == [(4.5, 5)]
+@needs_isolation
+def test_a_thread_left_behind_gets_no_time_between_turns(alone: Python, interpreters: Interpreters):
+    spin = "import threading, time\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()"
+    before = [tool_call(spin), episode(alone, spin)[0], tool_call("time.process_time()")]
+    [process] = interpreters()
+    used = sum(process.cpu_times()[:2])
+    time.sleep(0.5)
+    assert sum(process.cpu_times()[:2]) == used
+    assert alone.respond([[]], [turns(*before)]) != [Reply(TIMED_OUT)]
 
 
 # Nothing gets out
 
 
 @needs_isolation
-def test_a_cell_cannot_reach_files_the_network_or_processes():
+def test_a_cell_cannot_reach_files_the_network_or_processes(shared: Python):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         attacks = [
@@ -246,25 +317,38 @@ def test_a_cell_cannot_reach_files_the_network_or_processes():
             "import os\nos.kill(os.getppid(), 9)",
             f"import os\nos.kill({os.getpid()}, {signal.SIGTERM.value})",
             "import subprocess\nsubprocess.run(['true'])",
+            # by the socket of its requests
+            "import socket, array\n"
+            "own = [socket.socket(fileno=fd) for fd in range(3, 7) if stat.S_ISSOCK(os.fstat(fd)[0])]\n"
+            "own[0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])",
         ]
         for attack in attacks:
-            assert "PermissionError" in episode("x = 1", attack)[1], attack
+            assert "PermissionError" in episode(shared, "import os, stat", attack)[1], attack
 
 
 @needs_isolation
-def test_nothing_in_an_output_is_more_than_text():
+def test_a_forged_answer_is_the_episodes_own(shared: Python):
+    forge = (
+        "import os, threading, time\ndef write():\n    time.sleep(0.3)\n    for fd in range(3, 9):\n"
+        "        try: os.write(fd, b'\\n' * 9)\n        except OSError: pass\n"
+        "threading.Thread(target=write).start(); time.sleep(1.5)"
+    )
+    forged = episode(shared, forge, "6 * 7")
+    assert len(forged) == 2
+    assert episode(shared, "6 * 7", seed=1) == ["42"]
+
+
+@needs_isolation
+def test_nothing_in_an_output_is_more_than_text(shared: Python):
     harmful = "print('\\ud800', '\\0\\x1b[31m\\u202e', '<|im_end|>', 'a\\r\\nb', '```\\nc')"
     text = "\\ud800 \ufffd\ufffd[31m\ufffd <|im_end|> a\nb ```\nc"
-    transcript = [{"role": "assistant", "content": block(harmful)}]
-    assert respond(["text"], [transcript]) == [Reply(f"````output\n{text}\n````\n")]
-    assert answer("import os\nos.write(1, b'\\xff\\xed\\xa0\\x80\\n')\nNone") == "\ufffd" * 4
-    assert answer("'\\ud800'") == "'\\ud800'"
+    assert shared.respond(["text"], [turns(block(harmful))]) == [Reply(f"````output\n{text}\n````\n")]
 
 
 @needs_isolation
 @pytest.mark.parametrize("code", ["print('a' + 'x' * 10**6 + 'z')", "raise ValueError('x' * 10**6)"])
-def test_a_long_output_is_cut_in_the_middle(code: str):
-    said = answer(code)
+def test_a_long_output_is_cut_in_the_middle(code: str, shared: Python):
+    [said] = episode(shared, code)
     assert len(said) < 1000 + len("\n[1,000,000 characters left out]\n") + 1
     assert "x\n[999,0" in said
     assert " characters left out]\nx" in said
@@ -276,34 +360,28 @@ def test_what_was_left_out_is_counted():
     assert cut("\0" * 13, 12) == "\ufffd" * 8 + "\n[1 characters left out]\n" + "\ufffd" * 4
 
 
-# Batches
-
-
 @needs_isolation
-def test_a_batch_is_answered_in_its_order_by_processes_at_the_same_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(python, "_workers", lambda: 4)
-    together = threading.Barrier(4, timeout=20)
-    run = python.run_program
-
-    def meeting(*arguments, **options):
-        together.wait()  # passes only when four of them run
-        return run(*arguments, **options)
-
-    monkeypatch.setattr(python, "run_program", meeting)
-    codes = [f"import time\ntime.sleep({0.05 * (8 - number)})\n{number}" for number in range(8)]
-    transcripts = [[{"role": "assistant", "content": tool_call(code)}] for code in codes]
-    transcripts.insert(3, [{"role": "assistant", "content": "done"}])
-    replies = respond([[]] * 9, transcripts, seed=list(range(9)), question=["?"] * 9)
+def test_a_batch_is_answered_in_its_order(shared: Python):
+    codes = [f"import time\ntime.sleep({0.02 * (8 - number)})\n{number}" for number in range(8)]
+    transcripts = [turns(tool_call(code)) for code in codes]
+    transcripts.insert(3, turns("done"))
+    replies = shared.respond([[]] * 9, transcripts, seed=list(range(9)), question=["?"] * 9)
     assert [reply and reply.text for reply in replies] == ["0", "1", "2", None, "3", "4", "5", "6", "7"]
 
 
-# Where it is not available
+@needs_isolation
+def test_closing_the_environment_ends_its_interpreters(interpreters: Interpreters):
+    config = EnvironmentConfig.model_validate({"name": "python"})
+    environment = Environment(config, task="x", respond=None, use=None, stop=(), length=len)
+    assert environment.respond([[]], [turns(tool_call("1"))], {"seed": [0]}).values == [Reply("1")]
+    assert len(interpreters()) == 1
+    environment.close()
+    assert interpreters() == []
 
 
-def test_a_system_without_the_sandbox_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+def test_a_system_without_the_sandbox_is_refused_with_the_reason(shared: Python, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(python, "why_not_isolated", lambda: "the kernel has no Landlock")
-    with pytest.raises(ValueError, match=r"`python`.*the kernel has no Landlock\. It takes Linux"):
-        check_available()
-    with pytest.raises(ValueError, match="the kernel has no Landlock"):
-        respond(["a"], [[{"role": "assistant", "content": block("1")}]])
-    assert respond(["a"], [[{"role": "assistant", "content": "no call"}]]) == [None]
+    for ask in (python.check_available, lambda: shared.respond(["a"], [turns(block("1"))])):
+        with pytest.raises(ValueError, match=r"`python`.*the kernel has no Landlock"):
+            ask()
+    assert shared.respond(["a"], [turns("no call")]) == [None]

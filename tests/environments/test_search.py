@@ -72,11 +72,7 @@ def test_the_last_complete_search_of_a_turn_counts(turn: str, query: str):
 
 @pytest.mark.parametrize(
     "turn",
-    [
-        "<answer>Paris</answer>",
-        "<search>capital</search> no, <answer>Paris</answer>",
-        "<answer></answer>",
-    ],
+    ["<answer>Paris</answer>", "<search>capital</search> no, <answer>Paris</answer>", "<answer></answer>"],
 )
 def test_a_turn_with_an_answer_ends_the_episode(turn: str):
     shelf = Shelf()
@@ -84,11 +80,8 @@ def test_a_turn_with_an_answer_ends_the_episode(turn: str):
     assert shelf.asked == []
 
 
-@pytest.mark.parametrize(
-    "turn",
-    ["", "Paris.", "<search>capital", "</search><search>", "</answer><answer>"],
-)
-def test_a_turn_with_neither_is_invalid_and_told_what_there_is(turn: str):
+@pytest.mark.parametrize("turn", ["", "Paris.", "<search>capital", "</search><search>", "</answer><answer>"])
+def test_a_turn_with_neither_is_invalid(turn: str):
     assert play(turn) == [Reply(INVALID, invalid=True)]
 
 
@@ -110,12 +103,8 @@ def test_a_batch_is_one_search_for_those_who_ask_and_the_same_query_is_asked_onc
     assert shelf.asked == [(["b", "a"], 5)]
 
 
-@pytest.mark.parametrize("turn", ["<search></search>", "<search> \n</search>", "<search>nowhere</search>"])
-def test_where_nothing_is_found_that_is_said(turn: str):
-    assert play(turn) == [Reply(NOTHING_FOUND)]
-
-
 def test_a_search_that_fails_stands_in_the_place_of_its_replies():
+    assert play("<search>nowhere</search>", "<search> \n</search>") == [Reply(NOTHING_FOUND)] * 2
     turns = ["<search>a</search>", "what?", "<search>b</search>", "<answer>x</answer>", "<search></search>"]
     replies = play(*turns, shelf=Broken())
     assert replies[1::2] == [Reply(INVALID, invalid=True), None]
@@ -159,30 +148,22 @@ def test_a_reply_is_as_long_as_allowed_and_always_closed(max_length: int):
     assert len(text) <= max(max_length, len(OPENING + CLOSING))
 
 
-def test_length_may_be_counted_in_tokens():
+def test_length_may_be_counted_in_tokens_and_a_megabyte_is_cut_without_a_limit():
     shelf = Shelf(q=["A\n" + "amber " * 40, "B\n" + "birch " * 40])
-
-    def words(text: str) -> int:
-        return len(text.split())
-
-    text = text_of("<search>q</search>", shelf=shelf, max_length=30, length=words)
-    assert 20 < words(text) <= 30
-
-
-def test_a_megabyte_is_cut_even_where_there_is_no_limit():
-    text = text_of("<search>q</search>", shelf=Shelf(q=["T\n" + "<" + " " * 1_000_000 + "x"]))
-    assert len(text) < 21_000
-    text = text_of("<search>q</search>", shelf=Shelf(q=["T\n" + "word " * 200_000]))
-    assert len(text) < 21_000
-    assert text.endswith(f" ...{CLOSING}")
+    text = text_of("<search>q</search>", shelf=shelf, max_length=30, length=lambda text: len(text.split()))
+    assert 20 < len(text.split()) <= 30
+    for passage, end in (("T\n<" + " " * 1_000_000 + "x", ""), ("T\n" + "word " * 200_000, " ...")):
+        text = text_of("<search>q</search>", shelf=Shelf(q=[passage]))
+        assert len(text) < 21_000
+        assert text.endswith(f"{end}{CLOSING}")
 
 
 def test_a_corpus_file_or_a_server_is_opened_by_its_name(tmp_path: Path):
-    def open_(corpus: str, **more: Any) -> tuple[Any, str]:
-        return opened(EnvironmentConfig.model_validate({"use": "search", "corpus": corpus, **more}), length=len)
+    def open_(corpus: str, **more: Any) -> tuple[Any, str, None]:
+        return opened(EnvironmentConfig.model_validate({"name": "search", "corpus": corpus, **more}), length=len)
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"contents": PARIS}) + "\n")
-    answer, about = open_(f"{tmp_path}/a.jsonl")
+    answer, about, _ = open_(f"{tmp_path}/a.jsonl")
     assert about == f"of {tmp_path}/a.jsonl (passages: 1), 3 a query"
     [reply] = answer(["?"], [[{"role": "assistant", "content": "<search>capital of France</search>"}]], seed=[0])
     assert reply == Reply(f'{OPENING}Doc 1(Title: "Paris") Paris is the capital of France.{CLOSING}')

@@ -95,15 +95,10 @@ def test_a_batch_is_one_request_in_search_r1s_protocol(server: Server):
     assert server.requests == [("/retrieve", "application/json", body)]
 
 
-def test_titles_and_texts_are_taken_too_and_no_more_than_were_asked_for(server: Server):
+def test_titles_and_texts_are_taken_too_after_two_failures_and_no_more_than_were_asked_for(server: Server):
     document = {"document": {"title": "A", "text": "a"}}
-    server.answers = [says({"result": [[document, *documents(" ", "b", "c")]]})]
+    server.answers = [says({}, 500), says({}, 503), says({"result": [[document, *documents(" ", "b", "c")]]})]
     assert SearchServer(server.url).search(["q"], top_k=2) == [['"A"\na', "b"]]
-
-
-def test_a_server_that_fails_twice_is_asked_three_times(server: Server):
-    server.answers = [says({}, 500), says({}, 503), says({"result": [documents("a")]})]
-    assert SearchServer(server.url).search(["q"], top_k=1) == [["a"]]
     assert len(server.requests) == 3
 
 
@@ -121,15 +116,11 @@ def cut_short(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         (says({}, 404), "answered 404 Not Found", 1),
         (cut_short, r"did not answer \(peer closed connection", 3),
         (says(b""), "lists of documents: b''", 1),
-        (says(b"<html>busy</html>"), "lists of documents: b'<html>", 1),
         (says(b"[" * 100_000), "lists of documents", 1),
-        (says([]), "lists of documents", 1),
         (says({"results": []}), "lists of documents.*result", 1),
         (says({"result": []}), "answered 1 queries with 0 lists", 1),
-        (says({"result": [["text"]]}), "lists of documents", 1),
         (says({"result": [[{"contents": "a"}]]}), "lists of documents.*document", 1),
-        (says({"result": [[{"document": {"id": 1}}]]}), "not one with the columns id", 1),
-        (says({"result": [[{"document": {"contents": 1}}]]}), "not the contents 1", 1),
+        (says({"result": [[{"document": {"contents": 1}}]]}), "not one with the columns contents", 1),
     ],
 )
 def test_every_other_answer_is_a_failure_with_its_reason(server: Server, answer: Answer, wanted: str, requests: int):
@@ -148,18 +139,10 @@ def test_a_server_that_does_not_come_to_an_end_is_given_up(server: Server, how: 
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "http://host:port/", "file:///etc/passwd", "http://[::1/"])
+@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "http://host:port/"])
 def test_an_address_that_is_none(url: str):
     with pytest.raises(ValueError, match="is not the address of a server: http://HOST:PORT/retrieve"):
         SearchServer(url)
-
-
-def test_a_password_in_the_address_is_not_repeated(server: Server):
-    server.answers = [says({}, 404)]
-    address = server.url.replace("http://", "http://me:hunter2@")
-    with pytest.raises(SearchFailed) as caught:
-        SearchServer(address).search(["q"], top_k=1)
-    assert "hunter2" not in str(caught.value)
 
 
 def test_a_signal_ends_the_wait_for_an_answer(server: Server):
@@ -172,29 +155,29 @@ def test_a_signal_ends_the_wait_for_an_answer(server: Server):
         SearchServer(server.url, timeout_s=3600).search(["q"], top_k=1)
 
 
-def test_login_and_query_of_the_address_are_sent(server: Server):
-    server.answers = [says({"result": [[]]})]
-    SearchServer(server.url.replace("http://", "http://me:hunt%40er2@") + "?api_key=a%20b").search(["q"], top_k=1)
+def test_login_and_query_of_the_address_are_sent_and_not_repeated(server: Server):
+    address = server.url.replace("http://", "http://me:hunt%40er2@") + "?api_key=a%20b"
+    server.answers = [says({"result": [[]]}), says({}, 404)]
+    SearchServer(address).search(["q"], top_k=1)
     assert server.requests[0][0] == "/retrieve?api_key=a%20b"
     assert server.logins == ["Basic " + base64.b64encode(b"me:hunt@er2").decode()]
-
-
-def redirects(location: str, status: int = 307) -> Answer:
-    def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        handler.send_response(status)
-        handler.send_header("Location", location)
-        handler.send_header("Content-Length", "0")
-        handler.end_headers()
-
-    return answer
+    with pytest.raises(SearchFailed) as caught:
+        SearchServer(address).search(["q"], top_k=1)
+    assert "hunt" not in str(caught.value)
+    assert "a%20b" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "location",
-    ["http://localhost:{port}/", "file:///etc/passwd", "http://u:hunter2@example.com/", "/other"],
-)  # fmt: skip
+    "location", ["http://localhost:{port}/", "file:///etc/passwd", "http://u:hunter2@example.com/"]
+)
 def test_a_redirect_is_refused(server: Server, location: str):
-    server.answers = [redirects(location.format(port=server.http.server_port))]
+    def redirects(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        handler.send_response(307)
+        handler.send_header("Location", location.format(port=server.http.server_port))
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    server.answers = [redirects]
     with pytest.raises(SearchFailed, match="redirects to") as caught:
         SearchServer(server.url).search(["q"], top_k=1)
     assert len(server.requests) == 1

@@ -17,31 +17,14 @@ from tinyrl.environments.worker_service import respond_with, schemas
 
 
 def add(a: int, b: int = 10) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
     return a + b
 
 
 def divide(a: float, b: float) -> float:
-    """Divide.
-
-    Args:
-        a: What.
-        b: By what.
-    """
     return a / b
 
 
 def show(text: str) -> str:
-    """Give back a text.
-
-    Args:
-        text: The text.
-    """
     return text
 
 
@@ -64,20 +47,26 @@ def answer(*tools: Callable[..., Any], to: str, **columns: Any) -> Reply | str |
 
 
 class TestCalls:
-    def test_any_number_in_order_between_other_text(self) -> None:
-        text = (
-            'First <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> then\n'
-            '<tool_call>\n  {"arguments": {}, "name": "show"}\t</tool_call></tool_call> and <b>done</b>.'
-        )
-        assert calls_of(turn(text)) == [Call("add", {"a": 1}), Call("show", {})]
-
-    def test_arguments_as_text_that_is_json(self) -> None:
-        text = r'<tool_call>{"name": "show", "arguments": "{\"text\": \"hi\"}"}</tool_call>'
-        assert calls_of(turn(text)) == [Call("show", {"text": "hi"})]
-
-    @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": "null"'])
-    def test_no_arguments_are_none(self, arguments: str) -> None:
-        assert calls_of(turn(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>')) == [Call("now", {})]
+    @pytest.mark.parametrize(
+        ("text", "calls"),
+        [
+            (
+                'First <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> then\n'
+                '<tool_call>\n  {"arguments": {}, "name": "show"}\t</tool_call></tool_call> and <b>done</b>.',
+                [Call("add", {"a": 1}), Call("show", {})],
+            ),
+            (
+                r'<tool_call>{"name": "show", "arguments": "{\"text\": \"hi\"}"}</tool_call>',
+                [Call("show", {"text": "hi"})],
+            ),
+            *[
+                (f'<tool_call>{{"name": "now"{nothing}}}</tool_call>', [Call("now", {})])
+                for nothing in ("", ', "arguments": null', ', "arguments": ""', ', "arguments": "null"')
+            ],
+        ],
+    )
+    def test_calls_are_parsed_in_order(self, text: str, calls: list[Call]) -> None:
+        assert calls_of(turn(text)) == calls
 
     def test_what_is_thought_calls_nothing(self) -> None:
         thought = f"<think>maybe {call('add', a=1)} or <tool_call></think>"
@@ -113,34 +102,22 @@ class TestCalls:
         ]
         assert calls_of(turn(call("show", text="nor this one"), tool_calls=[])) == []
 
-    @pytest.mark.parametrize(
-        "piece",
-        [
-            "<tool_call>",
-        ],
-    )
-    def test_a_megabyte_of_nonsense_is_read_once(self, piece: str) -> None:
+    def test_a_megabyte_of_nonsense_is_read_once(self) -> None:
         looked_at = 0
 
         class Counted(str):
             def find(self, *sought: Any) -> int:
                 nonlocal looked_at
                 found = super().find(*sought)
-                start = sought[1] if len(sought) > 1 else 0
-                looked_at += (found if found >= 0 else len(self)) - start
+                looked_at += (found if found >= 0 else len(self)) - (sought[1] if len(sought) > 1 else 0)
                 return found
 
-        text = Counted(piece * (1_000_000 // len(piece)))
-        calls = calls_of(turn(text))
-        assert all(each.problem for each in calls)
+        text = Counted("<tool_call>" * 90_000)
+        assert all(each.problem for each in calls_of(turn(text)))
         assert looked_at <= 3 * len(text)  # for the end of the thinking, opening tags and closing tags
 
 
 class TestTools:
-    def test_a_call_is_answered_and_a_turn_without_one_ends_the_episode(self) -> None:
-        replies = respond_with([add])(["p", "q"], [[turn(call("add", a=1, b=2))], [turn("It is 3.")]])
-        assert replies == [Reply("3"), None]
-
     @pytest.mark.parametrize(
         ("value", "text"),
         [
@@ -154,7 +131,8 @@ class TestTools:
         assert text_of(value) == text
         text_of(value).encode()
 
-    def test_a_result_is_cut_before_it_travels(self) -> None:
+    def test_a_turn_without_a_call_ends_the_episode_and_a_result_is_cut(self) -> None:
+        assert answer(show, to="It is 3.") is None
         assert answer(show, to=call("show", text="x" * 1_000_000) * 2) == Reply("x" * MAX_REPLY_CHARS)
 
     @pytest.mark.parametrize(
@@ -178,15 +156,10 @@ class TestTools:
                 raise Unspeakable
             raise ValueError({"lines": "first\nsecond", "long": "x" * 500, "half": "\ud800", "empty": ""}[how])
 
-        reasons = {how: answer(fail, to=call("fail", how=how)) for how in ("lines", "long", "half", "empty", "exit")}
-        assert reasons == {
-            "lines": Reply(f"{CALL_FAILED} ValueError: first", invalid=True),
-            "long": Reply(f"{CALL_FAILED} ValueError: {'x' * 188}", invalid=True),
-            "half": Reply(f"{CALL_FAILED} ValueError: \ufffd", invalid=True),
-            "empty": Reply(f"{CALL_FAILED} ValueError", invalid=True),
-            "exit": Reply(f"{CALL_FAILED} SystemExit: 3", invalid=True),
-        }
-        assert answer(fail, to=call("fail", how="unspeakable")) == Reply(f"{CALL_FAILED} Unspeakable", invalid=True)
+        messages = {"lines": "ValueError: first", "long": f"ValueError: {'x' * 188}", "half": "ValueError: \ufffd"}
+        messages |= {"empty": "ValueError", "exit": "SystemExit: 3", "unspeakable": "Unspeakable"}
+        for how, message in messages.items():
+            assert answer(fail, to=call("fail", how=how)) == Reply(f"{CALL_FAILED} {message}", invalid=True)
 
     def test_the_author_of_a_tool_sees_each_kind_of_error_once(self, capsys: pytest.CaptureFixture[str]) -> None:
         def buggy(a: int) -> int:
@@ -216,7 +189,7 @@ class TestTools:
 
     def test_a_tool_may_be_told_which_episode_called_it(self) -> None:
         def whoami(loud: bool, episode: dict) -> str:
-            """Say who calls.
+            """Tell.
 
             Args:
                 loud: Whether to shout.
@@ -245,21 +218,12 @@ class TestSchemas:
             """Do it."""
             return a
 
-        def no_such_type(a: "Missing") -> int:  # pyright: ignore  # noqa: F821
-            """Do it.
-
-            Args:
-                a: What.
-            """
-            return 1
-
         def starred(*a: int) -> int:
             return 1
 
         for tool, what in [
             (no_hint, r"tool 'no_hint': .*\ba is missing a type hint"),
-            (no_line, r"tool 'no_line': .*no description for the argument 'a'.*under `Args:`"),
-            (no_such_type, r"tool 'no_such_type': .*'Missing' is not defined"),
+            (no_line, r"tool 'no_line': .*no description for the argument 'a'"),
             (starred, r"tool 'starred': its parameter '\*a: int' has no name"),
             (dict, r"tool 'dict': a tool is a function"),
         ]:
@@ -284,14 +248,10 @@ class Wordle:
         return f"\nIt has {len(self.word)} letters."
 
     def guess(self, word: str) -> str:
-        """
-        Guess the word.
+        """Guess the word.
 
         Args:
             word: A word of as many letters.
-
-        Returns:
-            G for a letter in its place, - for any other.
         """
         if self.done:
             raise ValueError("Game over.")
@@ -402,25 +362,18 @@ class TestClasses:
                 self.votes = 0
 
             async def vote(self, yes: bool) -> str:
-                """Vote.
-
-                Args:
-                    yes: For it.
-                """
                 await asyncio.sleep(0)
                 self.votes += yes
                 return f"{self.votes}"
 
             async def get_reward(self) -> float:
-                await asyncio.sleep(0)
                 return self.votes / 2
 
         environment = ClassEnvironment(Judge)
         voted = [turn(call("vote", yes=True) * 2)]
+        over = [*voted, told("1\n2"), turn(".")]
         assert environment.respond(["p"], [voted], seed=[3]) == [Reply("1\n2")]
-        assert environment.respond(["p"], [[*voted, told("1\n2"), turn(".")]], seed=[3]) == [
-            Reply(done=True, reward=1.0)
-        ]
+        assert environment.respond(["p"], [over], seed=[3]) == [Reply(done=True, reward=1.0)]
 
     def test_randomness_from_the_seed_is_replayed(self) -> None:
         class Dice:
@@ -428,17 +381,15 @@ class TestClasses:
                 self.random = random.Random(seed)
 
             def roll(self) -> int:
-                """Roll it."""
                 return self.random.randrange(1_000_000)
 
         first = [turn(call("roll"))]
+        second = [[*first, told("..."), turn(call("roll"))]] * 2
         live, columns = ClassEnvironment(Dice), {"seed": [1, 2], "other": ["x", "y"]}  # reset does not take `other`
         one, two = live.respond(["p", "p"], [first, first], **columns)
-        second = [*first, told("..."), turn(call("roll"))]
         assert one != two
-        assert live.respond(["p", "p"], [second] * 2, **columns) == ClassEnvironment(Dice).respond(
-            ["p", "p"], [second] * 2, **columns
-        )
+        again = ClassEnvironment(Dice).respond(["p", "p"], second, **columns)
+        assert live.respond(["p", "p"], second, **columns) == again
 
     def test_a_row_is_not_changed_by_the_class_that_was_given_it(self) -> None:
         class Stack:
@@ -453,9 +404,8 @@ class TestClasses:
         items, prompt = [[1, 2]] * 2, [{"role": "user", "content": "Go"}]
         assert ClassEnvironment(Stack).respond([prompt] * 2, [[turn(call("pop"))]] * 2, items=items) == [Reply("2")] * 2
         assert (items, prompt) == ([[1, 2], [1, 2]], [{"role": "user", "content": "Go"}])
-        silent = worker_service.environment(
-            [Stack]
-        )  # without get_reward a turn without a call is answered with nothing
+        # without get_reward a turn without a call is answered with nothing
+        silent = worker_service.environment([Stack])
         assert not silent.facts["final_rewards"]
         assert replies(silent, prompts=[prompt], transcripts=[[turn("2")]], items=items[:1]) == [None]
 
@@ -536,11 +486,12 @@ class TestServices:
 def test_answering_loads_nothing_but_the_standard_library() -> None:
     code = (
         "import sys; from tinyrl.environments.worker_service import respond_with\n"
-        "def f(a): return a\n"
-        "respond_with([f])(['p'], [[{'role': 'assistant', 'content': sys.argv[1]}]])\n"
+        "respond_with([lambda a: a])(['p'], [[{'role': 'assistant', 'content': sys.argv[1]}]])\n"
         "print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     )
-    done = subprocess.run([sys.executable, "-c", code, call("f", a=1)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, call("<lambda>", a=1)], capture_output=True, text=True, check=True
+    )
     assert not set(done.stdout.split()) & {"torch", "transformers", "numpy", "jinja2", "asyncio"}
 
 
@@ -549,19 +500,14 @@ class Unspeakable(Exception):
         raise RuntimeError
 
 
-def test_a_reply_of_any_length_is_cut_before_it_is_sent_on():
-    long = "a" + "b" * (worker_service.MAX_TEXT_CHARS * 3)
+def test_replies_and_openings_are_cut_in_the_worker():
+    long = "b" * (worker_service.MAX_TEXT_CHARS * 3)
     replies, problems = worker_service.checked([long, Reply(long, reward=1.0), "short"], 3)
-    assert [len(text) for text, *_ in replies] == [worker_service.MAX_TEXT_CHARS] * 2 + [5]
-    assert replies[1][0] == long[: worker_service.MAX_TEXT_CHARS]
-    assert replies[1][2] == 1.0
-    assert not problems
+    assert ([len(reply[0]) for reply in replies], problems) == ([worker_service.MAX_TEXT_CHARS] * 2 + [5], [])
 
-
-def test_an_opening_text_is_cut_in_the_worker():
     class Talks:
         def reset(self, **row: Any) -> str:
-            return "x" * (3 * worker_service.MAX_TEXT_CHARS)
+            return long
 
     texts, problems = worker_service.environment([Talks]).calls["opening"]({"prompts": ["p"], "seed": [0]}, 1)
     assert ([len(text) for text in texts], problems) == ([worker_service.MAX_TEXT_CHARS], [])

@@ -20,7 +20,7 @@ from tinyrl.evaluation.compare import compare as compare_all
 from tinyrl.evaluation.targets import Asked
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.components import Options
+from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 
 REWARDS = """
@@ -146,7 +146,7 @@ def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_
 def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:
     task = load_task("sort")
     save_file({"weight": torch.zeros(1, 2)}, tmp_path / "score_head.safetensors")
-    rest: dict[str, Any] = {"roles": None, "micro_batches": None, "policy_format": TextFormat()}
+    rest: dict[str, Any] = {"policy": None, "micro_batches": None, "policy_format": TextFormat()}
     scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
     same = tiny_tokenizer()
     assert scorer.with_tokenizer(same).tokenizer is same

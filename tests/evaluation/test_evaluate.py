@@ -1,4 +1,4 @@
-"""Evaluation metrics: pass@k, majority, intervals, paired differences; and one evaluation end to end."""
+"""Evaluations end to end: what they count, by judge and by prompt."""
 
 import json
 import math
@@ -9,28 +9,12 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.evaluate import evaluate
-from tinyrl.evaluation.statistics import majority_passes, verdict_metrics
-from tinyrl.rollout.components import Options, SamplingParts
-
-
-def test_pass_at_k_is_over_the_prompts_with_a_verdict() -> None:
-    """Of four samples 1, 2 and 0 are right; of the last prompt nothing is known."""
-    verdicts = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, *[math.nan] * 4]
-    found = verdict_metrics(verdicts, None, 4, is_pass=lambda verdict: verdict == 1.0)
-    assert found == {"pass@1": pytest.approx(3 / 12), "verifier_mean": pytest.approx(3 / 12), "pass@4": 2 / 3}
-    assert verdict_metrics([math.nan], None, 1, is_pass=bool) == {}
-
-
-def test_the_most_frequent_answer_decides_and_ties_share() -> None:
-    assert majority_passes(["a", "a", "b"], [True, True, False]) == 1.0
-    assert majority_passes(["a", "b", "b"], [True, False, False]) == 0.0
-    assert majority_passes(["a", "b"], [True, False]) == 0.5  # a tie shares the verdict
-    assert majority_passes([None, None, "a"], [False, False, True]) == 1.0  # no answer, no vote
-    assert majority_passes([None, None], [False, False]) == 0.0
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
-    parts = SamplingParts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    parts = load_collector(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
     first, second = (evaluate(parts, num_prompts=6, samples=4) for _ in range(2))
     parts.close()
     assert first.metrics == second.metrics
@@ -68,7 +52,7 @@ def own_evaluation(tmp_path: Path, rows: list[dict], **sections):
     path = str(tmp_path / "rows.jsonl")
     task = {"name": "rows", "data": path, "eval_data": path}
     settings = running.config("grpo", tiny_model(tmp_path / "model", "llama"), task=task, **sections)
-    parts = SamplingParts(settings, options=Options(device="cpu"))
+    parts = load_collector(settings, options=Options(device="cpu"))
     try:
         return evaluate(parts, num_prompts=8, samples=2)
     finally:

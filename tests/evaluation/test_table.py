@@ -6,13 +6,7 @@ from typing import Any
 
 from tinyrl.cli.evaluate import render
 
-NUMBERS: dict[str, Any] = {
-    "reward_mean": 0.5,
-    "reward_ci": [0.4, 0.6],
-    "mean_length": 6.0,
-    "num_prompts": 64,
-    "num_samples": 1,
-}
+NUMBERS = {"reward_mean": 0.5, "reward_ci": [0.4, 0.6], "mean_length": 6.0, "num_prompts": 64, "num_samples": 1}
 NOTHING = {"reward_mean": math.nan, "reward_ci": [math.nan] * 2, "distinguishable": False, "left_out": 9}
 
 
@@ -24,16 +18,15 @@ def test_a_row_is_a_metric_that_there_is() -> None:
     several = {"reward/short": 0.25, "reward/right": 0.75, "pass@1": 0.25, "environment/turns": 2.0}
     header, *rows, note = render(result(**several), as_json=False).splitlines()
     assert header.split() == ["run/step-000002"]
-    assert [row.split()[0] for row in rows] == [
-        *("reward_mean", "reward_ci", "mean_length", "reward/short", "reward/right", "pass@1", "turns")
-    ]
+    names = ["reward_mean", "reward_ci", "mean_length", "reward/short", "reward/right", "pass@1", "turns"]
+    assert [row.split()[0] for row in rows] == names
     assert rows[0].split() == ["reward_mean", "0.500", "(1.000)"]
     assert rows[1].split() == ["reward_ci", "0.400", "to", "0.600"]
     assert "64 prompts x 1" in note
     assert "reward/right" not in render(result(**{"reward/right": 0.5}), as_json=False)
 
 
-def test_a_missing_number_is_never_nan() -> None:
+def test_a_missing_number_is_never_nan_and_small_ones_keep_their_digits() -> None:
     rates = {"reward": {"mean": math.nan, "ci": [math.nan] * 2, "ties": math.nan}}
     one = result(num_prompts=1, reward_mean=math.nan, reward_ci=[math.nan] * 2)
     one |= {"other": {**one, "target": "b/step-000002"}, "difference": NOTHING, "win_rate": rates, "trained_on": 3}
@@ -42,15 +35,11 @@ def test_a_missing_number_is_never_nan() -> None:
     for line in ("difference unknown", "left out: 9", "win rate by reward unknown", "trained on 3", "fewer than 30"):
         assert line in text
     assert json.loads(render(one, as_json=True))["reward_ci"] == [None, None]
-
-
-def test_small_scores_keep_their_digits() -> None:
     side = result(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
     difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False, "left_out": 0}
     text = render({**side, "other": side, "difference": difference, "win_rate": {}}, as_json=False)
-    assert "0.000321 (0.04)" in text
-    assert "-0.0001 to 0.0007" in text
-    assert "difference -0.00012 (95 % interval -0.500 to +0.00034" in text
+    for shown in ("0.000321 (0.04)", "-0.0001 to 0.0007", "-0.00012 (95 % interval -0.500 to +0.00034"):
+        assert shown in text
 
 
 def test_what_a_trainer_measures_is_shown_beside_the_other_side() -> None:

@@ -10,6 +10,7 @@ from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Asked, check_asked, find, measured_by, prompt_keys, trained_on
 
+METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]
 
 
@@ -19,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     Path("rewards.py").write_text("def size(prompts, completions, **columns): ...\ndef other(**columns): ...\n")
-    for method in ("grpo", "sft", "reward"):
+    for method in METHODS:
         run(method, method)
     return tmp_path
 
@@ -33,23 +34,20 @@ def run(name: str, method: str, **sections: Any) -> None:
 
 
 def sampled(path: str, asked: Asked) -> Config:
-    target = find(path, asked)
-    assert target.sampled is not None
-    return target.sampled
+    return find(path, asked).config
 
 
 def measured(path: str, asked: Asked | None = None) -> Config:
-    target = find(path, asked or Asked())
-    assert target.measured is not None
-    return target.measured
+    config = find(path, asked or Asked()).measured
+    assert config is not None
+    return config
 
 
 def test_a_run_is_sampled_or_measured_by_its_method() -> None:
-    assert sampled("runs/grpo", Asked()).reward.functions[0].use == "rewards.py:other"
-    assert find("runs/grpo", Asked()).measured is None
-    for name in ("sft", "reward"):
-        assert measured(f"runs/{name}").method == name
-        assert find(f"runs/{name}", Asked()).sampled is None
+    found = {name: find(f"runs/{name}", Asked()) for name in METHODS}
+    assert found["grpo"].config.reward.functions[0].use == "rewards.py:other"
+    assert found["grpo"].measured is found["sft"].sampled is found["reward"].sampled is None
+    assert [measured(f"runs/{name}").method for name in ("sft", "reward")] == ["sft", "reward"]
 
 
 def test_text_is_sampled_too_where_something_judges() -> None:
@@ -141,6 +139,3 @@ def test_prompts_of_every_method_are_known_by_the_same_keys() -> None:
     assert len(held_out) == 4
     assert not held_out & kept[0]
     assert trained_on("starter") == frozenset()
-
-
-METHODS = ("grpo", "sft", "reward")

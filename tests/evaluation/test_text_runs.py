@@ -13,7 +13,8 @@ from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.compare import evaluate_target
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, trained_on
-from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
 
 OPTIONS = Options(device="cpu")
@@ -124,7 +125,7 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     result = ask(folder, "sft", settings=[reward, SHORT], samples=2, vs="start")
     assert result["held_out"] == ask(folder, "sft")["held_out"]
     assert result["num_prompts"] == 10
-    parts = SamplingParts(
+    parts = load_collector(
         running.config(
             "grpo",
             folder / "base",

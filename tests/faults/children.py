@@ -34,9 +34,9 @@ IMPORTED = [
     "pytest",
     "tests.faults.children",
     "tests.tiny_models",
-    "tinyrl.trainers.dpo",
-    "tinyrl.trainers.grpo",
-    "tinyrl.trainers.ppo",
+    "tinyrl.training.dpo",
+    "tinyrl.training.grpo",
+    "tinyrl.training.ppo",
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora.model",
 ]

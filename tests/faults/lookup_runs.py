@@ -37,7 +37,7 @@ def lookup(method: str = "grpo", **sections: Any) -> Config:
 def answered_by(folder: Path, code: str, method: str = "grpo", **sections: Any) -> Config:
     """The same, with a function `respond` in a file of its own."""
     (folder / "world.py").write_text(textwrap.dedent(code))
-    environment = {"use": f"{folder / 'world.py'}:respond", **sections.pop("environment", {})}
+    environment = {"name": f"{folder / 'world.py'}:respond", **sections.pop("environment", {})}
     return lookup(method, environment=environment, **sections)
 
 
@@ -67,6 +67,6 @@ def searching(folder: Path, corpus: str | None = None, *, num_steps: int = 3) ->
     (folder / "rewards.py").write_text(CODE)
     return lookup(
         reward={"functions": [{"use": f"{folder / 'rewards.py'}:length"}]},
-        environment={"use": "search", "corpus": corpus, "max_observation_tokens": 24, "top_k": 1},
+        environment={"name": "search", "corpus": corpus, "max_observation_tokens": 24, "top_k": 1},
         run={"num_steps": num_steps},
     )

@@ -18,7 +18,7 @@ from tinyrl.config.schema import Config
 from tinyrl.generation.agents import AgentEpisode
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.trainers import on_policy
+from tinyrl.training import on_policy
 
 AGENT = """
     import json, os, signal, socket, threading, time, urllib.error, urllib.request
@@ -36,7 +36,7 @@ AGENT = """
                 return json.load(answer)["choices"][0]["text"]
         except urllib.error.HTTPError as error:
             return error.code
-        except urllib.error.URLError:  # it was refused before all of it was sent
+        except OSError:  # refused before all of it was sent: the server closes, and its answer may be lost
             return 413
 
 
@@ -131,6 +131,7 @@ AGENT = """
 
 """
 FAILS = {"endless": "gave no answer", "killed": "SIGKILL", "raises": "planted", "leaves": "asked the policy nothing"}
+MAY_END = {"leaves"}  # its answer may be complete before the connection is found closed
 COSTS_NOTHING = ["malformed", "huge", "replayed", "guessed"]  # all of it is refused
 KINDS = ["honest", *COSTS_NOTHING, "honest", *FAILS, "crowd", "honest"]
 
@@ -147,7 +148,7 @@ def settings_for(folder: Path, model: Path, kinds: list[str], **run: Any) -> Con
         "grpo",
         model,
         task={**data, "max_samples": None},
-        environment={"agent": use, "at_once": 4, "timeout_s": run.pop("timeout_s", 60.0)},
+        environment={"agent": use, "max_concurrency": 4, "timeout_s": run.pop("timeout_s", 60.0)},
         generation={"max_new_tokens": 8},
         grpo={"num_prompts": len(kinds), "group_size": 2},
         run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0, "save_every": 1, **run},
@@ -181,7 +182,7 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
             assert all(len(said) for said in attacked[f"Say {number}"])
     failed = [json.loads(line) for line in (runs[1].path / "failed_rewards.jsonl").read_text().splitlines()]
     reasons = {(KINDS[int(line["prompt"].split()[1])], line["reason"].partition(" (")[0]) for line in failed}
-    assert {kind for kind, _ in reasons} == {*FAILS}
+    assert {*FAILS} - MAY_END <= {kind for kind, _ in reasons} <= {*FAILS}
     assert all(FAILS[kind] in reason for kind, reason in reasons), reasons
 
 

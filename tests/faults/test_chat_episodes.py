@@ -14,7 +14,8 @@ from tests import running
 from tests.faults.lookup_runs import lookup, samples
 from tests.tiny_models import EOS, tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
 
 CALLS = [f'<tool_call>{{"name":"guess","arguments":{{"word":"{word}"}}}}</tool_call>' for word in ("red", "blue")]
 BAD_CALL = '<tool_call>{"name":"shout","arguments":{}}</tool_call>'
@@ -69,7 +70,7 @@ def playing(model: Path, folder: Path, *, reward: str = "float(self.won) - 0.1 *
     return lookup(
         model={"path": str(model)},
         task={"name": "rows", "data": str(folder / "rows.jsonl")},
-        environment={"use": f"{folder / 'game.py'}:Game", "max_turns": 3},
+        environment={"name": f"{folder / 'game.py'}:Game", "max_turns": 3},
         generation={"max_new_tokens": 30, "max_prompt_tokens": 40, "stop": []},
         grpo={"num_prompts": 4, "group_size": 4},
     )
@@ -82,7 +83,7 @@ def secret_of(line: dict[str, Any]) -> str:
 @pytest.mark.slow
 def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model: Path, tmp_path: Path) -> None:
     settings = playing(model, tmp_path)
-    parts = SamplingParts(settings, options=Options(device="cpu"))
+    parts = load_collector(settings, options=Options(device="cpu"))
     parts.close()
     assert parts.train_prompts[0].text.startswith("tools guess [user] guess")
     code, run, _ = running.train(settings, tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import running
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with
 from tinyrl.runs.run_dir import RunDir

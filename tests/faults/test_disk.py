@@ -17,7 +17,7 @@ import pytest
 from tests import running
 from tests.faults.children import Child, command, resumed, train
 from tests.faults.disks import can_mount, mount_small_disk
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints, newest_sound, problem_with

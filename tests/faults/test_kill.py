@@ -21,7 +21,7 @@ import pytest
 
 from tests import running
 from tests.faults.children import Child, before_call, go_on, resumed, train, workers_left
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.runs import checkpoint
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with
@@ -30,7 +30,7 @@ from tinyrl.runs.run_dir import RunDir
 STEPS = 4
 MOST_DRAWS = 30  # of a moment, until one comes after the beginning and before the end
 METHODS: dict[str, dict[str, Any]] = {
-    "grpo": {"grpo": {"num_epochs": 2, "minibatch_size": 8, "refill_rounds": 1}, "run": {"eval_every": 1}},
+    "grpo": {"grpo": {"num_epochs": 2, "minibatch_size": 8, "dynamic_sampling_rounds": 1}, "run": {"eval_every": 1}},
     "ppo": {
         "ppo": {"num_epochs": 3, "minibatch_size": 4, "target_kl": 6.0},
         "run": {"eval_every": 2},

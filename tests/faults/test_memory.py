@@ -23,7 +23,7 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.models import device
-from tinyrl.rollout.components import Options
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
 
@@ -94,7 +94,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
         limit = address_space() + room_mb * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     code = launch.go(report=lambda _: None)
-    rows, tokens = getattr(launch.trainer, "engine").max_rows, launch.trainer.micro_batches.tokens  # noqa: B009
+    rows, tokens = getattr(launch.method, "collector").engine.max_rows, launch.policy.micro_batches.tokens  # noqa: B009
     facts.write_text(json.dumps({"max_rows": rows, "micro_batch_tokens": tokens}))
     sys.exit(code)
 

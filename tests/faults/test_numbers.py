@@ -106,7 +106,7 @@ def test_weights_that_a_step_makes_infinite_are_never_saved(
 ) -> None:
     """A decay of 1e300 makes them so from finite gradients, in the first step that there is."""
     settings = settings_for("ppo", model, tmp_path, steps_an_epoch=2)
-    monkeypatch.setattr("tinyrl.training.session.role_optimizers", running.optimizers_with(weight_decay=1e300))
+    monkeypatch.setattr("tinyrl.training.run.role_optimizers", running.optimizers_with(weight_decay=1e300))
     code, run, _ = running.train(settings, tmp_path)
     assert code == 3
     assert "that are not finite, so they are not saved" in capsys.readouterr().err

@@ -24,7 +24,7 @@ import torch
 
 from tests import running
 from tests.faults.children import PATIENCE_S, ROOT, Child, before_call, resumed, train, wait_for, workers_left
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation import evaluate as evaluation

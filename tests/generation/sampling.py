@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tinyrl.generation.decoder import Held
-from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings, Sequence
+from tinyrl.generation.decoder import WeightLayout
+from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings
 from tinyrl.generation.engines import FusedEngine, HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.roles import Roles
+from tinyrl.models.policy import Policy
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
-LIKE_LLAMA = ("llama", "qwen2", "qwen3")  # what the fused engine samples from
-ENGINES = ("hf", "hf-merged", "fused")
 Engine = HfEngine | FusedEngine | ServerEngine
 
 
@@ -39,14 +37,14 @@ def make_engine(
         torch.manual_seed(0)  # A is drawn: two engines with the same arguments have the same weights
         model = wrap_in_lora(model, lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"))
     settings = SamplingSettings(**({"temperature": 1.0, "max_new_tokens": 20} | options))
-    roles, tokenizer = Roles(model, device=device, reference=reference), load_tokenizer(str(folder))
+    roles, tokenizer = Policy(model, device=device, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
-        return FusedEngine(roles, tokenizer, settings, dtype=dtype, held=held_in(dtype))
+        return FusedEngine(roles, tokenizer, settings, dtype=dtype, layout=layout_in(dtype))
     return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged")
 
 
-def held_in(dtype: torch.dtype) -> Held:
-    return "merged" if dtype == torch.float32 else "apart"
+def layout_in(dtype: torch.dtype) -> WeightLayout:
+    return "merged" if dtype == torch.float32 else "separate_lora"
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
@@ -63,8 +61,16 @@ def stir(engine: Engine, *, by: float = 0.1) -> None:
     """Move the policy's weights, so that a forgotten adapter shows."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in engine.roles.parameters["policy"].values():
+        for parameter in engine.policy.parameters["policy"].values():
             parameter.add_((torch.randn(parameter.shape, generator=generator) * by).to(parameter.device))
+
+
+def scored(engine: Engine, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+    """Log-probabilities as a training pass computes them."""
+    with torch.no_grad(), engine.policy.acting("policy"):
+        batch = engine.policy.batch(prompts, responses)
+        rows, _ = engine.policy.logprobs("policy", batch, temperature=engine.settings.temperature)
+    return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 
 
 def tokens_of(groups: list[list[Completion]]) -> list[list[list[int]]]:
@@ -77,14 +83,3 @@ def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]], *,
     for a, b in zip([c for g in ours for c in g], [c for g in theirs for c in g], strict=True):
         assert a.finish_reason == b.finish_reason
         assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
-
-
-def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
-    """Make every sequence of prompt [3, 4, i] produce the i-th of these texts, whatever the model's logits."""
-    append = Sequence.append
-
-    def scripted(self: Sequence, tokens: list[int], logprobs: list[float], **named: Any) -> None:
-        text, at = texts[self.prompt[-1]], len(self.tokens)
-        append(self, [text[min(at + i, len(text) - 1)] for i in range(len(tokens))], logprobs, **named)
-
-    monkeypatch.setattr(Sequence, "append", scripted)

@@ -1,8 +1,8 @@
-"""A stand-in for a serving engine: vLLM's endpoints over a plain forward pass, with faults to choose from.
+"""A stand-in for vLLM's server: its endpoints over a plain forward pass, with faults to choose from.
 
-It is a second implementation: adapters are read from their PEFT folders and added to the weights by hand, each token
-is drawn after a pass over the whole text. The noise of a token is that of its seed as a key, so that a request whose
-seed is the key of a completion draws that completion.
+It is a second implementation: adapters are read from their PEFT folders and added to the weights by hand, and each
+token is drawn after a pass over the whole text. The noise of a token is that of its seed as a key, so that a request
+whose seed is the key of a completion draws that completion.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ KNOWN = {
     "frequency_penalty", "seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "stop_token_ids",
     "ignore_eos", "logprobs", "return_token_ids", "prompt_logprobs",
 }  # fmt: skip
+UNKNOWN = 404, {"detail": "Not Found"}
+Answer = tuple[int, Any]
 
 
 @dataclass
 class Faults:
-    """loads_applied: so many adapters are used, later ones are taken and not applied (the last one is used instead, or
-    the base). dead_after: completions, then connections are closed unanswered. shift_after: completions, then their
-    log-probabilities are `shift` off. token: whose text is another.
+    """loads_applied: so many adapters are used; later ones are accepted, and the last one (or base) is used instead.
+    dead_after: completions, then connections are closed unanswered. shift_after: completions, then log-probabilities
+    are `shift` off. token: whose text is another. leaves_out: the last token of a prompt that is scored. raw:
+    log-probabilities before the temperature. busy: answers of 503 before the first other one. sleeps: it can.
     """
 
     loads_applied: int | None = None
@@ -45,16 +48,16 @@ class Faults:
     shift: float = -0.5
     slow_s: float = 0.0
     token: int | None = None
-    leaves_out: bool = False  # the last token of a prompt that was to be read
+    leaves_out: bool = False
+    raw: bool = False
     updates_adapters: bool = True
-    noise: int = 0  # added to every seed
-    busy: int = 0  # answers of 503 before the first other one
-    sleeps: bool = False  # knows vLLM's endpoints for that
+    busy: int = 0
+    sleeps: bool = False
 
 
 @dataclass
 class StandIn:
-    """Serves the model in a folder as `base` from `with`'s beginning to its end, at `url`."""
+    """Serves the model in a folder as `base`, inside a `with`, at `url`."""
 
     folder: Path
     max_lora_rank: int = 16
@@ -67,23 +70,18 @@ class StandIn:
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.loaded: dict[str, dict[str, Tensor]] = {}
-        self.log: list[tuple[str, str]] = []
+        self.log: list[str] = []  # load, unload, sleep, wake
         self.applied: list[dict[str, Tensor]] = []
-        self.asleep = False
-        self.completions = self.most_at_a_time = self.at_a_time = 0
-        self.ended = threading.Event()
-        self._lock = threading.Lock()
+        self.asleep, self.completions, self._lock = False, 0, threading.Lock()
 
     def __enter__(self) -> StandIn:
         handler = type("Handler", (_Handler,), {"server_side": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
-        self._server.daemon_threads = False  # what they compute is waited for in the end
+        self._server = _Server(("127.0.0.1", self.port), handler)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -91,21 +89,20 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    # ---- endpoints: (status, answer) ----
+    # ---- endpoints ----
 
-    def models(self) -> tuple[int, Any]:
+    def models(self) -> Answer:
         base = {"id": "base", "root": str(self.folder), "parent": None, "max_model_len": self.max_model_len}
         return 200, {"data": [base, *({"id": name, "parent": "base"} for name in self.loaded)]}
 
-    def load(self, asked: dict[str, Any]) -> tuple[int, Any]:
+    def load(self, asked: dict[str, Any]) -> Answer:
         if not self.faults.updates_adapters:
-            return 404, {"detail": "Not Found"}
+            return UNKNOWN
         name, folder = asked["lora_name"], Path(asked["lora_path"])
-        self.log.append(("load", name))
+        self.log.append("load")
         config = json.loads((folder / "adapter_config.json").read_text())
         if config["r"] > self.max_lora_rank:
-            said = f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_lora_rank}."
-            return 500, {"error": {"message": said, "type": "InternalServerError"}}
+            return 500, {"error": {"message": f"LoRA rank {config['r']} exceeds max_lora_rank {self.max_lora_rank}."}}
         if name in self.loaded:
             return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
         most = self.faults.loads_applied
@@ -114,42 +111,32 @@ class StandIn:
         self.loaded[name] = self.applied[-1] if self.applied else {}
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 
-    def unload(self, asked: dict[str, Any]) -> tuple[int, Any]:
-        self.log.append(("unload", asked["lora_name"]))
+    def unload(self, asked: dict[str, Any]) -> Answer:
+        self.log.append("unload")
         known = self.loaded.pop(asked["lora_name"], None) is not None
         return (200, "Success") if known else (404, {"error": {"message": "cannot be found"}})
 
-    def detokenize(self, asked: dict[str, Any]) -> tuple[int, Any]:
+    def detokenize(self, asked: dict[str, Any]) -> Answer:
         tokens = [5 if token == self.faults.token else token for token in asked["tokens"]]
         return 200, {"prompt": self.tokenizer.decode(tokens)}
 
-    def sleep(self, asked: dict[str, Any]) -> tuple[int, Any]:
-        return self._turned("sleep", asleep=True)
-
-    def wake(self, asked: dict[str, Any]) -> tuple[int, Any]:
-        return self._turned("wake", asleep=False)
-
-    def _turned(self, what: str, *, asleep: bool) -> tuple[int, Any]:
+    def turn(self, to: str) -> Answer:
         if not self.faults.sleeps:
-            return 404, {"detail": "Not Found"}
-        self.log.append((what, ""))
-        self.asleep = asleep
-        return 200, {"status": "sleeping" if asleep else "awake"}
+            return UNKNOWN
+        self.log.append(to)
+        self.asleep = to == "sleep"
+        return 200, ""
 
-    def is_sleeping(self) -> tuple[int, Any]:
-        return (200, {"is_sleeping": self.asleep}) if self.faults.sleeps else (404, {"detail": "Not Found"})
+    def is_sleeping(self) -> Answer:
+        return (200, {"is_sleeping": self.asleep}) if self.faults.sleeps else UNKNOWN
 
-    def complete(self, asked: dict[str, Any]) -> tuple[int, Any] | None:
+    def complete(self, asked: dict[str, Any]) -> Answer | None:
         assert set(asked) <= KNOWN, set(asked) - KNOWN
         if self.asleep:  # vLLM would let it wait
             return 500, {"error": {"message": "asked while it sleeps"}}
         faults = self.faults
-        with self._lock:
-            self.at_a_time += 1
-            self.most_at_a_time = max(self.most_at_a_time, self.at_a_time)
         time.sleep(faults.slow_s)
         with self._lock:
-            self.at_a_time -= 1
             self.before()
             if faults.dead_after is not None and self.completions >= faults.dead_after:
                 return None
@@ -159,13 +146,13 @@ class StandIn:
             if asked["model"] != "base" and asked["model"] not in self.loaded:
                 return 404, {"error": {"message": f"The model `{asked['model']}` does not exist."}}
             self.completions += 1
+            shift = faults.shift if faults.shift_after is not None and self.completions > faults.shift_after else 0.0
             if "prompt_logprobs" in asked:
-                return 200, {"choices": [{"prompt_logprobs": self._read(asked["prompt"], asked["prompt_logprobs"])}]}
+                scores = self._score(asked["prompt"], asked["prompt_logprobs"], shift)
+                return 200, {"choices": [{"prompt_logprobs": scores}]}
             tokens, logprobs, reason = self._draw(asked, self.loaded.get(asked["model"], {}))
-            if faults.shift_after is not None and self.completions > faults.shift_after:
-                logprobs = [logprob + faults.shift for logprob in logprobs]
-        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
-        return 200, {"choices": [choice]}
+        logprobs = {"token_logprobs": [logprob + shift for logprob in logprobs]}
+        return 200, {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}]}
 
     # ---- what it computes ----
 
@@ -181,31 +168,29 @@ class StandIn:
 
     @torch.no_grad()
     def _draw(self, asked: dict[str, Any], weights: dict[str, Tensor]) -> tuple[list[int], list[float], str]:
-        key = np.array([asked["seed"] + self.faults.noise], dtype=np.int64).view(np.uint64)
-        noise = uniforms(key, num_tokens=asked["max_tokens"])[0]
-        ids, new = list(asked["prompt"]), len(asked["prompt"])
-        logprobs: list[float] = []
+        noise = uniforms(np.array([asked["seed"]]).view(np.uint64), num_tokens=asked["max_tokens"])[0]
+        ids, new, logprobs = list(asked["prompt"]), len(asked["prompt"]), list[float]()
         for u in noise.tolist():
             output = torch.func.functional_call(self.model, weights, kwargs={"input_ids": torch.tensor([ids])})
             logits = output.logits[0, -1].double()
             log_p = (logits / (asked["temperature"] or 1.0)).log_softmax(-1)
             token = int(log_p.argmax()) if asked["temperature"] == 0 else self._inverse_cdf(log_p.exp(), u, asked)
-            logprobs.append(float(log_p[token]))
+            logprobs.append(float(logits.log_softmax(-1)[token] if self.faults.raw else log_p[token]))
             ids.append(token)
-            if token in asked["stop_token_ids"] or self._says_stop(ids[new:], asked["stop"]):
+            text = self.tokenizer.decode(ids[new:])
+            if token in asked["stop_token_ids"] or any(stop in text for stop in asked["stop"]):
                 return ids[new:], logprobs, "stop"
         return ids[new:], logprobs, "length"
 
     @torch.no_grad()
-    def _read(self, ids: list[int], count: int) -> list[dict[str, dict[str, float]] | None]:
+    def _score(self, ids: list[int], count: int, shift: float) -> list[dict[str, dict[str, float]] | None]:
         """Of each token the likeliest in its place, and itself, which may be none of them."""
         logits = self.model(input_ids=torch.tensor([ids])).logits[0].double()
-        said: list[dict[str, dict[str, float]] | None] = [None]
+        scores: list[dict[str, dict[str, float]] | None] = [None]
         for log_p, token in zip(logits[:-1].log_softmax(-1), ids[1:], strict=True):
             places = {*log_p.topk(count).indices.tolist(), token}
-            shift = self.faults.shift if self.faults.shift_after == 0 else 0.0
-            said.append({str(i): {"logprob": float(log_p[i]) + shift} for i in places})
-        return said[:-1] if self.faults.leaves_out else said
+            scores.append({str(i): {"logprob": float(log_p[i]) + shift} for i in places})
+        return scores[:-1] if self.faults.leaves_out else scores
 
     def _inverse_cdf(self, probs: Tensor, u: float, asked: dict[str, Any]) -> int:
         weights = probs.tolist()
@@ -222,37 +207,37 @@ class StandIn:
                 return token
         return max(kept)
 
-    def _says_stop(self, tokens: list[int], stop: list[str]) -> bool:
-        text = self.tokenizer.decode(tokens)
-        return any(one in text for one in stop)
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 512  # a batch of requests connects at once
+    daemon_threads = False  # what they compute is waited for in the end
 
 
 class _Handler(BaseHTTPRequestHandler):
     server_side: StandIn
 
     def do_GET(self) -> None:
-        endpoints = {"/v1/models": self.server_side.models, "/is_sleeping": self.server_side.is_sleeping}
-        answer = endpoints.get(self.path)
-        self._answer((404, {"detail": "Not Found"}) if answer is None else answer())
+        server = self.server_side
+        self._answer({"/v1/models": server.models, "/is_sleeping": server.is_sleeping}[self.path]())
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        endpoints = {
-            "/v1/completions": self.server_side.complete,
-            "/v1/load_lora_adapter": self.server_side.load,
-            "/v1/unload_lora_adapter": self.server_side.unload,
-            "/detokenize": self.server_side.detokenize,
-            "/sleep": self.server_side.sleep,
-            "/wake_up": self.server_side.wake,
+        server, asked = self.server_side, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        endpoints: dict[str, Callable[[Any], Answer | None]] = {
+            "/v1/completions": server.complete,
+            "/v1/load_lora_adapter": server.load,
+            "/v1/unload_lora_adapter": server.unload,
+            "/detokenize": server.detokenize,
+            "/sleep": lambda asked: server.turn("sleep"),
+            "/wake_up": lambda asked: server.turn("wake"),
         }
         self._answer(endpoints[self.path](asked))
 
-    def _answer(self, answer: tuple[int, Any] | None) -> None:
+    def _answer(self, answer: Answer | None) -> None:
         if answer is None:
             self.close_connection = True
             return
-        status, said = answer
-        raw = (said if isinstance(said, str) else json.dumps(said)).encode()
+        status, content = answer
+        raw = (content if isinstance(content, str) else json.dumps(content)).encode()
         try:
             self.send_response(status)
             self.send_header("Content-Length", str(len(raw)))

@@ -1,11 +1,10 @@
-"""Agents that know only an address: what they sampled is what is trained, and a bad one fails its episode alone."""
+"""Agents that call a URL: what they sampled is what is trained, and a bad one fails its episode alone."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -19,20 +18,19 @@ import pytest
 import torch
 
 from tests import running
-from tests.generation import test_endpoint
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig
 from tinyrl.environments.agent import Agents, Job
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.agents import AgentEpisode, Conversation, closing_of
-from tinyrl.generation.endpoint import Endpoint
+from tinyrl.generation.agents import AgentEpisode, Given, closing_of
+from tinyrl.generation.endpoint import Endpoint, Listening
 from tinyrl.generation.engine import Completion, SamplingParams, Sequence
 from tinyrl.generation.scheduler import LiveScheduler, score
-from tinyrl.rollout.collector import apply_length_rules, token_rewards_of
 from tinyrl.rollout.sample import (
     Sample,
+    apply_length_rules,
     conversations,
     environment_metrics,
     fill,
@@ -41,38 +39,44 @@ from tinyrl.rollout.sample import (
     loss_mask,
     num_episodes,
     padded,
+    token_rewards_of,
 )
 from tinyrl.tasks.call_forms import call_form
-from tinyrl.trainers.ppo import adapted_kl_coef
+from tinyrl.training.ppo import adapted_kl_coef
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
 USER: Any = {"role": "user", "content": "hello"}
+MORE: Any = {"role": "user", "content": "and?"}
 
 
-class Running(test_endpoint.Running):
+class Running:
     """An endpoint with one episode under way, and a client that has its key."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: LiveScheduler) -> None:
         endpoint: Any = {"defaults": SamplingParams(), "max_new_tokens": 64, "positions": 512, "variables": {}}
         self.endpoint = Endpoint(scheduler, {"policy": "policy"}, **endpoint, episodes={})
-        super().__init__(self.endpoint)
+        self.listening, self.tokenizer = Listening(self.endpoint), scheduler.tokenizer
+        self.episode = self.open()
 
-    def open(self, key: str = "key", *, left: int = 64, calls: int = 8) -> AgentEpisode:
-        tokenizer = self.endpoint.tokenizer
-        assert self.endpoint.episodes is not None
-        closing = closing_of(tokenizer, {})
-        self.endpoint.episodes[key] = AgentEpisode(
-            np.uint64(5), SamplingParams(), "policy", left, calls, tokenizer, closing, positions=512
-        )
-        return self.endpoint.episodes[key]
+    def open(self, *, left: int = 64, calls: int = 8) -> AgentEpisode:
+        read: Any = self.tokenizer, closing_of(self.tokenizer, {}), 512
+        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, *read)
+        self.endpoint.episodes = {"key": self.episode}
+        return self.episode
 
-    def say(self, *messages: Any, key: str = "key", **options: Any) -> Any:
+    def say(self, *messages: Any, key: str = "key", timeout: float = 60, **options: Any) -> Any:
+        client = openai.OpenAI(base_url=self.listening.url, api_key=key, max_retries=0, timeout=timeout)
         asked: dict[str, Any] = {"max_tokens": 6, **options}
-        answer = self.client(key).chat.completions.create(model="policy", messages=list(messages), **asked)
+        answer = client.chat.completions.create(model="policy", messages=list(messages), **asked)
         return {"role": "assistant", "content": answer.choices[0].message.content}
+
+    @property
+    def answers(self) -> list[int]:
+        """How many answers each conversation has: stretches of tokens that the policy chose."""
+        return [sum(chosen for chosen, _ in groupby(c.action_mask or [])) for _, c in self.episode.rows()]
 
 
 @pytest.fixture(scope="module")
@@ -85,132 +89,59 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveScheduler]
 
 
 @pytest.fixture(scope="module")
-def running_endpoint(sampler: LiveScheduler) -> Iterator[Running]:
+def endpoint(sampler: LiveScheduler) -> Iterator[Running]:
     server = Running(sampler)
     yield server
-    server.stop()
+    server.listening.stop()
 
 
 @pytest.fixture
-def episode(running_endpoint: Running) -> AgentEpisode:
-    return running_endpoint.open()
-
-
-def tool(name: str) -> Any:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+def server(endpoint: Running) -> Running:
+    endpoint.open()
+    return endpoint
 
 
 # ---- what is recorded ----
 
 
-def calls_of(row: Conversation) -> int:
-    """How many answers a conversation has: stretches of tokens that the policy chose."""
-    return sum(chosen for chosen, _ in groupby(row.action_mask))
-
-
-def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
-    running_endpoint: Running, episode: AgentEpisode, sampler: LiveScheduler
-) -> None:
-    first = running_endpoint.say(USER)
-    second = running_endpoint.say(USER, first, {"role": "user", "content": "and?"})
-    running_endpoint.say(USER, first, {"role": "user", "content": "and?"}, second, {"role": "user", "content": "so?"})
-    [row] = episode.rows()
-    assert calls_of(row) == 3
-    assert sum(row.action_mask) == len([x for x in row.logprobs if x != 0.0])
-    chosen = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if kept]
+def test_a_conversation_that_continues_is_one_row_of_what_was_sampled(server: Running, sampler: LiveScheduler) -> None:
+    first = server.say(USER)
+    second = server.say(USER, first, MORE)
+    server.say(USER, first, MORE, second, USER)
+    [(prompt, row)] = server.episode.rows()
+    assert server.answers == [3]
+    mask = row.action_mask or []
+    chosen, read = ([t for t, kept in zip(row.tokens, mask, strict=True) if kept is wanted] for wanted in (True, False))
     assert str(sampler.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
-    read = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if not kept]
     assert "<user>and?" in sampler.tokenizer.decode(read)
-    scored = score(sampler.engine, [*row.prompt, *row.tokens], role="policy", temperature=1.0)
-    whole = scored.logprobs[len(row.prompt) :]
-    ours = [p for p, kept in zip(row.logprobs, row.action_mask, strict=True) if kept]
-    theirs = [p for p, kept in zip(whole, row.action_mask, strict=True) if kept]
+    whole = score(sampler.engine, [*prompt, *row.tokens], role="policy", temperature=1.0).logprobs[len(prompt) :]
+    ours, theirs = ([p for p, kept in zip(each, mask, strict=True) if kept] for each in (row.logprobs, whole))
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        lambda first: [{"role": "system", "content": "another"}, USER, first, USER],
-        lambda first: [USER, {**first, "content": f"{first['content']} edited"}, USER],
-        lambda first: [USER],
-    ],
-)
-def test_another_history_is_a_row_of_its_own(
-    messages: Callable[[Any], list[Any]], running_endpoint: Running, episode: AgentEpisode
-) -> None:
-    first = running_endpoint.say(USER)
-    running_endpoint.say(*messages(first))
-    assert [calls_of(row) for row in episode.rows()] == [1, 1]
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_a_text_that_continues_is_one_row(server: Running, *, as_tokens: bool) -> None:
+    client = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
+    prompt: Any = server.tokenizer("hello", add_special_tokens=False)["input_ids"] if as_tokens else "hello"
+    ask: Any = {"model": "policy", "max_tokens": 6, "extra_body": {"return_token_ids": True}}
+    for _ in range(2):
+        [choice] = client.completions.create(prompt=prompt, **ask).choices
+        prompt = prompt + ((choice.model_extra or {})["token_ids"] if as_tokens else choice.text)
+        prompt = prompt + ([70, 71] if as_tokens else " and")
+    assert server.answers == [2]
 
 
-def test_the_same_call_twice_draws_twice_and_the_same_episode_again_the_same(running_endpoint: Running) -> None:
-    said = []
-    for key in ("one", "two"):
-        running_endpoint.open(key)
-        said.append([running_endpoint.say(USER, key=key)["content"] for _ in range(2)])
-    assert said[0] == said[1]
-    assert said[0][0] != said[0][1]
+@pytest.mark.parametrize("other", ["system", "edited", "again"])
+def test_another_history_is_a_row_of_its_own(other: str, server: Running) -> None:
+    first = server.say(USER)
+    edited = {**first, "content": f"{first['content']} edited"}
+    system: Any = {"role": "system", "content": "another"}
+    server.say(*{"system": [system, USER, first, USER], "edited": [USER, edited, USER], "again": [USER]}[other])
+    assert server.answers == [1, 1]
 
 
-def test_how_tokens_are_drawn_is_the_runs(running_endpoint: Running) -> None:
-    running_endpoint.open("a")
-    running_endpoint.open("b")
-    greedy = running_endpoint.say(USER, key="a", temperature=0.0, top_p=0.1)
-    assert running_endpoint.say(USER, key="b") == greedy
-
-
-# ---- limits ----
-
-
-def test_calls_side_by_side_have_what_the_episode_has_left(running_endpoint: Running) -> None:
-    """Also without `max_tokens`, and whichever comes first; what they sampled is counted when they end."""
-    session = running_endpoint.open("side", left=16)
-    limits = []
-    with (
-        ThreadPoolExecutor(2) as pool,
-        mock.patch.object(running_endpoint.endpoint.scheduler, "submit", side_effect=later(limits)),
-    ):
-        asked = [pool.submit(running_endpoint.say, USER, key="side", max_tokens=None) for _ in range(2)]
-        answers = [each.result(timeout=60) for each in asked]
-    assert limits == [16, 16]
-    assert len(answers) == len(session.rows()) == 2
-    assert session.left == 16 - 2 * 3
-
-
-def later(limits: list[int]) -> Callable[[Iterable[Sequence]], bool]:
-    """A scheduler's `submit` that answers two calls together."""
-    waiting: list[Sequence] = []
-
-    def submit(work: Iterable[Sequence]) -> bool:
-        added = list(work)
-        waiting.extend(added)
-        limits.extend(one.limit for one in added)
-        if len(waiting) == 2:
-            for one in waiting:
-                one.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
-        return True
-
-    return submit
-
-
-def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(running_endpoint: Running) -> None:
-    """A client's retry goes on where the first try did."""
-    session = running_endpoint.open("retry", left=40)
-    first = running_endpoint.say(USER, key="retry", max_tokens=4)
-    left = session.left
-    more: Any = [USER, first, {"role": "user", "content": "and?"}]
-    with mock.patch.object(running_endpoint.endpoint.scheduler, "submit", return_value=True):
-        hurried = running_endpoint.client("retry").with_options(timeout=0.3)
-        with pytest.raises(openai.APITimeoutError):
-            hurried.chat.completions.create(model="policy", messages=more)
-    until = time.monotonic() + 30
-    while not session.sequences[-1].cancelled and time.monotonic() < until:
-        time.sleep(0.05)
-    assert session.left == left
-    running_endpoint.say(*more, key="retry", max_tokens=None)
-    [row] = session.rows()
-    assert calls_of(row) == 2
+def tool(name: str) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
 
 
 @pytest.mark.parametrize(
@@ -221,47 +152,93 @@ def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(running_
     ],
 )
 def test_other_tools_or_variables_are_a_row_of_its_own(
-    first: Any, then: Any, running_endpoint: Running, episode: AgentEpisode, monkeypatch: pytest.MonkeyPatch
+    first: Any, then: Any, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the policy read before its first answer would not be what the second call shows it."""
-    tokenizer = running_endpoint.endpoint.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools }}{{ mood }}" + TEMPLATE)
-    monkeypatch.setattr(running_endpoint.endpoint, "form", call_form(tokenizer, {}))
-    said = running_endpoint.say(USER, **first)
-    again = running_endpoint.say(USER, said, USER, **first)
-    running_endpoint.say(USER, said, USER, again, USER, **then)
-    read = [str(tokenizer.decode(row.prompt)) for row in episode.rows()]
-    assert [calls_of(row) for row in episode.rows()] == [2, 1]
+    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ tools | tojson if tools }}{{ mood }}" + TEMPLATE)
+    monkeypatch.setattr(server.endpoint, "form", call_form(server.tokenizer, {}))
+    said = server.say(USER, **first)
+    again = server.say(USER, said, USER, **first)
+    server.say(USER, said, USER, again, USER, **then)
+    assert server.answers == [2, 1]
+    read = [str(server.tokenizer.decode(prompt)) for prompt, _ in server.episode.rows()]
     assert ["bravo" in text for text in read] == [False, "tools" in then]
 
 
-def test_an_episode_has_so_many_tokens_and_calls(running_endpoint: Running) -> None:
-    session = running_endpoint.open("t", left=8, calls=3)
+def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Running) -> None:
+    """The same call twice draws twice, and the same episode again the same."""
+    said = [server.say(USER)["content"] for _ in range(2)]
+    assert said[0] != said[1]
+    server.open()
+    assert [server.say(USER, temperature=0.0, top_p=0.1)["content"] for _ in range(2)] == said
+
+
+# ---- limits ----
+
+
+def test_calls_side_by_side_have_what_the_episode_has_left(server: Running) -> None:
+    """Also without `max_tokens`, and whichever comes first; what they sampled is counted when they end."""
+    session, waiting = server.open(left=16), list[Sequence]()
+
+    def submit(work: Iterable[Sequence]) -> bool:
+        waiting.extend(work)
+        for one in waiting if len(waiting) == 2 else ():
+            one.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
+        return True
+
+    with ThreadPoolExecutor(2) as pool, mock.patch.object(server.endpoint.scheduler, "submit", side_effect=submit):
+        asked = [pool.submit(server.say, USER, max_tokens=None) for _ in range(2)]
+        assert len([each.result(timeout=60) for each in asked]) == len(session.rows()) == 2
+    assert [one.limit for one in waiting] == [16, 16]
+    assert session.left == 16 - 2 * 3
+
+
+def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(server: Running) -> None:
+    """A client's retry continues where the first try did."""
+    first = server.say(USER, max_tokens=4)
+    left = server.episode.left
+    with (
+        mock.patch.object(server.endpoint.scheduler, "submit", return_value=True),
+        pytest.raises(openai.APITimeoutError),
+    ):
+        server.say(USER, first, MORE, timeout=0.3)
+    [conversation], until = server.episode.conversations, time.monotonic() + 30
+    assert conversation.pending is not None
+    while not conversation.pending.cancelled and time.monotonic() < until:
+        time.sleep(0.05)
+    assert server.episode.left == left
+    server.say(USER, first, MORE, max_tokens=None)
+    assert server.answers == [2]
+
+
+def test_an_episode_has_so_many_tokens_and_calls(server: Running) -> None:
+    session = server.open(left=8, calls=3)
     for _ in range(2):
-        running_endpoint.say(USER, key="t", max_tokens=100)
+        server.say(USER, max_tokens=100)
         if not session.left:
             break
-    assert sum(sum(row.action_mask) for row in session.rows()) <= 8
-    session = running_endpoint.open("c", calls=1)
-    running_endpoint.say(USER, key="c")
+    assert sum(sum(row.action_mask or []) for _, row in session.rows()) <= 8
+    server.open(left=0)
+    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
+        server.say(USER)
+    server.open(calls=1)
+    server.say(USER)
     with pytest.raises(openai.BadRequestError, match="max_turns"):
-        running_endpoint.say(USER, key="c")
+        server.say(USER)
 
 
-@pytest.mark.parametrize("key", ["", "ke"])
-def test_another_key_gets_nothing(key: str, running_endpoint: Running, episode: AgentEpisode) -> None:
+def test_another_key_and_an_episode_that_is_over_get_nothing(server: Running) -> None:
+    server.say(USER)
+    for key in ("x", "ke"):
+        with pytest.raises(openai.AuthenticationError):
+            server.say(USER, key=key)
+    sequence, _ = server.episode.call([5, 6], Given(), limit=4, stop=[])
+    server.episode.end()
+    sequence.on_end(Completion([40], [-1.0], "stop"))
+    assert sequence.cancelled
     with pytest.raises(openai.AuthenticationError):
-        running_endpoint.say(USER, key=key or "x")
-    assert not episode.rows()
-
-
-def test_an_episode_that_is_over_gets_nothing_and_records_nothing(running_endpoint: Running) -> None:
-    session = running_endpoint.open("late")
-    running_endpoint.say(USER, key="late")
-    session.end()
-    with pytest.raises(openai.AuthenticationError):
-        running_endpoint.say(USER, key="late")
-    assert [calls_of(row) for row in session.rows()] == [1]
+        server.say(USER)
+    assert server.answers == [1]
 
 
 # ---- the processes of agents ----
@@ -301,10 +278,6 @@ def bad(row):
     return "fine"
 
 
-def wants(row, more):
-    return ""
-
-
 def ask(base_url, api_key, prompt, **fields):
     body = json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 4, **fields}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
@@ -318,6 +291,24 @@ def play(row, base_url, api_key):
     return said
 
 """
+PROGRAM = """
+import json, os, subprocess, sys, time
+
+kind = json.load(sys.stdin)["prompt"]
+if kind == "fails":
+    sys.exit("planted")
+if kind == "hangs":
+    time.sleep(60)
+if kind == "dies":
+    os.kill(os.getpid(), 9)
+if kind == "leaves":  # a process that goes on in a session of its own
+    idle = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    print(subprocess.Popen(idle, start_new_session=True, stdin=-3, stdout=-3, stderr=-3).pid)
+while kind == "prints":
+    sys.stdout.write("x" * 1_000_000)
+if kind == "p":
+    print(kind, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+"""
 
 
 @pytest.fixture
@@ -326,127 +317,86 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "agents.py"
 
 
-def agents(use: Any, **fields: Any) -> Agents:
-    return Agents(EnvironmentConfig.model_validate({"agent": use, "at_once": 2, **fields}))
-
-
-def jobs(*prompts: str) -> list[Job]:
-    return [Job({"prompt": prompt}, "http://127.0.0.1:1/v1", "key", "policy") for prompt in prompts]
+def played(use: Any, *prompts: str, **fields: Any) -> list[Any]:
+    agents, ended = (
+        Agents(EnvironmentConfig.model_validate({"agent": use, "max_concurrency": 2, **fields})),
+        list[int](),
+    )
+    jobs = [Job({"prompt": prompt}, "http://127.0.0.1:1/v1", "key", "policy") for prompt in prompts]
+    found = agents.play(jobs, ended=ended.append)
+    agents.close()
+    assert sorted(ended) == [*range(len(jobs))]
+    return found
 
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("good", "p1key"), ("other", '{"prompt": "p"}'), ("later", "p"), ("nothing", "")]
 )
-def test_a_function_is_given_what_it_takes(name: str, expected: str, file: Path) -> None:
-    with_function = agents(f"{file}:{name}")
-    with_function.start()
-    ended: list[int] = []
-    [played] = with_function.play(jobs("p"), ended=ended.append)
-    with_function.close()
-    assert (played.text, played.failure) == (expected, None)
-    assert ended == [0]
+def test_a_function_gets_the_arguments_it_takes(name: str, expected: str, file: Path) -> None:
+    [one] = played(f"{file}:{name}", "p")
+    assert (one.text, one.failure) == (expected, None)
 
 
 def test_a_bad_agent_fails_its_episode_alone(file: Path) -> None:
-    several = agents(f"{file}:bad", timeout_s=2.0)
     prompts = ("fine", "raises", "fine", "dies", "fine", "hangs", "fine", "exits", "huge", "fine")
-    played = several.play(jobs(*prompts), ended=lambda place: None)
-    several.close()
-    for prompt, one in zip(prompts, played, strict=True):
+    episodes = played(f"{file}:bad", *prompts, timeout_s=2.0)
+    for prompt, one in zip(prompts, episodes, strict=True):
         assert (one.failure is None) == (prompt in ("fine", "huge")), (prompt, one.failure)
-    assert "planted" in (played[1].failure or "")
-    assert len(played[8].text or "") <= 1 << 20
+    assert "planted" in episodes[1].failure
+    assert len(episodes[8].text) <= 1 << 20
 
 
-def test_a_program_gets_the_row_and_the_address(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import json, os, sys, time\nrow = json.load(sys.stdin)\n"
-        "if row['prompt'] == 'fails': sys.exit('planted')\nif row['prompt'] == 'hangs': time.sleep(60)\n"
-        "if row['prompt'] == 'dies': os.kill(os.getpid(), 9)\n"
-        "print(row['prompt'], os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])\n",
-        encoding="utf-8",
+def test_a_program_gets_the_row_and_the_address_and_ends_with_its_episode(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    kinds = ["p", "fails", "hangs", "dies", "leaves", "prints"]
+    episodes = dict(
+        zip(kinds, played([sys.executable, str(tmp_path / "program.py")], *kinds, timeout_s=3.0), strict=True)
     )
-    several = agents([sys.executable, str(program)], timeout_s=3.0)
-    played = several.play(jobs("p", "fails", "hangs", "dies"), ended=lambda place: None)
-    assert played[0].text == "p http://127.0.0.1:1/v1 key"
-    assert "planted" in (played[1].failure or "")
-    assert "timeout_s" in (played[2].failure or "")
-    assert "SIGKILL" in (played[3].failure or "")
-    [missing] = agents(["/no/such/program"]).play(jobs("p"), ended=lambda place: None)
-    assert "could not be started" in (missing.failure or "")
-
-
-def test_what_a_program_prints_and_starts_ends_with_its_episode(tmp_path: Path) -> None:
-    """Output without end, and a process that goes on in a session of its own."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import json, subprocess, sys\nrow = json.load(sys.stdin)\n"
-        "idle = [sys.executable, '-c', 'import time; time.sleep(1000)']\n"
-        "if row['prompt'] == 'leaves':\n"
-        "    print(subprocess.Popen(idle, start_new_session=True, stdin=-3, stdout=-3, stderr=-3).pid)\n"
-        "while row['prompt'] == 'prints': sys.stdout.write('x' * 1_000_000)\n",
-        encoding="utf-8",
-    )
-    leaves, prints = agents([sys.executable, str(program)]).play(jobs("leaves", "prints"), ended=lambda place: None)
-    assert leaves.text is not None
-    assert not psutil.pid_exists(int(leaves.text))
-    assert prints.text is None
-    assert len(prints.failure or "") < 500
+    assert episodes["p"].text == "p http://127.0.0.1:1/v1 key"
+    for kind, reason in (("fails", "planted"), ("hangs", "timeout_s"), ("dies", "SIGKILL"), ("prints", "")):
+        assert reason in episodes[kind].failure
+        assert len(episodes[kind].failure) < 1000
+    assert not psutil.pid_exists(int(episodes["leaves"].text))
+    [missing] = played(["/no/such/program"], "p")
+    assert "could not be started" in missing.failure
 
 
 # ---- rows ----
-
-
-def sample(prompt: list[int], tokens: list[int], **fields: Any) -> Sample:
-    fields = {"mask": [True] * len(tokens), "logprobs": [0.0] * len(tokens), "row": 3, **fields}
-    return Sample(prompt, tokens, **fields)
-
-
-def test_further_conversations_are_samples_with_their_episodes_reward() -> None:
-    further = sample([9, 9], [8, 8, 8], mask=[True, False, True])
-    first = sample([2], [7], reward=0.0, scores=[0.0], further=[further])
-    whole = conversations([sample([1], [5, 6], reward=1.0, scores=[1.0]), first])
-    assert num_episodes(whole) == 2
-    assert [one.episode for one in whole] == [0, 1, 1]
-    assert [one.reward for one in whole] == [1.0, 0.0, 0.0]
-    assert whole[2] is further
-    assert loss_mask(whole)[2].tolist() == [True, False, True]
 
 
 def two_episodes(**reward: Any) -> list[Sample]:
     """An episode of a conversation that ended, and one of three: cut off, ended, ended; of 2, 1, 3 and 2 tokens, of
     which 2, 1, 2 and 2 are the policy's.
     """
+
+    def sample(prompt: list[int], tokens: list[int], **fields: Any) -> Sample:
+        fields = {"mask": [True] * len(tokens), "logprobs": [0.0] * len(tokens), "row": 3, **fields}
+        return Sample(prompt, tokens, **fields)
+
     further = [sample([9, 9], [8, 8, 8], mask=[True, False, True]), sample([9], [4, 4])]
     played = [Episode(turn_ends=[0], turn_rewards=[0.0]), Episode(turn_ends=[0] * 4, turn_rewards=[0.0] * 4)]
     ended = sample([1], [5, 6], reward=1.0, played=played[0])
-    cut_off = sample([2], [7], reward=0.0, finish="length", played=played[1], further=further)
+    cut_off = sample([2], [7], reward=0.5, finish="length", played=played[1], further=further)
     apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
     return conversations([ended, cut_off], mask_truncated=reward.get("truncated") == "mask")
 
 
 def test_length_rules_look_at_every_conversation_of_an_episode() -> None:
     """What was cut off is left out, and nothing else; penalties are for the episode, whose tokens are one budget."""
-
-    def in_loss(samples: list[Sample]) -> list[bool]:
-        return [one.in_loss for one in samples]
-
-    def rewards(samples: list[Sample]) -> list[float]:
-        return [one.reward for one in samples]
-
-    assert in_loss(two_episodes(truncated="mask")) == [True, False, True, True]
-    assert in_loss(two_episodes()) == [True] * 4
-    assert rewards(two_episodes(truncated="penalize")) == [1.0, -1.0, -1.0, -1.0]
-    assert rewards(two_episodes(overlong_tokens=2)) == [1.0, -0.5, -0.5, -0.5]  # 5 tokens of 6, from 4 on
-    episode = [sample([1], [5], reward=0.0, further=[sample([9], [4], finish="length")])]
-    apply_length_rules(episode, RewardConfig(truncated="penalize"), max_new_tokens=6)
-    assert episode[0].reward == -1.0
-    assert in_loss(conversations(episode, mask_truncated=True)) == [True, False]
+    assert [one.in_loss for one in two_episodes(truncated="mask")] == [True, False, True, True]
+    assert [one.in_loss for one in two_episodes()] == [True] * 4
+    assert [one.reward for one in two_episodes(truncated="penalize")] == [1.0, -0.5, -0.5, -0.5]
+    assert [one.reward for one in two_episodes(overlong_tokens=2)] == [1.0, 0.0, 0.0, 0.0]  # 5 tokens of 6, from 4 on
 
 
-def test_an_episode_counts_once_in_every_metric() -> None:
+def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None:
     samples = two_episodes()
+    assert num_episodes(samples) == 2
+    assert [one.episode for one in samples] == [0, 1, 1, 1]
+    assert [one.reward for one in samples] == [1.0, 0.5, 0.5, 0.5]
+    assert loss_mask(samples)[2].tolist() == [True, False, True]
+    in_ppo = token_rewards_of(samples, torch.zeros(4, 3), kl_coef=0.0)  # on the last token of each
+    assert in_ppo.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.5], [0.0, 0.5, 0.0]]
     metrics = environment_metrics(samples)
     assert metrics["environment/turns"] == 2.5  # 1 and 4
     assert metrics["environment/observation_tokens"] == 0.5
@@ -461,50 +411,28 @@ def test_an_episode_counts_once_in_every_metric() -> None:
     assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 
-def test_ppo_gives_every_conversation_the_score_on_its_last_token() -> None:
-    further = sample([9, 9], [8, 8, 8], mask=[True, False, True])
-    samples = conversations([sample([1], [5, 6], reward=1.0), sample([2], [7], reward=0.5, further=[further])])
-    rewards = token_rewards_of(samples, torch.zeros(3, 3), kl_coef=0.0)
-    assert rewards.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.5]]
-
-
-def config(model: Path, use: str, *, method: str = "grpo", **sections: Any) -> Config:
-    environment = {"agent": use, "at_once": 2, **sections.pop("environment", {})}
-    run = {"num_steps": 2, **sections.pop("run", {})}
-    return running.config(method, model, environment=environment, run=run, **sections)
-
-
-@pytest.fixture
-def small(tiny: TinyModels) -> Path:
-    return tiny("llama")
-
-
-def lines(run: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
-def test_a_run_learns_from_every_conversation_and_is_resumed(file: Path, small: Path, tmp_path: Path) -> None:
-    settings = config(small, f"{file}:play", method="ppo")
+def test_a_run_learns_from_every_conversation_and_is_resumed(file: Path, tiny: TinyModels, tmp_path: Path) -> None:
+    environment = {"agent": f"{file}:play", "max_concurrency": 2}
+    settings = running.config("ppo", tiny("llama"), environment=environment, run={"num_steps": 2})
     code, run, looks = running.train(settings, tmp_path, name="whole")
     assert code == 0
-    last = lines(run)[-1]
+    last = running.metrics(run)[-1]
     assert last["environment/turns"] == 2
     assert last["policy/sampling_gap"] < 1e-5
-    assert abs(last["policy/loss"]) >= 0
     code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks // 2)
     assert code == 75
     assert running.go_on(stopped) == 0
-    for ours, theirs in zip(lines(stopped), lines(run), strict=True):
-        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"]) if "reward/mean" in theirs else True
+    ours, theirs = ([line.get("reward/mean") for line in running.metrics(one)] for one in (stopped, run))
+    assert ours == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
         ({"method": "distill", "teacher": {"path": "/teacher"}}, "grpo or ppo"),
-        ({"grpo": {"refill_rounds": 1}}, "refill_rounds"),
+        ({"grpo": {"dynamic_sampling_rounds": 1}}, "dynamic_sampling_rounds"),
         ({"generation": {"engine": "server", "url": "http://127.0.0.1:8000"}}, "engine=server"),
-        ({"grpo": {"advantage": "discounted-return"}}, "advantage"),
+        ({"grpo": {"advantage": "reinforce++"}}, "advantage"),
     ],
 )
 def test_what_does_not_go_with_an_agent_is_refused(sections: dict[str, Any], named: str) -> None:

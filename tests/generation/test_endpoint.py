@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,22 +32,23 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
-class Running(Listening):
-    """An endpoint that listens, and clients of it."""
-
-    def client(self, key: str = "any") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0)
+def client_of(listening: Listening, key: str = "any") -> openai.OpenAI:
+    return openai.OpenAI(base_url=listening.url, api_key=key, max_retries=0)
 
 
-def endpoint(scheduler: Any, *, positions: int = 128, **options: Any) -> Endpoint:
-    defaults = {"defaults": SamplingParams(), "max_new_tokens": 12, "variables": {}}
-    return Endpoint(scheduler, {"policy": "policy", "base": "base"}, positions=positions, **{**defaults, **options})
+@contextmanager
+def listening_to(scheduler: Any, *, positions: int = 128, **options: Any) -> Iterator[Listening]:
+    given: dict[str, Any] = {"defaults": SamplingParams(), "max_new_tokens": 12, "variables": {}, **options}
+    listening = Listening(Endpoint(scheduler, {"policy": "policy", "base": "base"}, positions=positions, **given))
+    try:
+        yield listening
+    finally:
+        listening.stop()
 
 
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveScheduler]:
-    models = TinyModels(tmp_path_factory.mktemp("models"))
-    engine = make_engine(models("llama"), "fused", lora=True)
+    engine = make_engine(TinyModels(tmp_path_factory.mktemp("models"))("llama"), "fused", lora=True)
     engine.tokenizer.chat_template = TEMPLATE
     live = LiveScheduler(engine, max_rows=4)
     yield live
@@ -52,58 +56,56 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSchedule
 
 
 @pytest.fixture(scope="module")
-def running(scheduler: LiveScheduler) -> Iterator[Running]:
-    server = Running(endpoint(scheduler, hosts=LOCAL))
-    yield server
-    server.stop()
+def url(scheduler: LiveScheduler) -> Iterator[str]:
+    with listening_to(scheduler, hosts=LOCAL) as listening:
+        yield listening.url
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key="any", max_retries=0)
 
 
 # ---- the client of the package index ----
 
 
-def test_models_chat_and_completions(running: Running) -> None:
-    client = running.client()
+def test_models_chat_and_completions(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["policy", "base"]
-    chat = client.chat.completions.create(model="policy", messages=HELLO, n=3, seed=5, max_tokens=9, logprobs=True)
-    texts = [choice.message.content for choice in chat.choices]
-    assert len({*texts}) == 3
-    assert all(len(c.logprobs.content or []) <= 9 for c in chat.choices if c.logprobs)
-    again = client.chat.completions.create(model="policy", messages=HELLO, n=3, seed=5, max_tokens=9)
-    assert [choice.message.content for choice in again.choices] == texts
-    other = client.chat.completions.create(model="policy", messages=HELLO, n=3, seed=6, max_tokens=9)
-    assert [choice.message.content for choice in other.choices] != texts
-    assert chat.usage is not None
-    assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+    ask: Callable[..., Any] = client.chat.completions.create
+    same = {"model": "policy", "messages": HELLO, "n": 3, "max_tokens": 9}
+    chats = [ask(**same, seed=seed) for seed in (5, 5, 6)]
+    texts = [[choice.message.content for choice in chat.choices] for chat in chats]
+    assert len({*texts[0]}) == 3
+    assert texts[0] == texts[1] != texts[2]
+    assert chats[0].usage.total_tokens == chats[0].usage.prompt_tokens + chats[0].usage.completion_tokens
     two = client.completions.create(model="policy", prompt=["ab", "cd"], max_tokens=4, seed=1)
     one = client.completions.create(model="policy", prompt="cd", max_tokens=4, seed=1)
     assert [choice.index for choice in two.choices] == [0, 1]
     assert two.choices[1].text == one.choices[0].text
 
 
-def test_token_ids_and_logprobs_are_those_of_a_reading(running: Running) -> None:
-    client = running.client()
-    told: dict[str, Any] = {"return_token_ids": True}
-    first = client.completions.create(model="policy", prompt="hello", max_tokens=8, logprobs=0, extra_body=told)
-    choice = first.choices[0]
-    ids = choice.model_extra or {}
-    assert choice.logprobs is not None
-    sampled = choice.logprobs.token_logprobs
+def test_token_ids_and_logprobs_are_those_of_an_echo(client: openai.OpenAI) -> None:
+    """As lm-eval asks: the prompt as tokens, of which nothing or one more token is sampled."""
+    ask: Callable[..., Any] = client.completions.create
+    [choice] = ask(
+        model="policy", prompt="hello", max_tokens=8, logprobs=0, extra_body={"return_token_ids": True}
+    ).choices
+    ids = choice.model_extra
     whole = [*ids["prompt_token_ids"], *ids["token_ids"]]
-    read = client.completions.create(model="policy", prompt=whole, max_tokens=0, echo=True, logprobs=1).choices[0]
-    assert read.logprobs is not None
-    assert read.logprobs.token_logprobs is not None
-    assert read.logprobs.token_logprobs[-len(ids["token_ids"]) :] == pytest.approx(sampled, abs=1e-5)
-    assert read.logprobs.token_logprobs[0] is None
+    for more in (0, 1):
+        [read] = ask(model="policy", prompt=whole, max_tokens=more, echo=True, logprobs=1, temperature=0).choices
+        found = read.logprobs.token_logprobs[: len(whole)]
+        assert found[-len(ids["token_ids"]) :] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+        assert found[0] is None
+        assert len(read.logprobs.tokens) == len(read.logprobs.top_logprobs) == len(whole) + more
 
 
-def test_a_stream_is_the_answer_in_pieces(running: Running) -> None:
-    client = running.client()
-    whole = client.chat.completions.create(model="policy", messages=HELLO, seed=2, max_tokens=10)
+def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
+    ask: Callable[..., Any] = client.chat.completions.create
+    same: dict[str, Any] = {"model": "policy", "seed": 2, "max_tokens": 10}
+    whole = ask(messages=HELLO, **same)
     pieces, reasons, usage = [], [], None
-    options: Any = {"include_usage": True}
-    for chunk in client.chat.completions.create(
-        model="policy", messages=HELLO, seed=2, max_tokens=10, stream=True, stream_options=options
-    ):
+    for chunk in ask(messages=HELLO, **same, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             pieces.append(choice.delta.content or "")
@@ -112,14 +114,13 @@ def test_a_stream_is_the_answer_in_pieces(running: Running) -> None:
     assert len([piece for piece in pieces if piece]) > 2
     assert reasons[-1] == whole.choices[0].finish_reason
     assert usage == whole.usage
-    text = client.completions.create(model="policy", prompt="hello", seed=2, max_tokens=10)
-    streamed = client.completions.create(model="policy", prompt="hello", seed=2, max_tokens=10, stream=True)
+    text = client.completions.create(prompt="hello", **same)
+    streamed = client.completions.create(prompt="hello", **same, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == text.choices[0].text
 
 
-def test_the_base_answers_without_the_adapter(running: Running, scheduler: LiveScheduler) -> None:
-    client = running.client()
-    for layer in scheduler.engine.roles.adapted_layers(POLICY_ADAPTER):
+def test_the_base_answers_without_the_adapter(client: openai.OpenAI, scheduler: LiveScheduler) -> None:
+    for layer in scheduler.engine.policy.adapted_layers(POLICY_ADAPTER):
         torch.nn.init.normal_(layer.lora_B[POLICY_ADAPTER].weight, generator=torch.Generator().manual_seed(0))  # pyright: ignore
     scheduler.release()
     ask: dict[str, Any] = {"prompt": "hello", "max_tokens": 10, "temperature": 0}
@@ -127,32 +128,63 @@ def test_the_base_answers_without_the_adapter(running: Running, scheduler: LiveS
     assert texts[0] != texts[1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_likeliest_tokens_at_each_place(
+    temperature: float, client: openai.OpenAI, scheduler: LiveScheduler
+) -> None:
+    """Beside a forward pass: softmax(logits / temperature), at temperature 0 the plain one."""
+    ask: Callable[..., Any] = client.chat.completions.create
+    same: Any = {"model": "policy", "temperature": temperature, "seed": 3, "max_tokens": 6}
+    same["extra_body"] = {"return_token_ids": True}
+    [chat] = ask(messages=HELLO, logprobs=True, top_logprobs=5, **same).choices
+    prompt, tokens = chat.model_extra["prompt_token_ids"], chat.model_extra["token_ids"]
+    with torch.no_grad(), scheduler.engine.policy.acting("policy") as model:
+        logits: Any = model(torch.tensor([prompt + tokens])).logits[0]
+    scores = (logits / (temperature or 1.0)).log_softmax(-1)[len(prompt) - 1 : -1]
+    for entry, row, token in zip(chat.logprobs.content, scores, tokens, strict=True):
+        best = row.topk(5)
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [one.token for one in entry.top_logprobs] == [scheduler.tokenizer.decode([i]) for i in best.indices]
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+    last = [
+        chunk.choices[0].logprobs for chunk in ask(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
+    ]
+    assert [len(entry.top_logprobs) for entry in last[-1].content] == [5] * len(tokens)
+    complete: Callable[..., Any] = client.completions.create
+    text = complete(prompt=prompt, logprobs=20, echo=True, **same).choices[0].logprobs
+    assert text.top_logprobs[0] is None
+    assert all(5 < len(top) <= 21 for top in text.top_logprobs[1:])
+    for place, row in enumerate(scores, len(prompt)):
+        assert max(text.top_logprobs[place].values()) == pytest.approx(row.max().item(), abs=1e-4)
+        assert text.tokens[place] in text.top_logprobs[place]
+
+
 # ---- what is refused ----
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "said"),
+    ("asked", "status", "named"),
     [
         ({"model": "gpt-4"}, 404, "policy, base"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"temperature": -1}, 400, "temperature"),
         ({"max_tokens": 1000}, 400, "128 positions"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "positions"),
+        ({"messages": None}, 400, "messages"),
         ({"stop": ["a"] * 17}, 400, "stop"),
         ({"chat_template_kwargs": {"thinking": True}}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, "Invalid JSON"),
-        ({"\udc00": 1}, 400, "Invalid JSON"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, "JSON"),
+        ({"\udc00": 1}, 400, "JSON"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_named(
-    running: Running, asked: dict[str, Any], status: int, said: str
-) -> None:
+def test_what_cannot_be_done_is_refused_and_named(url: str, asked: dict[str, Any], status: int, named: str) -> None:
     body = {"model": "policy", "messages": HELLO, "max_tokens": 2, **asked}
-    code, answer = post(f"{running.url}/chat/completions", json.dumps(body).encode())
+    code, answer = post(f"{url}/chat/completions", json.dumps(body).encode())
     assert code == status
-    assert said in answer["error"]["message"]
+    assert named in answer["error"]["message"]
 
 
 LIKE_CLIENTS = {
@@ -164,7 +196,7 @@ LIKE_CLIENTS = {
 }
 
 
-def test_what_clients_send_that_changes_nothing_is_taken(running: Running) -> None:
+def test_what_clients_send_that_changes_nothing_is_accepted(url: str) -> None:
     calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
     messages = [
         {"role": "user", "content": "hello", "name": None},
@@ -173,58 +205,27 @@ def test_what_clients_send_that_changes_nothing_is_taken(running: Running) -> No
         {"role": "user", "content": "\U0001f600 and?"},
     ]
     body = {"model": "policy", "messages": messages, "max_completion_tokens": 2, **LIKE_CLIENTS}
-    code, answer = post(f"{running.url}/chat/completions", json.dumps(body).encode())
+    code, answer = post(f"{url}/chat/completions", json.dumps(body).encode())
     assert code == 200, answer
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_likeliest_tokens_at_each_place(temperature: float, running: Running, scheduler: LiveScheduler) -> None:
-    """Beside a reading of its own: softmax(logits / temperature), at temperature 0 the plain one."""
-    client, told = running.client(), {"return_token_ids": True}
-    same: Any = {"model": "policy", "temperature": temperature, "seed": 3, "max_tokens": 6, "extra_body": told}
-    chat = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=5, **same).choices[0]
-    ids: Any = chat.model_extra
-    with torch.no_grad(), scheduler.engine.roles.acting("policy") as model:
-        logits: Any = model(torch.tensor([ids["prompt_token_ids"] + ids["token_ids"]])).logits[0]
-    scores = (logits / (temperature or 1.0)).log_softmax(-1)[len(ids["prompt_token_ids"]) - 1 : -1]
-    assert chat.logprobs is not None
-    content = chat.logprobs.content or []
-    assert len(content) == len(ids["token_ids"]) > 0
-    for token, row, its in zip(content, scores, ids["token_ids"], strict=True):
-        best = row.topk(5)
-        assert [one.logprob for one in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert [one.token for one in token.top_logprobs] == [scheduler.tokenizer.decode([i]) for i in best.indices]
-        assert token.logprob == pytest.approx(row[its].item(), abs=1e-4)
-    streamed = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
-    last = [chunk.choices[0].logprobs for chunk in streamed][-1]
-    assert last is not None
-    assert [len(token.top_logprobs) for token in last.content or []] == [5] * len(content)
-    prompt = ids["prompt_token_ids"]
-    text = client.completions.create(prompt=prompt, logprobs=20, echo=True, **same).choices[0].logprobs
-    assert text is not None
-    tops: Any = text.top_logprobs
-    assert tops[0] is None
-    for place, row in enumerate(scores, len(prompt)):
-        assert max(tops[place].values()) == pytest.approx(row.max().item(), abs=1e-4)
-        assert text.tokens[place] in tops[place]  # pyright: ignore[reportOptionalSubscript]
-        assert 5 < len(tops[place]) <= 21
-    assert all(len(top) > 5 for top in tops[1 : len(prompt)])
 
 
 @pytest.mark.parametrize(
     ("content", "headers", "status"),
     [
         (b"{", {}, 400),
+        (b'{"model": "policy"}', {}, 400),
         (b"{}", {"Content-Type": "text/plain"}, 415),  # what a page of another site may send without being asked
         (b"{}", {"Host": "evil.example"}, 400),
         (b" " * (1 << 25) + b"{}", {}, 413),
         (json.dumps({"model": "policy", "prompt": [1, -1], "max_tokens": 1}).encode(), {}, 400),
     ],
 )
-def test_what_is_no_request_is_refused(running: Running, content: bytes, headers: dict[str, str], status: int) -> None:
-    code, _ = post(f"{running.url}/completions", content, headers)
+def test_what_is_no_request_is_refused(
+    url: str, client: openai.OpenAI, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    code, _ = post(f"{url}/completions", content, headers)
     assert code == status
-    assert running.client().completions.create(model="policy", prompt="hello", max_tokens=1).choices
+    assert client.completions.create(model="policy", prompt="hello", max_tokens=1).choices
 
 
 def post(url: str, content: bytes, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
@@ -233,63 +234,67 @@ def post(url: str, content: bytes, headers: dict[str, str] | None = None) -> tup
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        said = error.read()
-        return error.code, json.loads(said) if said.startswith(b"{") else {}
-    except urllib.error.URLError:  # refused before all of it was sent
+        raw = error.read()
+        return error.code, json.loads(raw) if raw.startswith(b"{") else {}
+    except OSError:  # refused before all of it was sent
         return 413, {}
 
 
 def test_a_key_is_asked_for(scheduler: LiveScheduler) -> None:
-    server = Running(endpoint(scheduler, key="secret"))
-    try:
+    with listening_to(scheduler, key="secret") as server:
         for wrong in ("", "secre", "secret2", "śecret"):
-            code, answer = post(
-                f"{server.url}/completions", b"{}", {"Authorization": f"Bearer {wrong}".encode().decode("latin-1")}
-            )
+            key = f"Bearer {wrong}".encode().decode("latin-1")
+            code, answer = post(f"{server.url}/completions", b"{}", {"Authorization": key})
             assert code == 401
             assert "secret" not in answer["error"]["message"]
         with pytest.raises(openai.AuthenticationError):
-            server.client("other").models.list()
-        assert server.client("secret").models.list().data
-    finally:
-        server.stop()
-
-
-def test_a_client_that_leaves_ends_its_completion(scheduler: LiveScheduler) -> None:
-    server = Running(endpoint(scheduler, positions=100_000, max_new_tokens=90_000))
-    try:
-        stream = server.client().completions.create(model="policy", prompt="hello", max_tokens=90_000, stream=True)
-        next(iter(stream))
-        stream.close()
-        patient = server.client().with_options(timeout=60)  # 90,000 tokens take minutes
-        answer = patient.completions.create(model="policy", prompt="a", max_tokens=2, temperature=0.5)
-        assert answer.choices[0].text is not None
-    finally:
-        server.stop()
+            client_of(server, "other").models.list()
+        assert client_of(server, "secret").models.list().data
 
 
 # ---- scripted completions ----
 
 
 class Scripted:
-    """A sampler that says what it is told to."""
+    """A scheduler whose completions are this text, or end as `result`; None: it is full."""
 
     vocabulary = 1024
 
-    def __init__(self, text: str) -> None:
-        self.tokenizer = tiny_tokenizer()
+    def __init__(self, text: str, result: Any = ()) -> None:
+        self.tokenizer, self.result = tiny_tokenizer(), result
         self.tokenizer.chat_template = TEMPLATE
         self.tokens = [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]  # pyright: ignore
 
     def submit(self, work: Iterable[Any]) -> bool:
-        for each in work:
+        for each in work if self.result is not None else ():
             for token in self.tokens:
                 each.on_tokens([token])
-            each.on_end(Completion(self.tokens, [0.0] * len(self.tokens), "eos"))
-        return True
+            each.on_end(self.result or Completion(self.tokens, [0.0] * len(self.tokens), "eos"))
+        return self.result is not None
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_completion() -> None:
+    class Endless(Scripted):
+        ended = threading.Event()
+
+        def submit(self, work: Iterable[Any]) -> bool:
+            [sequence] = work
+            threading.Thread(target=self.decode, args=(sequence,), daemon=True).start()
+            return True
+
+        def decode(self, sequence: Sequence) -> None:
+            while not sequence.cancelled and sequence.on_tokens is not None:
+                sequence.on_tokens([40])
+                time.sleep(0.01)
+            self.ended.set()
+
+    with listening_to(Endless("")) as server:
+        stream = client_of(server).completions.create(model="policy", prompt="hello", stream=True)
+        next(iter(stream))
+        stream.close()
+        assert Endless.ended.wait(60)
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -298,25 +303,22 @@ class Scripted:
         ("<tool_call>{broken", "<tool_call>{broken", 0),
     ],
 )
-def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, stream: bool) -> None:
-    server = Running(endpoint(Scripted(text), positions=4096))
-    try:
-        ask: dict[str, Any] = {"model": "policy", "messages": HELLO, "tools": TOOLS}
-        if not stream:
-            message = server.client().chat.completions.create(**ask).choices[0].message
-            assert message.content == content
-            assert [c.function.arguments for c in message.tool_calls or []] == ['{"city": "Oslo"}'] * calls  # pyright: ignore
-            return
-        said, called, reason = "", [], None
-        for chunk in server.client().chat.completions.create(**ask, stream=True):
-            said += chunk.choices[0].delta.content or ""
-            called += chunk.choices[0].delta.tool_calls or []
-            reason = chunk.choices[0].finish_reason or reason
-        assert said.strip() == (content or "")
+def test_calls_of_tools_are_read(text: str, content: str, calls: int) -> None:
+    with listening_to(Scripted(text), positions=4096) as server:
+        ask: Callable[..., Any] = client_of(server).chat.completions.create
+        asked = {"model": "policy", "messages": HELLO, "tools": TOOLS}
+        message = ask(**asked).choices[0].message
+        assert message.content == content
+        assert [call.function.arguments for call in message.tool_calls or []] == ['{"city": "Oslo"}'] * calls
+        streamed, called, reason = "", [], None
+        for chunk in ask(**asked, stream=True):
+            [choice] = chunk.choices
+            streamed += choice.delta.content or ""
+            called += choice.delta.tool_calls or []
+            reason = choice.finish_reason or reason
+        assert streamed.strip() == content
         assert [call.index for call in called] == [*range(calls)]
         assert reason == ("tool_calls" if calls else "stop")
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -332,21 +334,8 @@ def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> No
     assert shown + choice.add([], ended=True) == expected
 
 
-def test_an_answer_that_fails_is_an_error_and_not_silence() -> None:
-    class Failing(Scripted):
-        def submit(self, work: Iterable[Any]) -> bool:
-            next(iter(work)).on_end(RuntimeError("planted"))
-            return True
-
-    class Full(Scripted):
-        def submit(self, work: Iterable[Any]) -> bool:
-            return False
-
-    for scheduler, status in ((Failing("x"), 500), (Full("x"), 429)):
-        server = Running(endpoint(scheduler))
-        try:
-            with pytest.raises(openai.APIStatusError) as caught:
-                server.client().chat.completions.create(model="policy", messages=HELLO)
-            assert caught.value.status_code == status
-        finally:
-            server.stop()
+@pytest.mark.parametrize(("result", "status"), [(RuntimeError("planted"), 500), (None, 429)])
+def test_an_answer_that_fails_is_an_error_and_not_silence(result: Any, status: int) -> None:
+    with listening_to(Scripted("x", result)) as server, pytest.raises(openai.APIStatusError) as caught:
+        client_of(server).chat.completions.create(model="policy", messages=HELLO)
+    assert caught.value.status_code == status

@@ -1,10 +1,12 @@
-"""Sampling engines: equal samples whatever the memory and whichever rows have finished; the choice of an engine."""
+"""Sampling engines: equal samples from all of them, whatever the memory and the batch; the choice of an engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,41 +16,42 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tests.generation.sampling import (
-    LIKE_LLAMA,
-    assert_same,
-    make_engine,
-    sample,
-    stir,
-)
+from tests.generation.sampling import CPU, PROMPTS, assert_same, make_engine, requests, sample, scored, stir, tokens_of
+from tests.running import LookedAt
 from tests.tiny_models import TinyModels
 from tinyrl.generation import engines
-from tinyrl.generation.decoder import Decoder, tensors
+from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.engines import FusedEngine, select_engine
+from tinyrl.generation.engines import FusedEngine, LibraryScheduler, select_engine
 from tinyrl.generation.scheduler import Scheduler
-from tinyrl.models.batches import backbone_of
+from tinyrl.models.batch import make_batch
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.roles import Roles
+from tinyrl.models.policy import Policy
+from tinyrl.models.states import backbone_of
 
-CPU = torch.device("cpu")
+EVERY_ENGINE = [("fused", "qwen3"), ("hf-merged", "gpt2"), ("hf", "gemma2")]
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "eos_token_id": 1,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "lora"),
-    [("fused", "qwen3", True), ("fused", "qwen2", False), ("hf-merged", "gpt2", True), ("hf-merged", "gemma2", True)],
-)
-def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str, lora: bool):
-    both = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("hf", name)]
+def in_lora(model: Any, **changes: Any) -> Policy:
+    config = replace(lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"), **changes)
+    return Policy(wrap_in_lora(model, config), device=CPU, reference=False)
+
+
+# ---- samples ----
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf-merged", "gemma2")])
+def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str):
     results = []
-    for engine in both:
+    for each in ("hf", name):
+        engine = make_engine(tiny(kind), each, lora=True, max_new_tokens=24, temperature=0.9)
         engine.eos = set(range(1, 12))
         stir(engine)
         results.append([sample(engine, 4), sample(engine, 2, step=3), sample(engine, 1, greedy=True)])
@@ -57,9 +60,81 @@ def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels
     assert {c.finish_reason for group in results[0][0] for c in group} == {"eos", "length"}
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma4", "qwen3.5"])  # the two others have windows and states
+@pytest.mark.wide
+def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels, kind: str):
+    """Rows of different lengths, some of which end early: cached, dropped and batched, against one row at a time
+    through the model's own forward pass, and against the layout that training uses.
+    """
+    made = make_engine(tiny(kind), lora=True, temperature=0.9)
+    stir(made)
+    engine: Any = choose(made, temperature=0.9, max_new_tokens=20)[0]
+    tolerance = {"qwen2": 1e-5, "gemma4": 3e-4}.get(kind, 1e-4)
+    engine.eos = set(range(1, 12))
+    completions = [c for group in sample(engine, 4) for c in group]
+    prompts, responses = [prompt for prompt in PROMPTS for _ in range(4)], [c.tokens for c in completions]
+    assert len({len(r) for r in responses}) > 2
+    with torch.no_grad(), made.policy.acting("policy") as model:
+        logits = [
+            model(input_ids=torch.tensor([p + r])).logits[0].float() / 0.9
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+    trained = scored(made, prompts, responses)
+    for completion, prompt, z, row in zip(completions, prompts, logits, trained, strict=True):
+        tokens = torch.tensor(completion.tokens).unsqueeze(-1)
+        own = z[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, tokens).squeeze(-1).tolist()
+        assert completion.logprobs == pytest.approx(own, abs=tolerance)
+        assert row == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
+def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
+    """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are tested too."""
+    engine = make_engine(tiny(kind), name, max_new_tokens=24)
+    options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    for prompt, (completion,) in zip(PROMPTS, sample(engine, 1, greedy=True), strict=True):
+        ids = torch.tensor([prompt])
+        out = engine.policy.causal.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        assert completion.tokens == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["fused", "hf", "hf-merged"])
+@pytest.mark.wide
+def test_each_role_samples_from_its_current_weights(tiny: TinyModels, name: str):
+    """And leaves nothing that training stumbles over: gradients flow, and the base has the same bits."""
+    engine = make_engine(tiny("llama"), name, lora=True)
+    before = {n: t.clone() for n, t in engine.policy.causal.state_dict().items() if "lora" not in n}
+    base = tokens_of(sample(make_engine(tiny("llama"))))
+    assert tokens_of(sample(engine)) == base  # a fresh adapter changes nothing
+    stir(engine)
+    engine.policy.has_reference = True
+    assert tokens_of(sample(engine)) != base
+    assert tokens_of(sample(engine, role="base")) == tokens_of(sample(engine, role="reference")) == base
+    after = engine.policy.causal.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    with engine.policy.acting("policy"):
+        engine.policy.logprobs("policy", make_batch(PROMPTS, [[3], [4], [5], [6]]), temperature=1.0)[0].sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in engine.policy.parameters["policy"].values())
+
+
+# ---- batches and memory ----
+
+
+def test_a_sample_of_the_library_does_not_depend_on_its_batch(tiny: TinyModels):
+    """Alone (no padding), backwards, a few rows at a time, and split groups. EOS ends some rows early."""
+    engine = make_engine(tiny("gemma2"), max_new_tokens=16)
+    engine.eos = set(range(1, 16))
+    together = sample(engine, 4)
+    assert_same([engine.sample([request], 4, seed=0, step=0)[0] for request in requests()], together)
+    assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
+    for rows, look_every in ((3, 4), (100, 5)):
+        engine.max_rows, engine.look_every = rows, look_every
+        assert_same(sample(engine, 4), together)
+
+
 @pytest.mark.parametrize(("max_rows", "look_every"), [(1, 7), (3, 1), (5, 16), (None, 2)])
-def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_rows: int | None, look_every: int):
-    """Few slots, so that samples wait and enter as others leave; finished rows are looked for seldom, as on a GPU."""
+def test_samples_do_not_depend_on_the_rows_there_are(tiny: TinyModels, max_rows: int | None, look_every: int):
+    """Few rows, so that samples wait and enter as others leave; ended ones are looked for seldom, as on a GPU."""
     expected = make_engine(tiny("qwen2"), max_new_tokens=24)
     engine = make_engine(tiny("qwen2"), "fused", max_new_tokens=24)
     engine.max_rows, engine.look_every = max_rows, look_every
@@ -67,13 +142,29 @@ def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_row
     assert_same(sample(engine, 4), sample(expected, 4))
 
 
+def test_ended_rows_are_dropped_and_change_nothing(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    engine, seen, forward = make_engine(tiny("gemma2"), max_new_tokens=24), list[int](), LibraryScheduler._forward
+    engine.eos, expected = set(range(1, 12)), list[Any]()
+
+    def noted(self: LibraryScheduler, ids: torch.Tensor) -> torch.Tensor:
+        seen.append(len(ids))
+        return forward(self, ids)
+
+    monkeypatch.setattr(LibraryScheduler, "_forward", noted)
+    for share in (0.0, 1.0):
+        seen.clear()
+        monkeypatch.setattr(engines, "COMPACT_BELOW", share)
+        groups = sample(engine, 4)
+        assert_same(groups, expected or (expected := groups))
+    assert seen[1:] == [n for t in range(1, 24) if (n := sum(len(c.tokens) > t for g in groups for c in g))]
+
+
 @pytest.mark.parametrize("fits", [1, 8])
-def test_out_of_memory_halves_the_places_and_gives_the_same_samples(
+def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, fits: int
 ):
-    engine = make_engine(tiny("llama"), "fused")
+    engine, real = make_engine(tiny("llama"), "fused"), Decoder.new_cache
     expected = sample(engine, 4)
-    real = Decoder.new_cache
 
     def full(self: Decoder, rows: int, width: int):
         if rows > fits:
@@ -82,85 +173,96 @@ def test_out_of_memory_halves_the_places_and_gives_the_same_samples(
 
     monkeypatch.setattr(Decoder, "new_cache", full)
     assert_same(sample(engine, 4), expected)
-    assert engine.max_rows is not None
-    assert 2 * fits >= 2 * engine.max_rows > fits  # the first of 16, 8, 4, 2, 1 that fits
-    monkeypatch.setattr(Decoder, "new_cache", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    assert engine.max_rows == fits
+    fits = 0
     with pytest.raises(torch.OutOfMemoryError):
         sample(engine, 4)
 
 
 def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    engine = make_engine(tiny("llama"), "fused")
+    engine, seen, init = make_engine(tiny("llama"), "fused"), list[int](), Scheduler.__init__
     expected = sample(engine, 4)
-    decoder = next(iter(engine.decoders.values()))
-    assert decoder.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, bytes
-    assert engines.rows_that_fit(decoder, 32, free=10_000_000) == 488  # 0.4 of it, at 32 x 256 bytes
-    assert engines.rows_that_fit(decoder, 32, free=0) == 1
-    seen: list[int] = []
-    init = Scheduler.__init__
 
     def noted(self: Scheduler, *args: Any, **named: Any):
         seen.append(named["capacity"])
         init(self, *args, **named)
 
-    monkeypatch.setattr(engines, "rows_that_fit", lambda *_, **__: 5)
     monkeypatch.setattr(Scheduler, "__init__", noted)
-    assert_same(sample(engine, 4), expected)
-    assert seen == [5]
+    row = 32 * 2 * 2 * 2 * 8 * 4  # bytes: 12 + 20 tokens; keys and values, layers, heads, size, float32
+    for free in (0, 5.5 * row / engines.CACHE_SHARE):
+        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
+        assert_same(sample(engine, 4), expected)
+    assert seen == [1, 5]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_all_prompts_begin_with_is_read_once(count: int, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """And the samples are those of the library's modules, which read each whole."""
+def test_a_start_common_to_all_prompts_is_prefilled_once(
+    count: int, tiny: TinyModels, prefills: list[tuple[str, list[int]]]
+):
+    """And the samples are those of the library's modules, which prefill each whole."""
     system = list(range(20, 32))
     prompts = [[*system, *rest] for rest in ([5], [6, 7, 8], [9, 10])]
-    expected = sample(make_engine(tiny("llama"), "hf"), count, prompts=prompts)
-    engine, read = make_engine(tiny("llama"), "fused"), list[int]()
-    for name in ("prefill", "extend"):
-        method = getattr(Decoder, name)
-
-        def noted(self: Decoder, ids: Any, lengths: Any, *rest: Any, method: Any = method, **named: Any):
-            read.append(int(lengths.sum()))
-            return method(self, ids, lengths, *rest, **named)
-
-        monkeypatch.setattr(Decoder, name, noted)
-    assert_same(sample(engine, count, prompts=prompts), expected)
-    assert read == [len(system), 6]
+    engine = make_engine(tiny("llama"), "fused")
+    assert_same(sample(engine, count, prompts=prompts), sample(make_engine(tiny("llama")), count, prompts=prompts))
+    assert prefills == [("prefill", [len(system)]), ("extend", [1, 3, 2])]
 
 
-def choose(engine: Any, wanted: str = "auto", *, dtype: torch.dtype = torch.float32, longest: int = 64, tried: int = 0):
-    settings, options = SamplingSettings(temperature=1.0, max_new_tokens=8), {"longest": longest, "tried": tried}
-    return select_engine(engine.roles, engine.tokenizer, settings, wanted=wanted, dtype=dtype, **options)  # pyright: ignore
+def test_a_signal_is_looked_for_at_every_token_and_the_policy_acts_again(tiny: TinyModels):
+    looks = []
+
+    def stop_at_the_third() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    engine = make_engine(tiny("llama"), lora=True)
+    with LookedAt(stop_at_the_third), pytest.raises(KeyboardInterrupt):
+        sample(engine, role="base")
+    assert len(looks) == 3
+    assert not any(layer._disable_adapters for layer in engine.policy._layers)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
+# ---- the choice ----
+
+
+def choose(
+    made: Any,
+    wanted: str = "auto",
+    *,
+    dtype: torch.dtype = torch.float32,
+    longest: int = 64,
+    tried: int = 0,
+    **own: Any,
+):
+    settings: Any = SamplingSettings(**({"temperature": 1.0, "max_new_tokens": 8} | own))
+    how: Any = {"wanted": wanted, "dtype": dtype, "longest": longest, "tried": tried}
+    return select_engine(made.policy, made.tokenizer, settings, **how)
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [("qwen3", "fused"), ("gemma2", "hf-merged"), ("granite", "hf-merged"), ("gemma3-wide", "hf-merged")],
+)
+def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str, auto: str):
+    """All have every part of Llama. Granite has multipliers besides; Gemma-3 raises in the trial, as its
+    rotary positions want to know the kind of layer.
+    """
     made = make_engine(tiny(kind), lora=True)
     stir(made)
-    assert choose(made)[0].name == ("fused" if kind in LIKE_LLAMA else "hf-merged")
-    assert choose(made, "hf")[0].name == "hf"
-    assert choose(made, "hf-merged")[0].name == "hf-merged"
-    if kind not in LIKE_LLAMA:
-        with pytest.raises(ValueError, match=r"generation\.engine=fused: .*use auto"):
+    assert reads_like_llama(backbone_of(made.policy.causal))
+    assert [choose(made, name)[0].name for name in ("auto", "hf", "hf-merged")] == [auto, "hf", "hf-merged"]
+    if auto != "fused":
+        with pytest.raises(ValueError, match=r"generation\.engine=fused"):
             choose(made, "fused")
 
 
-def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tiny: TinyModels):
-    """Granite has every part the decoder knows, and multipliers that it does not."""
-    made = make_engine(tiny("granite"))
-    assert reads_like_llama(backbone_of(made.roles.causal))
-    engine, why = choose(made)
-    assert (engine.name, "numbers are not those of Granite" in why) == ("hf-merged", True)
+def test_a_trial_without_memory_is_no_reason_for_another_engine(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
 
-
-def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(tiny: TinyModels):
-    shape: dict[str, Any] = {**SHAPE, "sliding_window": 40}
-    made = make_engine(tiny("llama"))
-    made.roles = Roles(MistralForCausalLM(MistralConfig(**shape)).eval(), device=CPU, reference=False)
-    assert choose(made, longest=40)[0].name == "fused"
-    engine, why = choose(made, longest=41)
-    assert engine.name == "hf-merged"
-    assert "does not look at all earlier tokens" in why
+    monkeypatch.setattr(engines, "samples_exactly", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(make_engine(tiny("llama")))
 
 
 def test_numbers_that_go_wrong_late_rule_the_fused_engine_out(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
@@ -177,60 +279,21 @@ def test_numbers_that_go_wrong_late_rule_the_fused_engine_out(tiny: TinyModels, 
     assert choose(made, tried=100)[0].name == "hf-merged"
 
 
-def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(
-    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    pytest.importorskip("bitsandbytes")
-    dtype, config = torch.float32, AutoConfig.from_pretrained(tiny("llama"))
-    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    made = make_engine(tiny("llama"))
-    base = load_causal_lm(str(tmp_path), dtype=dtype, quantization="4bit")
-    lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
-    made.roles = Roles(wrap_in_lora(base, lora), device=CPU, reference=False)
-    stir(made)
-    drawn = {}
-    for held, free in (("apart", 1 << 40), ("packed", 1000)):
-        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
-        engine = choose(made, dtype=dtype)[0]
-        assert isinstance(engine, FusedEngine)
-        assert engine.held == held
-        drawn[held] = sample(engine)
-        decoder = engine.decoders[id(made.roles.causal)]
-        decoder.sync("default")
-        assert isinstance(decoder.layers[1].gate_up.weight, list) == (held == "packed")
-    assert_same(drawn["apart"], drawn["packed"])
-    assert_same(drawn["apart"], sample(choose(made, "hf", dtype=dtype)[0]))
-
-
-def addresses(decoder: Decoder) -> list[int]:
-    return [tensor.data_ptr() for layer in decoder.layers for tensor in tensors(layer)]
-
-
-def test_weights_are_taken_over_into_the_same_memory(tiny: TinyModels):
-    """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are private."""
-    engine = make_engine(tiny("qwen3"), lora=True)
-    decoder = Decoder(engine.roles.causal, dtype=torch.float32, held="merged")
-    decoder.sync("default")
-    before = addresses(decoder)
-    values = decoder.layers[0].qkv.matrix.clone()
-    stir(engine)
-    decoder.sync("default")
-    assert before == addresses(decoder)
-    assert not torch.equal(values, decoder.layers[0].qkv.matrix)
-    matrices = [tensor for layer in decoder.layers for tensor in tensors(layer) if tensor.dim() > 1]
-    assert decoder.weight_bytes == 4 * sum(tensor.numel() for tensor in matrices)
+def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(tiny: TinyModels):
+    made, config = make_engine(tiny("llama")), MistralConfig(**{**SHAPE, "sliding_window": 40})  # pyright: ignore
+    made.policy = Policy(MistralForCausalLM(config).eval(), device=CPU, reference=False)
+    assert choose(made, longest=40)[0].name == "fused"
+    assert choose(made, longest=41)[0].name == "hf-merged"
 
 
 def on_the_embedding(made: Any) -> None:
     """B is zero when the engine is chosen, so a trial of numbers would not find it forgotten."""
-    targets = lora_config(r=4, alpha=8, dropout=0.0, target_modules=["embed_tokens", "q_proj"])
-    made.roles = Roles(wrap_in_lora(made.roles.causal, targets), device=CPU, reference=False)
+    made.policy = in_lora(made.policy.causal, target_modules=["embed_tokens", "q_proj"])
 
 
 def dynamic_rotation(made: Any) -> None:
     """Positions that depend on what else is in the batch."""
-    made.roles.causal.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    made.policy.causal.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 def scaled_queries(made: Any) -> None:
@@ -240,12 +303,63 @@ def scaled_queries(made: Any) -> None:
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     }  # fmt: skip
     shape: dict[str, Any] = {**SHAPE, "head_dim": 8, "rope_parameters": rope}
-    made.roles = Roles(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
-    assert not supports_fused_layers(made.roles.backbone("policy"))
+    made.policy = Policy(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
+    assert not supports_fused_layers(made.policy.backbone("policy"))
 
 
-@pytest.mark.parametrize("changed", [on_the_embedding, dynamic_rotation, scaled_queries])
-def test_what_a_trial_would_not_show_rules_the_fused_engine_out(tiny: TinyModels, changed: Any):
-    made = make_engine(tiny("llama"))
+def dora(made: Any) -> None:
+    """More than two matrices: merging W + B A would sample from another model as soon as the rest has moved."""
+    made.policy = in_lora(made.policy.causal, use_dora=True)
+
+
+def in_bfloat16(made: Any) -> None:
+    """Merged into bfloat16, the first updates would be rounded away."""
+    made.policy = in_lora(load_causal_lm(made.policy.causal.name_or_path, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "engine"),
+    [
+        ("llama", on_the_embedding, "hf-merged"),
+        ("llama", dynamic_rotation, "hf-merged"),
+        ("llama", scaled_queries, "hf-merged"),
+        ("llama", dora, "hf"),
+        ("gemma2", in_bfloat16, "hf"),
+    ],
+)
+def test_what_a_trial_would_not_show_rules_an_engine_out(tiny: TinyModels, kind: str, changed: Any, engine: str):
+    made = make_engine(tiny(kind))
     changed(made)
-    assert choose(made)[0].name == "hf-merged"
+    dtype = made.policy.causal.dtype
+    assert choose(made, dtype=dtype)[0].name == engine
+    if engine == "hf":
+        with pytest.raises(ValueError, match=r"generation\.engine=hf-merged"):
+            choose(made, "hf-merged", dtype=dtype)
+
+
+def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("bitsandbytes")
+    config = AutoConfig.from_pretrained(tiny("llama"))
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    made, drawn = make_engine(tiny("llama")), []
+    made.policy = in_lora(load_causal_lm(str(tmp_path), dtype=torch.float32, quantization="4bit"))
+    stir(made)
+    for layout, free in (("separate_lora", 1 << 40), ("quantized", 1000)):
+        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
+        engine = choose(made)[0]
+        assert isinstance(engine, FusedEngine)
+        assert engine.layout == layout
+        drawn.append(sample(engine))
+        with engine.synced("policy") as decoder:
+            assert isinstance(decoder.layers[1].gate_up.weight, list) == (layout == "quantized")
+    assert_same(drawn[0], drawn[1])
+    assert_same(drawn[0], sample(choose(made, "hf")[0]))
+
+
+def test_the_language_model_of_a_vision_folder_is_read(tiny: TinyModels):
+    folder, name = tiny("qwen3.5-vl"), "layers.2.linear_attn.in_proj_qkv.weight"
+    (saved,) = [tensor for key, tensor in load_file(folder / "model.safetensors").items() if key.endswith(name)]
+    assert torch.equal(load_causal_lm(str(folder), dtype=torch.float32).get_parameter(f"model.{name}"), saved)

@@ -4,102 +4,56 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.generation.sampling import make_engine, sample, script
+from tests.generation.sampling import make_engine, sample
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import Completion
-from tinyrl.models.batches import make_batch
+from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.models.loading import load_tokenizer
 
 EOS = 1
+TEN = "abcdefghij"
 
 
-def ends(groups: list[list[Completion]]) -> list[tuple[list[int], str]]:
-    return [(c.tokens, c.finish_reason) for group in groups for c in group]
-
-
-def spoken(
-    tiny: TinyModels,
-    monkeypatch: pytest.MonkeyPatch,
-    texts: list[str],
-    *,
-    stop: list[str] | None = None,
-    max_new_tokens: int = 64,
-    folder: Path | None = None,
-    engines: tuple[str, ...] = ("hf", "fused"),
-    look_every: tuple[int, ...] = (1, 4),
-) -> list[Completion]:
-    """One completion for each text, as if the model had produced it (and EOS after that).
-
-    It is the same from every engine, and however often the fused one looks for finished rows.
-    """
-    folder = folder or tiny("llama")
-    tokenizer = load_tokenizer(str(folder))
-    said = []
-    for name in engines:
-        for every in look_every if name == "fused" else (1,):
-            script(monkeypatch, [[*tokenizer(text).input_ids, EOS] for text in texts])
-            engine = make_engine(folder, name, max_new_tokens=max_new_tokens, stop=stop or [])
-            engine.look_every = every
-            said.append(sample(engine, 1, prompts=[[3, 4, i] for i in range(len(texts))]))
-            assert ends(said[-1]) == ends(said[0])
-    return [c for group in said[0] for c in group]
-
-
-def test_eos_ends_a_completion_and_stays_in_it(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    short, long = spoken(tiny, monkeypatch, ["ab", "abcdef"])
-    tokens = load_tokenizer(str(tiny("llama")))("abcdef").input_ids
-    assert short.tokens == [*tokens[:2], EOS]
-    assert long.tokens == [*tokens, EOS]
-    assert short.finish_reason == long.finish_reason == "eos"
-    assert len(short.logprobs) == 3
-    assert short.logprobs[-1] < 0  # and is learned from: the EOS has a log-probability, and a place in the batch
-    assert make_batch([[3, 4]], [short.tokens]).targets.tolist() == short.tokens
-
-
-def test_a_completion_ends_at_max_new_tokens(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    cut, just = spoken(tiny, monkeypatch, ["abcdef", "abc"], max_new_tokens=4)
-    assert (len(cut.tokens), cut.finish_reason) == (4, "length")
-    assert (len(just.tokens), just.finish_reason) == (4, "eos")  # EOS as the last token there is room for
-    (one,) = spoken(tiny, monkeypatch, ["abc"], max_new_tokens=1)
-    assert (len(one.tokens), len(one.logprobs), one.finish_reason) == (1, 1, "length")
+@pytest.mark.parametrize("look_every", [1, 4])
+@pytest.mark.parametrize(
+    ("said", "stop", "limit", "kept", "reason"),
+    [
+        ("ab", [], 64, "ab<eos>", "eos"),
+        (TEN, [], 4, "abcd", "length"),
+        (TEN, [], 1, "a", "length"),
+        ("abc", [], 4, "abc<eos>", "eos"),  # as the last token there is room for
+        ("one two three four", ["two", "four"], 64, "one two", "stop"),
+        ("aaab", ["aab"], 64, "aaab", "stop"),
+        ("aaab", ["aab"], 4, "aaab", "stop"),
+        ("Ende。。。。。。weiter", ["。。。。。。"], 64, "Ende。。。。。。", "stop"),  # six characters, eighteen tokens
+        ("x" * 40 + "STOP" + "y", ["STOP"], 64, "x" * 40 + "STOP", "stop"),
+        ("OP and on", ["STOP"], 64, "OP and on<eos>", "eos"),  # of which the prompt has the first half
+    ],
+)
+def test_a_sequence_ends_at_the_first_of_its_ends(
+    tiny: TinyModels, said: str, stop: list[str], limit: int, kept: str, reason: str, look_every: int
+):
+    """However many tokens come at a time."""
+    tokenizer, listened = load_tokenizer(str(tiny("llama"))), list[int]()
+    prompt, tokens = tokenizer("ST").input_ids, [*tokenizer(said).input_ids, EOS, 3, 3]
+    sequence = Sequence(prompt, SamplingParams(), np.uint64(0), limit, stop, on_tokens=listened.extend)
+    for at in range(0, len(tokens), look_every):
+        part = tokens[at : at + look_every]
+        if not sequence.over:
+            sequence.append(part, [-float(at)] * len(part), eos={EOS}, tokenizer=tokenizer)
+    completion = sequence.completion
+    assert (tokenizer.decode(completion.tokens), completion.finish_reason) == (kept, reason)
+    assert completion.tokens == listened == tokens[: len(completion.logprobs)]
 
 
 def test_each_of_several_eos_tokens_ends(tiny: TinyModels, tmp_path: Path):
     """As in chat models: the generation configuration lists more than the tokenizer's one."""
     shutil.copytree(tiny("llama", pad_is_eos=True), folder := tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [100, 9999, 120]}))
-    engine = make_engine(folder, max_new_tokens=150)
+    engine = make_engine(folder, "fused", max_new_tokens=150)
     assert engine.eos == {0, 100, 120}  # 9999 is outside the vocabulary
     completions = [c for group in sample(engine, 8) for c in group]
-    ends = {c.tokens[-1] for c in completions if c.finish_reason == "eos"}
-    assert ends == engine.eos
-    assert not any(set(c.tokens[:-1]) & ends for c in completions)
-
-
-@pytest.mark.parametrize(
-    ("said", "stop", "kept"),
-    [
-        ("answer: 4\nQuestion", ["\n"], "answer: 4\n"),
-        ("one two three four", ["two", "four"], "one two"),
-        ("aaab", ["aab"], "aaab"),
-        ("Ende。。。。。。weiter", ["。。。。。。"], "Ende。。。。。。"),  # six characters, eighteen tokens
-        ("x" * 40 + "STOP" + "y", ["STOP"], "x" * 40 + "STOP"),
-    ],
-)
-@pytest.mark.wide
-def test_stop_strings(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, said: str, stop: list[str], kept: str):
-    """The stop string stays: the sampled tokens are those that are scored and trained."""
-    (completion,) = spoken(tiny, monkeypatch, [said], stop=stop)
-    assert completion.finish_reason == "stop"
-    assert load_tokenizer(str(tiny("llama"))).decode(completion.tokens) == kept
-    assert len(completion.logprobs) == len(completion.tokens)
-
-
-def test_stop_strings_are_looked_for_in_the_completion_only(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    tokenizer = load_tokenizer(str(tiny("llama")))
-    script(monkeypatch, [[*tokenizer("op and on").input_ids, EOS]])
-    engine = make_engine(tiny("llama"), stop=["STOP"])
-    (completion,) = sample(engine, 1, prompts=[[*tokenizer("ST").input_ids, 0]])[0]
-    assert completion.finish_reason == "eos"
+    assert {c.tokens[-1] for c in completions if c.finish_reason == "eos"} == engine.eos
+    assert not any(set(c.tokens[:-1]) & engine.eos for c in completions)

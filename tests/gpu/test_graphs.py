@@ -34,7 +34,7 @@ def test_a_capture_in_bfloat16_is_replayed(tiny: TinyModels, captures: list[Any]
     assert [c.logprobs for group in first for c in group] == [c.logprobs for group in second for c in group]
     said = torch.cat([torch.tensor(c.logprobs) for group in first for c in group])
     library = torch.cat([row for rows in full_forward(engine, requests(), first) for row in rows])
-    with in_float32(engine.roles.causal):
+    with in_float32(engine.policy.causal):
         exact = torch.cat([row for rows in full_forward(engine, requests(), first) for row in rows])
     assert as_exact(float((said - exact).abs().mean()), float((library - exact).abs().mean()))
 

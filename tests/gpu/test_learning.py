@@ -13,9 +13,9 @@ from tests.gpu.devices import all_on_a_gpu
 from tests.gpu.waits import counting_waits
 from tests.models.building import full_roles, lora_roles
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import MicroBatches, RowSizes, Work
-from tinyrl.models.roles import Roles
-from tinyrl.rollout.components import Options
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+from tinyrl.models.policy import Policy
+from tinyrl.runs.launched import Options
 from tinyrl.training.launch import start
 
 A, B, C = [7, 8, 9], [12, 4], list(range(20, 40))
@@ -31,14 +31,14 @@ PROMPTS, RESPONSES = [p for p, _ in ROWS], [r for _, r in ROWS]
 NUMBER_OF_TOKENS = sum(len(r) for r in RESPONSES)
 
 
-def roles_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype = torch.float32) -> Roles:
+def roles_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype = torch.float32) -> Policy:
     """With an adapter that has moved, and a reference."""
     roles = lora_roles(tiny("qwen3"), device=device, dtype=dtype)
     moved(roles)
     return roles
 
 
-def moved(roles: Roles) -> None:
+def moved(roles: Policy) -> None:
     """Move the policy's weights, by numbers that are the same on every device."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def moved(roles: Roles) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device) * 0.05)
 
 
-def own_forward(roles: Roles) -> Tensor:
+def own_forward(roles: Policy) -> Tensor:
     """(B, T) log-probabilities by a forward pass of the library over each row by itself."""
     out = torch.zeros(len(ROWS), max(map(len, RESPONSES)))
     with torch.no_grad(), roles.acting("policy") as model:
@@ -57,7 +57,7 @@ def own_forward(roles: Roles) -> Tensor:
     return out
 
 
-def passed(roles: Roles, *, packs: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def passed(roles: Policy, *, packs: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities (B, T) of the policy, and the gradient of their weighted sum."""
     was, roles.packs = roles.packs, packs
     weights = torch.linspace(-1, 1, len(ROWS), device=roles.device).unsqueeze(1)
@@ -120,7 +120,7 @@ def test_a_bfloat16_policy_has_float32_adapters_that_learn(
     tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
 ):
     launch = launched(running.config(method, tiny("qwen3"), model={"dtype": "bfloat16"}), tmp_path, device)
-    roles = launch.trainer.roles
+    roles = launch.policy
     trained = {id(p) for of_role in roles.parameters.values() for p in of_role.values()}
     before = {n: p.detach().clone() for n, p in roles.causal.named_parameters()}
     assert {p.dtype for p in roles.causal.parameters() if id(p) not in trained} == {torch.bfloat16}
@@ -128,16 +128,16 @@ def test_a_bfloat16_policy_has_float32_adapters_that_learn(
     assert launch.go(report=lambda _: None) == 0
     for name, parameter in roles.causal.named_parameters():
         assert torch.equal(parameter, before[name]) == (id(parameter) not in trained), name
-    gaps = [line["policy/sampling_gap"] for line in running.metrics(launch.run) if "policy/sampling_gap" in line]
+    gaps = [line["policy/sampling_gap"] for line in running.metrics(launch.folder) if "policy/sampling_gap" in line]
     assert 0 < max(gaps) < 0.05
 
 
 def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.device, tmp_path: Path):
     pytest.importorskip("bitsandbytes")
     launch = launched(running.config("grpo", tiny("llama"), model={"quantization": "4bit"}), tmp_path, device)
-    assert launch.trainer.engine.name == "fused"
+    assert launch.method.collector.engine.name == "fused"
     assert launch.go(report=lambda _: None) == 0
-    lines = [line for line in running.metrics(launch.run) if "optim/grad_norm" in line]
+    lines = [line for line in running.metrics(launch.folder) if "optim/grad_norm" in line]
     assert all(line["optim/grad_norm"] > 0 for line in lines)
     assert {line["policy/sampling_gap"] < 0.05 for line in lines} == {True}
 
@@ -167,14 +167,14 @@ def test_an_update_waits_as_often_whatever_its_micro_batches(
         updater.step = counted
         assert launch.go(report=lambda _: None) == 0
         waits.append(seen[-1])
-    assert waits[0] == waits[1] <= 2 + 2 * len(launch.trainer.roles.parameters)
+    assert waits[0] == waits[1] <= 2 + 2 * len(launch.policy.parameters)
 
 
 def test_too_little_room_halves_the_micro_batches_and_changes_no_gradient(tiny: TinyModels, device: torch.device):
     """On a GPU there really is too little; on a CPU a pass over too many tokens says so."""
     roles = roles_on(tiny, device)
     prompts, responses = PROMPTS * 40, RESPONSES * 40
-    sizes = RowSizes.of(prompts, map(len, responses), packed=True)
+    sizes = SequenceLengths.of(prompts, map(len, responses), packed=True)
     micro_batches = MicroBatches(device, 100_000)
     seen: list[int] = []
 

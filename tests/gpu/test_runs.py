@@ -17,7 +17,7 @@ from tests.faults.lookup_runs import answered_by, lookup, searching
 from tests.faults.test_chat_episodes import chat_model, playing
 from tests.gpu.devices import ON_A_GPU, all_on_a_gpu
 from tests.tiny_models import TinyModels
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.workers.sandbox import why_not_isolated
 
@@ -94,14 +94,14 @@ def environment(name: str, folder: Path) -> Config:
     if name == "tools":
         (folder / "tools.py").write_text(textwrap.dedent(TOOLS))
         own = playing(chat_model(folder / "model"), folder).model_dump(exclude_unset=True)
-        own["environment"] |= {"use": None, "tools": [f"{folder / 'tools.py'}:guess"]}
+        own["environment"] |= {"name": None, "tools": [f"{folder / 'tools.py'}:guess"]}
         return Config.model_validate({**own, "reward": {"functions": [{"use": f"{folder / 'tools.py'}:length"}]}})
     return {"task": lookup, "search": lambda: searching(folder, num_steps=2), "python": in_a_sandbox}[name]()
 
 
 def in_a_sandbox() -> Config:
     """Turns that run code are answered; the lookup model hardly writes any."""
-    return lookup(environment={"use": "python"})
+    return lookup(environment={"name": "python"})
 
 
 @all_on_a_gpu("name", ENVIRONMENTS)

@@ -13,7 +13,7 @@ from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.engines import FusedEngine
-from tinyrl.generation.scheduler import DRAWN_BY, Scheduler
+from tinyrl.generation.scheduler import Scheduler
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -41,9 +41,9 @@ def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: 
 @torch.no_grad()
 def full_forward(engine: Any, asked: list[Request], groups: list[list[Completion]]) -> list[list[Tensor]]:
     """Log-probabilities of each completion by a forward pass of the library over prompt and completion."""
-    with engine.roles.acting("policy") as model:
+    with engine.policy.acting("policy") as model:
         return [
-            [logprobs_of(model, request.prompt_tokens, c.tokens, engine.roles.device) for c in group]
+            [logprobs_of(model, request.prompt_tokens, c.tokens, engine.policy.device) for c in group]
             for request, group in zip(asked, groups, strict=True)
         ]
 
@@ -67,7 +67,7 @@ def test_every_bucket_says_what_a_full_forward_pass_says(
     engine.max_rows = max_rows
     groups = sample(engine, GROUP)
     library = torch.cat([said for rows in full_forward(engine, requests(), groups) for said in rows])
-    with in_float32(engine.roles.causal):
+    with in_float32(engine.policy.causal):
         exact = torch.cat([said for rows in full_forward(engine, requests(), groups) for said in rows])
     ours = torch.cat([torch.tensor(c.logprobs) for group in groups for c in group])
     assert {c.finish_reason for group in groups for c in group} == {"eos", "length"}
@@ -158,9 +158,7 @@ def decoding(engine: FusedEngine, groups: list[int]) -> Iterator[Callable[[], No
         scheduler.step()
         scheduler._place()
         if (graphs := scheduler.graphs) is not None:
-            params = scheduler.params
-            given = tuple(name for name in DRAWN_BY if getattr(params, name) is not None)
-            yield lambda: graphs(len(scheduler.live), given, params.all_greedy)
+            yield lambda: graphs(len(scheduler.live), *scheduler.params)
         else:
             yield lambda: scheduler._step(len(scheduler.live), scheduler.width, scheduler.params)
 

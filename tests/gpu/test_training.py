@@ -10,8 +10,8 @@ from tests.gpu.devices import ON_A_GPU
 from tests.models.building import stir
 from tests.models.test_layers import HALVES, MAKE, errors, gradients, widened
 from tests.tiny_models import sharp_model
-from tinyrl.models.batches import all_states, library_states
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
+from tinyrl.models.states import all_states, library_states
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,17 @@
-"""Roles of tiny models for the tests of this folder."""
+"""Policy of tiny models, and what they compute."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinyrl.models.batches import SequenceBatch, make_batch
+from tinyrl.models.batch import Batch, make_batch
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.roles import CriticKind, Roles
+from tinyrl.models.policy import CriticKind, Policy
 
 CPU = torch.device("cpu")
 CRITICS: list[tuple[bool, CriticKind]] = [
@@ -19,7 +20,6 @@ CRITICS: list[tuple[bool, CriticKind]] = [
     (False, "shared"),
     (False, "separate"),
 ]
-CRITIC_IDS = [f"{'lora' if lora else 'full'}-{kind}" for lora, kind in CRITICS]
 
 
 def lora(targets: str | list[str] = "all-linear", *, dropout: float = 0.0):
@@ -31,26 +31,24 @@ def lora_roles(
     *,
     dtype: torch.dtype = torch.float32,
     dropout: float = 0.0,
+    targets: Any = "all-linear",
     reference: bool = True,
     device: torch.device = CPU,
-) -> Roles:
-    model = load_causal_lm(str(folder), dtype=dtype)
-    return Roles(wrap_in_lora(model, lora(dropout=dropout)), device=device, reference=reference)
+) -> Policy:
+    model = wrap_in_lora(load_causal_lm(str(folder), dtype=dtype), lora(targets, dropout=dropout))
+    return Policy(model, device=device, reference=reference)
 
 
 def full_roles(
     folder: Path, *, dtype: torch.dtype = torch.float32, reference: bool = True, device: torch.device = CPU
-) -> Roles:
-    return Roles(load_causal_lm(str(folder), dtype=dtype), device=device, reference=reference)
+) -> Policy:
+    return Policy(load_causal_lm(str(folder), dtype=dtype), device=device, reference=reference)
 
 
-def roles_with_critic(folder: Path, *, with_lora: bool, kind: CriticKind, dtype: torch.dtype = torch.float32) -> Roles:
+def roles_with_critic(folder: Path, *, with_lora: bool, kind: CriticKind, dtype: torch.dtype = torch.float32) -> Policy:
     roles = (lora_roles if with_lora else full_roles)(folder, dtype=dtype)
-    model = None
-    if kind == "separate":
-        model = load_causal_lm(str(folder), dtype=dtype)
-        model = wrap_in_lora(model, lora()) if with_lora else model
-    roles.add_critic(kind, lora=lora(), model=model)
+    model: Any = load_causal_lm(str(folder), dtype=dtype) if kind == "separate" else None
+    roles.add_critic(kind, lora=lora(), model=wrap_in_lora(model, lora()) if model and with_lora else model)
     return roles
 
 
@@ -62,31 +60,28 @@ def stir(parameters: dict[str, nn.Parameter], *, seed: int = 0) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.device))
 
 
-def a_batch() -> SequenceBatch:
+def a_batch() -> Batch:
     return make_batch([[2, 3, 4], [9]], [[5, 6, 7], [8, 10]])
 
 
-def logprobs(roles: Roles, role: str, batch: SequenceBatch | None = None) -> Tensor:
-    with torch.no_grad(), roles.acting(role):  # pyright: ignore[reportArgumentType]
-        who = "reference" if role == "reference" else "policy"
-        return roles.logprobs(who, batch or a_batch(), temperature=1.0)[0]
+def logprobs(roles: Policy, role: Any) -> Tensor:
+    """Log-probabilities of `a_batch` under a role's weights."""
+    with torch.no_grad(), roles.acting(role):
+        return roles.logprobs("reference" if role == "reference" else "policy", a_batch(), temperature=1.0)[0]
 
 
-def values(roles: Roles) -> Tensor:
-    own = roles.critic_kind in ("adapter", "separate")
-    with torch.no_grad(), roles.acting("critic" if own else "policy"):
-        return roles.values(a_batch(), states=None if own else roles.policy_states(a_batch()))
+def values(roles: Policy, *, detach: bool = False) -> Tensor:
+    """Values of `a_batch`; the value role must be acting where they are to have a gradient."""
+    if roles.value_role == "critic":
+        return roles.values(a_batch())
+    states = roles.policy_states(a_batch())
+    return roles.values(a_batch(), states=states.detach() if detach else states)
 
 
-def every_tensor(roles: Roles) -> dict[str, Tensor]:
-    """All parameters and buffers of everything a `Roles` holds, by a name that says where it is."""
-    parts = {
-        "base": roles.causal,
-        "reference": roles.reference_model,
-        "critic": roles.critic_model,
-        "value_head": roles.value_head,
-        "score_head": roles.score_head,
-    }
+def every_tensor(roles: Policy) -> dict[str, Tensor]:
+    """All parameters and buffers of everything a `Policy` holds, by part and name."""
+    names = {"base": "causal"} | {n: n for n in ("reference_model", "critic_model", "value_head", "score_head")}
+    parts = {part: getattr(roles, name) for part, name in names.items()}
     return {
         f"{part}/{n}": t for part, m in parts.items() if m is not None for n, t in m.state_dict(keep_vars=True).items()
     }

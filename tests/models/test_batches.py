@@ -1,16 +1,20 @@
-"""The layout of a micro-batch, and that padding changes nothing."""
+"""The layout of a micro-batch; that padding changes nothing; which rows go through the model together."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import RowSizes, backbone_of, last_states, make_batch, response_states
+from tinyrl.errors import OutOfRoom
+from tinyrl.models.batch import make_batch
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.roles import Roles
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+from tinyrl.models.policy import Policy
+from tinyrl.models.states import last_states, response_states
 
 
 def test_layout_of_two_rows():
@@ -18,34 +22,26 @@ def test_layout_of_two_rows():
     assert batch.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert batch.row.tolist() == [0, 1, 1, 1]
-    assert batch.column.tolist() == [0, 0, 1, 2]
+    assert (batch.row.tolist(), batch.column.tolist()) == ([0, 1, 1, 1], [0, 0, 1, 2])
     assert batch.state_index.tolist() == [1, 4, 5, 6]  # the position before each response token, rows of 4
     assert batch.targets.tolist() == [8, 9, 10, 11]
     assert batch.last_index is not None
     assert batch.last_index.tolist() == [2, 7]
-    assert batch.num_columns == 3
-
-
-def test_tokens_outside_of_a_mask_are_read_and_not_listed():
-    masks = [[True], [True, False, True]]
-    batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]], masks)
-    assert batch.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
-    assert (batch.row.tolist(), batch.column.tolist()) == ([0, 1, 1], [0, 0, 2])
-    assert (batch.state_index.tolist(), batch.targets.tolist()) == ([1, 4, 6], [8, 9, 11])
-    assert batch.to_rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 0.0, 3.0]]
-    with pytest.raises(AssertionError, match="a mask for each response token"):
-        make_batch([[5]], [[8, 9]], [[True]])
-
-
-def test_flat_values_go_back_to_their_rows_with_their_gradient():
-    batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]])
     flat = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     rows = batch.to_rows(flat)
     assert rows.tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
     (rows * torch.tensor([[1.0, 9.0, 9.0], [2.0, 3.0, 4.0]])).sum().backward()
     assert flat.grad is not None
     assert flat.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_tokens_outside_of_a_mask_are_read_and_not_listed():
+    batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]], [[True], [True, False, True]])
+    assert batch.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
+    assert (batch.state_index.tolist(), batch.targets.tolist()) == ([1, 4, 6], [8, 9, 11])
+    assert batch.to_rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 0.0, 3.0]]
+    with pytest.raises(AssertionError, match="a mask for each response token"):
+        make_batch([[5]], [[8, 9]], [[True]])
 
 
 class Adding(TorchDispatchMode):
@@ -64,7 +60,7 @@ class Adding(TorchDispatchMode):
 @pytest.mark.parametrize("packed", [True, False])
 def test_no_gradient_is_added_up_in_the_order_of_threads(tiny: TinyModels, packed: bool):
     """Rows of a group read the state of their prompt's last token, all of them."""
-    roles = Roles(load_causal_lm(str(tiny("llama")), dtype=torch.float32), device=torch.device("cpu"), reference=False)
+    roles = Policy(load_causal_lm(str(tiny("llama")), dtype=torch.float32), device=torch.device("cpu"), reference=False)
     roles.packs = packed
     batch = roles.batch([[5, 6]] * 4, [[8], [9, 10], [11], [12, 13]], last_tokens=True)
     with torch.autograd.set_multithreading_enabled(False), Adding() as adding:
@@ -73,21 +69,11 @@ def test_no_gradient_is_added_up_in_the_order_of_threads(tiny: TinyModels, packe
     assert adding.found == []
 
 
-def test_micro_batches_by_padded_tokens_longest_first():
-    sizes = RowSizes.alone([3, 10, 4, 4, 99], packed=False)
-    assert sizes.plan(range(4), max_tokens=12) == [[1], [2, 3, 0]]
-    assert sizes.plan([0, 4, 2], max_tokens=8) == [
-        [4],
-        [2, 0],
-    ]  # a row over the budget goes alone
-    assert sizes.plan([], max_tokens=8) == []
-
-
 @pytest.mark.parametrize(("kind", "pad_is_eos"), [("gpt2", True), ("gemma2", False)])
 def test_padded_log_probabilities_are_the_unpadded_ones(tiny: TinyModels, kind: str, pad_is_eos: bool):
     """Against the model's own logits of each row by itself; responses hold the pad token."""
     model = load_causal_lm(str(tiny(kind, pad_is_eos=pad_is_eos)), dtype=torch.float32)
-    roles = Roles(model, device=torch.device("cpu"), reference=False)
+    roles = Policy(model, device=torch.device("cpu"), reference=False)
     prompts = [[7, 8, 9], [0, 4], list(range(20, 40))]
     responses = [[11, 0, 12, 0], list(range(50, 62)), [0]]
     with torch.no_grad(), roles.acting("policy"):
@@ -103,6 +89,105 @@ def test_padded_log_probabilities_are_the_unpadded_ones(tiny: TinyModels, kind: 
             assert logprobs[row, len(response) :].tolist() == [0.0] * (12 - len(response))
 
 
-def test_a_model_without_a_separate_decoder_is_refused():
-    with pytest.raises(ValueError, match="Linear keeps no separate decoder"):
-        backbone_of(nn.Linear(2, 2))
+# ---- micro-batches ----
+
+# Two groups of four after prompts of 10 and 6, and a row by itself.
+GROUPS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]
+LENGTHS = [5, 1, 3, 9, 2, 2, 2, 2, 8]
+SIZES = SequenceLengths.of(GROUPS, LENGTHS, packed=True)
+
+
+def test_what_rows_cost():
+    assert SIZES.cost(range(4)) == 10 + 18
+    assert SIZES.cost([0, 4, 5]) == 10 + 5 + 6 + 4
+    assert SequenceLengths.of(GROUPS, LENGTHS, packed=False).cost([0, 4, 5]) == 3 * 15
+    assert SequenceLengths.alone([4, 2], packed=True).cost([0, 1]) == 6
+
+
+def test_a_start_that_all_prompts_share_costs_once():
+    """10 tokens, behind which the prompts of two groups have 2 and 3, and a row 1."""
+    start = [0] * 10
+    sizes = SequenceLengths.of(
+        [[*start, 1, 1]] * 2 + [[*start, 2, 2, 2]] * 2 + [[*start, 3]], [4, 4, 5, 5, 6], packed=True
+    )
+    assert [sizes.cost(rows) for rows in ([0], [0, 1], [0, 2], range(5))] == [16, 20, 10 + 6 + 8, 10 + 10 + 13 + 7]
+    assert sizes.plan(range(5), max_tokens=33) == [[2, 3, 0, 1], [4]]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "plan"),
+    [
+        (100, [[0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+        (51, [[0, 1, 2, 3, 4, 5, 6, 7], [8]]),  # 28 + 14 = 42, and 10 more are too many
+        (28, [[0, 1, 2, 3], [4, 5, 6, 7, 8]]),  # 14 + 10
+        (27, [[4, 5, 6, 7, 8], [0, 1, 2], [3]]),  # 28 is over: 10 + 5 + 1 + 3 and 10 + 9; 14 + 10
+        (14, [[3], [0], [1, 2], [4, 5, 6, 7], [8]]),  # 19 and 15 are over the budget and go alone; 10 + 1 + 3
+        (9, [[3], [0], [2], [1], [8], [4], [5], [6], [7]]),
+    ],
+)
+def test_groups_share_their_prompt_while_they_fit_and_are_split_after_that(max_tokens: int, plan: list[list[int]]):
+    assert SIZES.plan(range(9), max_tokens=max_tokens) == plan
+
+
+def test_padded_rows_go_longest_first():
+    sizes = SequenceLengths.alone([3, 10, 4, 4, 99], packed=False)
+    assert sizes.plan(range(4), max_tokens=12) == [[1], [2, 3, 0]]
+    assert sizes.plan([0, 4, 2], max_tokens=8) == [[4], [2, 0]]  # a row over the budget goes alone
+
+
+def test_less_room_breaks_the_widest_until_every_row_is_alone():
+    """The row of 90 is alone from the start and does not hide that the others can still be split."""
+    sizes = SequenceLengths.of([[1], [1], [1], [2]], [5, 5, 5, 89], packed=True)
+    plan, seen = sizes.plan(range(4), max_tokens=1000), []
+    while (budget := sizes.smaller(plan)) is not None:
+        plan = sizes.plan(range(4), max_tokens=budget)
+        seen.append((budget, plan))
+    assert seen == [(53, [[3], [0, 1, 2]]), (8, [[3], [0], [1], [2]])]
+    padded = SequenceLengths.alone([20, 20, 100], packed=False)
+    assert padded.smaller([[2], [0, 1]]) == 20
+    assert padded.smaller([[2], [0], [1]]) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=20),
+    st.integers(1, 80),
+    st.booleans(),
+)
+def test_plans_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]], max_tokens: int, packed: bool):
+    sizes = SequenceLengths.of([[g] * (3 * g + 1) for g, _ in rows], [n for _, n in rows], packed=packed)
+    plan = sizes.plan(range(len(rows)), max_tokens=max_tokens)
+    assert sorted(row for micro in plan for row in micro) == list(range(len(rows)))
+    assert all(len(micro) == 1 or sizes.cost(micro) <= max_tokens for micro in plan)
+
+
+def test_out_of_memory_starts_over_with_smaller_micro_batches():
+    """Real allocations: more than two rows together ask for more memory than any machine has."""
+    sizes, seen = SequenceLengths.alone([10, 10, 10, 10, 10], packed=True), []
+
+    def run(rows: list[int]) -> None:
+        seen.append(rows)
+        if len(rows) > 2:
+            torch.empty(1 << 50)
+
+    micro_batches = MicroBatches(torch.device("cpu"), 100)
+    micro_batches.run(Work(sizes, run), restart=seen.clear)
+    assert micro_batches.tokens < 100  # what comes later begins with what was found
+    assert seen == [[0, 1], [2, 3], [4]]
+
+    def never(rows: list[int]) -> None:
+        torch.empty(1 << 50)
+
+    with pytest.raises(OutOfRoom, match="one sequence of 10 tokens"):
+        micro_batches.run(Work(sizes, never))
+
+
+def test_the_first_micro_batch_on_a_gpu_sets_the_budget() -> None:
+    """1,000 tokens took 2 MB, and 0.8 of 40 MB are for a micro-batch: 16,000 tokens."""
+    gpu = MicroBatches(torch.device("cuda"))
+    assert gpu.unmeasured
+    gpu.fit(cost=1000, taken=2_000_000, free=40_000_000)
+    assert (gpu.tokens, gpu.unmeasured) == (16_000, False)
+    gpu.fit(cost=1000, taken=2_000_000, free=1_000_000)
+    assert gpu.tokens == 1000  # it fitted; where it no longer does, memory running out halves it
+    assert not MicroBatches(torch.device("cuda"), 4096).unmeasured
+    assert not MicroBatches(torch.device("cpu")).unmeasured

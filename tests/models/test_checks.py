@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTr
 
 from tests.models.building import CPU, lora, lora_roles
 from tests.tiny_models import TinyModels, sharp_model
-from tinyrl.models import checks, layers
-from tinyrl.models.batches import all_states, backbone_of
+from tinyrl.models import layers, packing
 from tinyrl.models.checks import check_head, in_float32, packs_exactly, supports_fused_layers
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import wrap_in_lora
-from tinyrl.models.roles import Roles
+from tinyrl.models.policy import Policy
+from tinyrl.models.states import all_states, backbone_of
 
 IDS = torch.tensor([[30, 31, 90, 7, 120, 55]])
 SHAPE: dict[str, Any] = {
@@ -53,8 +53,9 @@ def test_a_bfloat16_model_computes_in_float32_and_is_itself_again(tiny: TinyMode
 # ---- heads ----
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.05)])
-@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "factor"), [("granite", torch.float32, 1.001), ("gemma2", torch.bfloat16, 1.05)]
+)
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
     tiny: TinyModels, kind: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
 ):
@@ -77,43 +78,27 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
 # ---- packed rows ----
 
 
-def test_models_with_a_window_are_padded_even_where_it_does_not_show():
-    """The window of 32 is wider than any test sequence."""
+def test_models_with_windows_or_soft_caps_are_padded(tiny: TinyModels):
+    """The window of 32 is wider than any compared sequence."""
     qwen2 = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
     assert not packs_exactly(tiny_causal(Qwen2Config(**SHAPE, **qwen2)).model)
     assert packs_exactly(tiny_causal(Qwen2Config(**SHAPE)).model)
     assert not packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=32)).model)
     assert packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=None)).model)
-
-
-def test_soft_capped_attention_is_padded(tiny: TinyModels):
-    roles = lora_roles(tiny("gemma2"))
-    assert not roles.packs
-    assert roles.batch([[5, 6]], [[7]]).packing is None
-
-
-def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """Here by positions: a model that counts them itself gets others in a packed row."""
-    backbone = lora_roles(tiny("llama")).backbone("policy")
-    forward = backbone.forward
-    monkeypatch.setattr(
-        backbone, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"})
-    )
-    assert not packs_exactly(backbone)
+    assert lora_roles(tiny("gemma2")).batch([[5, 6]], [[7]]).packing is None
 
 
 def test_bfloat16_rows_are_packed_on_sharp_logits_and_wrong_packing_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     backbone = backbone_of(load_causal_lm(str(sharp_model(tmp_path, num_hidden_layers=12)), dtype=torch.bfloat16))
     assert packs_exactly(backbone)
-    real = checks._Rows.library_states
+    attend = packing.attend
 
-    def off(rows: Any, backbone: Any) -> Tensor:
-        states = real(rows, backbone)
-        return states + 0.1 * states.roll(1, 0)
+    def off(*given: Any) -> Tensor:
+        return attend(*given) + 0.1 * attend(*given).roll(1, 0)
 
-    monkeypatch.setattr(checks._Rows, "library_states", off)
+    monkeypatch.setattr(packing, "attend", off)
     assert not packs_exactly(backbone)
 
 
@@ -130,8 +115,8 @@ def test_wrong_numbers_and_wrong_derivatives_are_found(
     backward: Callable[..., Any] = layers.linears_backward
 
     def states(*given: Any, **options: Any) -> Any:
-        outputs, inside = forward(*given, **options)
-        return [out * 1.1 if wrong == "states" else out for out in outputs], inside
+        outputs, low = forward(*given, **options)
+        return [out * 1.1 if wrong == "states" else out for out in outputs], low
 
     def derivatives(*given: Any, **options: Any) -> Any:
         dh, found = backward(*given, **options)
@@ -139,12 +124,14 @@ def test_wrong_numbers_and_wrong_derivatives_are_found(
             found = [g if g is None or i % 4 != 3 else g * 1.3 for i, g in enumerate(found)]
         return dh * 1.2 if wrong == "gradient of x" and dh is not None else dh, found
 
-    roles = [lora_roles(tiny("llama"), dtype=low or torch.float32, reference=False) for _ in range(2)]
+    sound, broken = (
+        lora_roles(tiny("llama"), dtype=low or torch.float32, reference=False).backbone("policy") for _ in range(2)
+    )
     with torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None):
-        assert supports_fused_layers(roles[0].backbone("policy"))
+        assert supports_fused_layers(sound)
         monkeypatch.setattr(layers, "linears", states)
         monkeypatch.setattr(layers, "linears_backward", derivatives)
-        assert not supports_fused_layers(roles[1].backbone("policy"))
+        assert not supports_fused_layers(broken)
 
 
 def test_parts_of_the_same_names_that_compute_something_else_are_found_by_their_numbers():
@@ -160,18 +147,16 @@ def test_adapters_that_are_more_than_two_matrices_are_left_to_the_library():
     assert supports_fused_layers(backbone_of(model))
     config.use_dora = True
     wrapped = wrap_in_lora(model, config)
-    assert not supports_fused_layers(Roles(wrapped, device=CPU, reference=False).backbone("policy"))
+    assert not supports_fused_layers(Policy(wrapped, device=CPU, reference=False).backbone("policy"))
 
 
-def test_dropout_is_left_to_the_library_for_as_long_as_it_is_on(tiny: TinyModels):
+def test_dropout_is_left_to_the_library_while_it_is_on(tiny: TinyModels):
     roles = lora_roles(tiny("llama"), dropout=0.5)
-    backbone = roles.backbone("policy")
-    assert supports_fused_layers(backbone)
     roles.lora_dropout = True
-    with roles.acting("policy"), torch.no_grad():
-        assert not supports_fused_layers(backbone)  # dropout is on for a block that was entered with gradients on
+    with roles.acting("policy"):
+        assert not supports_fused_layers(roles.backbone("policy"))
     with torch.no_grad(), roles.acting("policy"):
-        assert supports_fused_layers(backbone)
+        assert supports_fused_layers(roles.backbone("policy"))
 
 
 def test_half_precision_weights_outside_autocast_are_left_to_the_library(tiny: TinyModels):

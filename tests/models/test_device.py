@@ -1,48 +1,80 @@
-"""Device, dtype and thread count of a run; errors of memory."""
+"""Device, dtype and thread count of a run; errors of memory; random generators."""
 
+import json
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from tinyrl.models.device import as_out_of_memory, make_accelerator, threads_for
+from tinyrl.models.device import (
+    as_out_of_memory,
+    make_accelerator,
+    python_rng,
+    restore_rng,
+    rng_tensors,
+    seed_generators,
+    threads_for,
+)
 
 
 @pytest.mark.parametrize(
     ("width", "cores", "threads"),
-    [(96, 2, 1), (128, 64, 1), (255, 8, 1), (256, 1, 1), (256, 2, 2), (256, 64, 4), (576, 2, 2), (4096, 16, 16)],
+    [(96, 2, 1), (255, 8, 1), (256, 1, 1), (256, 2, 2), (256, 64, 4), (4096, 16, 16)],
 )
 def test_threads_follow_from_the_width_and_the_cores(width: int, cores: int, threads: int):
     assert threads_for(width=width, cores=cores) == threads
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA device"):
-        make_accelerator("cuda", dtype="auto")
-    with pytest.raises(ValueError, match="'tpu': allowed are auto, cpu, cuda"):
-        make_accelerator("tpu", dtype="auto")
+    for device in ("cuda", "tpu"):
+        with pytest.raises(ValueError, match=f"--device '?{device}"):
+            make_accelerator(device, dtype="auto")
 
 
 def test_autocast_follows_dtype():
-    for dtype, precision in (("float32", "no"), ("bfloat16", "bf16"), ("auto", "no")):
+    for dtype, product in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("auto", torch.float32)):
         accelerator = make_accelerator("cpu", dtype=dtype)
-        assert accelerator.device.type == "cpu"
-        assert accelerator.mixed_precision == precision
         with accelerator.autocast():
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == product == accelerator.dtype
 
 
-def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
-    with pytest.raises(torch.OutOfMemoryError, match="you tried to allocate"), as_out_of_memory():
+def test_every_error_of_memory_is_one_of_torch():
+    with pytest.raises(torch.OutOfMemoryError), as_out_of_memory():
         torch.empty(1 << 50)
-    for said in (
-        "CUDA error: out of memory\nCUDA kernel errors",
-        "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
-    ):
-        with pytest.raises(torch.OutOfMemoryError), as_out_of_memory():
-            raise RuntimeError(said)
-    with pytest.raises(torch.OutOfMemoryError, match="no more memory"), as_out_of_memory():
+    with pytest.raises(torch.OutOfMemoryError), as_out_of_memory():
         bytearray(1 << 60)
+    for message in ("CUDA error: out of memory\nCUDA kernel errors", "CUBLAS_STATUS_ALLOC_FAILED when calling"):
+        with pytest.raises(torch.OutOfMemoryError), as_out_of_memory():
+            raise RuntimeError(message)
     with pytest.raises(RuntimeError, match="size") as caught, as_out_of_memory():
         torch.add(torch.ones(2), torch.ones(3))
     assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+# ---- random generators ----
+
+
+def draw() -> tuple[float, float, float, float]:
+    return random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))
+
+
+def test_generators_are_restored_exactly_through_json() -> None:
+    draw()  # leaves a cached Gaussian in both of Python's and NumPy's generators
+    tensors, python = rng_tensors(), json.loads(json.dumps(python_rng()))
+    expected = [draw() for _ in range(3)]
+    seed_generators(1)
+    assert [draw() for _ in range(3)] != expected
+    restore_rng(tensors, python)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_every_generator_is_seeded() -> None:
+    drawn = []
+    for seed in (0, 0, 1, 10**17, 10**17):
+        seed_generators(seed)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert drawn[3] == drawn[4]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))

@@ -32,7 +32,8 @@ def copied(source: Path, tmp_path: Path) -> Path:
 
 def test_pickled_weights_are_refused(tiny: TinyModels, tmp_path: Path):
     folder = copied(tiny("llama"), tmp_path)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    assert load_causal_lm(str(folder), dtype=torch.float32)
     (folder / "model.safetensors").rename(folder / "value_head.safetensors")
     with pytest.raises(ValueError, match="cannot load a causal language model"):  # beside other safetensors
         load_causal_lm(str(folder), dtype=torch.float32)
@@ -41,15 +42,8 @@ def test_pickled_weights_are_refused(tiny: TinyModels, tmp_path: Path):
         load_causal_lm(str(folder), dtype=torch.float32)
 
 
-def test_pickled_weights_beside_safetensors_are_not_read(tiny: TinyModels, tmp_path: Path):
-    folder = copied(tiny("llama"), tmp_path)
-    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    model, expected = (load_causal_lm(str(path), dtype=torch.float32) for path in (folder, tiny("llama")))
-    assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
-
-
 def test_an_adapter_is_not_taken_for_a_model_and_a_pickled_one_is_refused(tiny: TinyModels, tmp_path: Path):
-    """The library would load its base and put the adapter on it, so that reference and policy were both adapted."""
+    """The library would load its base and put the adapter on it, so that the reference was adapted, too."""
     folder = saved_adapter(tiny, tmp_path)
     with pytest.raises(ValueError, match=r"is an adapter: name it as model\.adapter"):
         load_causal_lm(str(folder), dtype=torch.float32)
@@ -84,7 +78,7 @@ def test_tokenizers_without_pad_or_eos(tiny: TinyModels, tmp_path: Path):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
     del config["eos_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no EOS token, so a completion could never end"):
+    with pytest.raises(ValueError, match="no EOS token"):
         load_tokenizer(str(folder))
     assert load_tokenizer(str(folder), needs_eos=False).eos_token_id is None
 
@@ -104,16 +98,14 @@ def test_a_tokenizer_is_written_as_it_came(tiny: TinyModels, tmp_path: Path):
     assert (written / "tokenizer_config.json").read_bytes() != (folder / "tokenizer_config.json").read_bytes()
 
 
-def test_gemma2s_attention_softcap_is_applied(tiny: TinyModels, tmp_path: Path):
-    folder = copied(tiny("gemma2"), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": None}))
+def test_gemma2s_attention_softcap_is_applied(tiny: TinyModels):
+    model = load_causal_lm(str(tiny("gemma2")), dtype=torch.float32)
+    assert model.config._attn_implementation == "eager"
     with torch.no_grad():
-        capped, uncapped = (
-            load_causal_lm(str(path), dtype=torch.float32)(input_ids=IDS).logits for path in (tiny("gemma2"), folder)
-        )
-    assert (capped - uncapped).abs().max() > 0.01
-    assert load_causal_lm(str(tiny("gemma2")), dtype=torch.float32).config._attn_implementation == "eager"
+        capped = model(input_ids=IDS).logits
+        for layer in model.model.layers:  # pyright: ignore
+            layer.self_attn.attn_logit_softcapping = None
+        assert (capped - model(input_ids=IDS).logits).abs().max() > 0.01
 
 
 def test_lora_targets_that_match_nothing(tiny: TinyModels):
@@ -137,12 +129,8 @@ def saved_adapter(tiny: TinyModels, folder: Path) -> Path:
 
 def test_an_adapter_of_another_base_is_refused(tiny: TinyModels, tmp_path: Path):
     folder = saved_adapter(tiny, tmp_path)
-    with pytest.raises(ValueError, match=r"does not fit this base model: Target modules"):
+    with pytest.raises(ValueError, match="Target modules"):
         load_start_adapter(load_causal_lm(str(tiny("gpt2")), dtype=torch.float32), str(folder))
-    narrow = AutoConfig.from_pretrained(tiny("llama"))
-    narrow.intermediate_size = 48
-    with pytest.raises(ValueError, match=r"does not fit this base model: .*size mismatch"):
-        load_start_adapter(AutoModelForCausalLM.from_config(narrow), str(folder))
 
 
 def test_an_embedding_tied_to_the_head_is_missing_once_and_for_both(tiny: TinyModels, tmp_path: Path):
@@ -163,15 +151,15 @@ def test_a_classification_model_is_no_policy(tiny: TinyModels):
         load_causal_lm(str(tiny.reward("qwen2")), dtype=torch.float32)
 
 
-def test_a_revision_reaches_everything_that_is_read_of_a_model(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[str, str | None]] = []
+def test_a_revision_reaches_every_reader(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str | None] = []
 
     def recorded(reader: object, name: str) -> None:
         real = getattr(reader, name)
 
         def read(path: str, *arguments: object, revision: str | None, **options: object) -> object:
             if path == "owner/name":  # a reader may call another one
-                asked.append((path, revision))
+                asked.append(revision)
             return real(str(tiny("llama")), *arguments, **options)
 
         monkeypatch.setattr(reader, name, read)
@@ -182,36 +170,31 @@ def test_a_revision_reaches_everything_that_is_read_of_a_model(tiny: TinyModels,
     load_tokenizer("owner/name", revision="1f0c")
     load_causal_lm("owner/name", dtype=torch.float32, revision="1f0c")
     load_model_config("owner/name", revision="1f0c")
-    assert asked == [("owner/name", "1f0c")] * 5
-    asked.clear()
     load_model_config("owner/name")
-    assert asked == [("owner/name", "main")]
+    assert asked == [*["1f0c"] * 5, "main"]
 
 
-def test_the_gradient_through_a_four_bit_base_is_that_of_the_weights_it_stands_for(tiny: TinyModels, tmp_path: Path):
+def test_the_gradient_through_a_four_bit_base_is_that_of_its_dense_weights(tiny: TinyModels, tmp_path: Path):
     """Also after it has sampled: bitsandbytes may then keep its weights in another order."""
     functional = pytest.importorskip("bitsandbytes").functional
     config = AutoConfig.from_pretrained(tiny("llama"))
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    quantised = load_causal_lm(str(tmp_path), dtype=torch.float32, quantization="4bit")
-    plain = load_causal_lm(str(tmp_path), dtype=torch.float32)
-    for name, module in quantised.named_modules():
-        if hasattr(module.__dict__.get("_parameters", {}).get("weight"), "quant_state"):
-            weight = module.get_parameter("weight")
-            state = weight.quant_state  # pyright: ignore[reportAttributeAccessIssue]
-            plain.get_parameter(f"{name}.weight").data = functional.dequantize_4bit(weight.data, state)
+    quantised, plain = (load_causal_lm(str(tmp_path), dtype=torch.float32, quantization=q) for q in ("4bit", None))
+    for name, weight in quantised.named_parameters():
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            plain.get_parameter(name).data = functional.dequantize_4bit(weight.data, state)
     gradients = []
     for model in (quantised, plain):
         torch.manual_seed(0)  # LoRA's A
         wrapped = wrap_in_lora(model, lora())
-        stir({n: p for n, p in wrapped.named_parameters() if p.requires_grad})
+        trained = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
+        stir(trained)
         with torch.no_grad():
             wrapped(input_ids=IDS)
         wrapped(input_ids=IDS).logits.square().mean().backward()
-        gradients.append({n: p.grad for n, p in wrapped.named_parameters() if p.requires_grad})
-    for name, expected in gradients[1].items():
-        torch.testing.assert_close(gradients[0][name], expected, rtol=1e-4, atol=1e-7, msg=name)
+        gradients.append({n: p.grad for n, p in trained.items()})
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
 def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: TinyModels):
@@ -222,22 +205,18 @@ def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: Tin
     check_ids([[0, 257], []], tokenizer, model)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     check_vocabulary(tokenizer, model, path="a")
-    with pytest.raises(ValueError, match=r"row 2 holds '<image>' \(token 258\), .* no embedding: it has 258 rows"):
+    with pytest.raises(ValueError, match=r"row 2 holds '<image>' \(token 258\)"):
         check_ids([[0, 257], [5, 258]], tokenizer, model)
     check_vocabulary(tokenizer, model, path="critic", sampled=258)
-    with pytest.raises(ValueError, match=r"258 rows: there is none for '<image>' \(token 258\)"):
+    with pytest.raises(ValueError, match=r"258 rows.*'<image>' \(token 258\)"):
         check_vocabulary(tokenizer, model, path="critic", sampled=300)  # a policy with that many rows can sample it
 
 
-def with_tensors(source: Path, folder: Path, more: dict[str, torch.Tensor]) -> str:
-    shutil.copytree(source, folder)
-    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
-
-def test_what_other_heads_left_over_is_not_in_the_way(tiny: TinyModels, tmp_path: Path):
+def test_weights_of_other_heads_may_be_left_over(tiny: TinyModels, tmp_path: Path):
     """A value head, layers for several tokens at a time, and the masks that old checkpoints of GPT-2 hold."""
-    more = {"v_head.summary.weight": torch.ones(1, 32), "mtp.fc.weight": torch.ones(2, 2)}
-    assert load_causal_lm(with_tensors(tiny("qwen2"), tmp_path / "a", more), dtype=torch.float32)
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
-    assert load_causal_lm(with_tensors(tiny("gpt2"), tmp_path / "b", masks), dtype=torch.float32)
+    heads = {"v_head.summary.weight": torch.ones(1, 32), "mtp.fc.weight": torch.ones(2, 2)}
+    for kind, more in (("qwen2", heads), ("gpt2", masks)):
+        shutil.copytree(tiny(kind), folder := tmp_path / kind)
+        save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors", {"format": "pt"})
+        assert load_causal_lm(str(folder), dtype=torch.float32)

@@ -1,6 +1,5 @@
 """Packed rows behind shared prompts: the states, log-probabilities and gradients of padded rows."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch import Tensor
 from tests.models.building import full_roles, lora_roles, roles_with_critic, stir
 from tests.models.live_bytes import LiveBytes
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import all_states, make_packed_batch
+from tinyrl.models.batch import make_packed_batch
 from tinyrl.models.packing import attending, pack, shared_start
-from tinyrl.models.roles import Roles
+from tinyrl.models.policy import Policy
+from tinyrl.models.states import all_states
 
-PACKING = ("qwen3", "gpt2")
 # A group of four (its last response empty, one of a single token), one of one, one of two with another row in between,
 # a row without a response. Token 0 pads; where pad is EOS it is both.
 A, B, C, D = [7, 8, 9], [0, 4], list(range(20, 40)), [5]
@@ -30,6 +29,7 @@ ROWS = [
     (D, []),
 ]
 PROMPTS, RESPONSES = [p for p, _ in ROWS], [r for _, r in ROWS]
+START = list(range(60, 75))
 
 
 def test_layout_with_the_last_tokens():
@@ -50,28 +50,22 @@ def test_layout_with_the_last_tokens():
         ([[1]], 0),
     ],
 )
-def test_what_prompts_begin_with(prompts: list[list[int]], tokens: int):
+def test_length_of_the_shared_start(prompts: list[list[int]], tokens: int):
     assert shared_start([list(prompt) for prompt in prompts]) == tokens
 
 
-def both(roles: Roles, run: Callable[[], Any]) -> tuple[Any, Any]:
-    """What `run` gives with packed and with padded batches."""
+def both(roles: Policy, run: Callable[[], Any]) -> list[Any]:
+    """Run with packed and with padded batches."""
     assert roles.packs
-    ours = run()
-    roles.packs = False
-    theirs = run()
+    found = []
+    for roles.packs in (True, False):
+        found.append(run())
     roles.packs = True
-    return ours, theirs
+    return found
 
 
-def scored(roles: Roles, rows: list[int] | None = None) -> tuple[Tensor, Tensor]:
-    chosen = range(len(ROWS)) if rows is None else rows
-    batch = roles.batch([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen])
-    return roles.logprobs("policy", batch, temperature=0.7, entropy_grad=True)
-
-
-def gradients(roles: Roles, role: str, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    with roles.acting(role):  # pyright: ignore[reportArgumentType]
+def gradients(roles: Policy, role: Any, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    with roles.acting(role):
         loss().backward()
     found = {}
     for name, parameter in roles.parameters[role].items():
@@ -80,9 +74,11 @@ def gradients(roles: Roles, role: str, loss: Callable[[], Tensor]) -> dict[str, 
     return found
 
 
-def policy_loss(roles: Roles, rows: list[int] | None = None) -> Tensor:
-    """Weighs every token differently, so that no mistake cancels."""
-    logprobs, entropy = scored(roles, rows)
+def policy_loss(roles: Policy, rows: list[int] | None = None, *, start: list[int] | None = None) -> Tensor:
+    """Weighs every token differently (of all rows), so that no mistake cancels."""
+    chosen = range(len(ROWS)) if rows is None else rows
+    batch = roles.batch([[*(start or []), *PROMPTS[i]] for i in chosen], [RESPONSES[i] for i in chosen])
+    logprobs, entropy = roles.logprobs("policy", batch, temperature=0.7, entropy_grad=True)
     weights = torch.linspace(-1.0, 2.0, logprobs.numel()).view_as(logprobs) if rows is None else 1.0
     return (weights * logprobs).sum() + 0.3 * entropy.square().sum()
 
@@ -93,6 +89,16 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
 
 
+@pytest.mark.parametrize(("kind", "start"), [("qwen3", START), ("gpt2", START), ("gpt2", [])])
+def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, start: list[int]):
+    """Groups of several rows, single ones and rows without a response, behind one system prompt or none."""
+    roles = (lora_roles if start else full_roles)(tiny(kind, pad_is_eos=not start))
+    stir(roles.parameters["policy"])
+    packed = roles.batch([[*start, *prompt] for prompt in PROMPTS], RESPONSES)
+    assert packed.input_ids.shape[1] == len(start) + sum(map(len, (A, B, C, D))) + 3 + 6 + 1 + 9 + 2
+    assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles, start=start))))
+
+
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
 def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, packs: bool):
     roles = lora_roles(tiny("llama"))
@@ -100,76 +106,47 @@ def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, pa
     stir(roles.parameters["policy"])
     masks = [[(i + t) % 3 != 0 for t in range(len(response))] for i, response in enumerate(RESPONSES)]
     with torch.no_grad(), roles.acting("policy"):
-        some = roles.batch(PROMPTS, RESPONSES, masks)
+        some, every = (roles.batch(PROMPTS, RESPONSES, m) for m in (masks, None))
         kept = some.to_rows(torch.ones(len(some.targets))).bool()
-        ours, theirs = roles.logprobs("policy", some, temperature=0.7)[0], scored(roles)[0]
+        ours, theirs = (roles.logprobs("policy", batch, temperature=0.7)[0] for batch in (some, every))
     assert int(kept.sum()) == sum(map(sum, masks)) == len(some.targets)
     torch.testing.assert_close(ours, torch.where(kept, theirs, 0.0), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", PACKING)
-def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str):
-    roles = full_roles(tiny(kind, pad_is_eos=True))
-    stir(roles.parameters["policy"])
-    assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
-
-
-@pytest.mark.parametrize("kind", PACKING)
-def test_behind_a_start_all_is_as_in_padded_rows(tiny: TinyModels, kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Groups of several rows, single ones and rows without a response, all behind one system prompt."""
-    start = list(range(60, 75))
-    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [[*start, *prompt] for prompt in PROMPTS])
-    roles = lora_roles(tiny(kind))
-    stir(roles.parameters["policy"])
-    assert roles.batch(PROMPTS, RESPONSES).input_ids.shape[1] == 15 + sum(map(len, (A, B, C, D))) + 3 + 6 + 1 + 9 + 2
-    with torch.no_grad(), roles.acting("policy"):
-        ours, theirs = both(roles, lambda: scored(roles))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
 
 
 def test_a_split_group_has_the_gradient_of_the_whole(tiny: TinyModels):
     roles = lora_roles(tiny("llama"))
     stir(roles.parameters["policy"])
-    rows = list(range(8))
-    whole = gradients(roles, "policy", lambda: policy_loss(roles, rows))
+    whole = gradients(roles, "policy", lambda: policy_loss(roles, list(range(8))))
     parts = gradients(roles, "policy", lambda: policy_loss(roles, [0, 6]) + policy_loss(roles, [4, 1, 2, 5, 7, 3]))
     assert_same_gradients(parts, whole)
 
 
 def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """Backward comes after the forward pass, and here after the forward pass of another batch."""
+    """Backward comes after the forward pass of another batch. The library's layers, since ours attend by themselves."""
+    monkeypatch.setattr("tinyrl.models.states.supports_fused_layers", lambda backbone: False)
     roles = lora_roles(tiny("gpt2"))
     stir(roles.parameters["policy"])
 
     def loss() -> Tensor:
         return policy_loss(roles, [0, 1, 4]) + policy_loss(roles, [3, 6]) + policy_loss(roles, [2])
 
-    monkeypatch.setattr(
-        "tinyrl.models.batches.supports_fused_layers", lambda backbone: False
-    )  # which leaves such layers to the library
-    kept = gradients(roles, "policy", loss)
+    stored = gradients(roles, "policy", loss)
     with roles.gradient_checkpointing():
         recomputed = gradients(roles, "policy", loss)
-    for name, gradient in kept.items():
-        assert torch.equal(recomputed[name], gradient), name
+    torch.testing.assert_close(recomputed, stored, rtol=0, atol=0)
     assert roles.causal.config._attn_implementation == "sdpa"
 
 
-def test_values_are_those_of_padded_rows(tiny: TinyModels):
+def test_values_and_scores_are_those_of_padded_rows(tiny: TinyModels):
     roles = roles_with_critic(tiny("qwen2"), with_lora=True, kind="adapter")
+    roles.train_score_head()
     stir(roles.parameters["critic"])
+    stir(roles.parameters["policy"])
 
     def loss() -> Tensor:
         return roles.values(roles.batch(PROMPTS, RESPONSES)).square().sum()
 
     assert_same_gradients(*both(roles, lambda: gradients(roles, "critic", loss)))
-
-
-def test_scores_are_those_of_padded_rows(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    roles.train_score_head()
-    stir(roles.parameters["policy"])
     with torch.no_grad(), roles.acting("policy"):
         ours, theirs = both(roles, lambda: roles.scores(roles.batch(PROMPTS, RESPONSES, last_tokens=True)))
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -180,8 +157,7 @@ def test_scores_are_those_of_padded_rows(tiny: TinyModels):
 
 def test_attention_is_the_models_own_again_after_an_error(tiny: TinyModels):
     roles = lora_roles(tiny("llama"))
-    backbone = roles.backbone("policy")
-    with pytest.raises(RuntimeError, match="stop"), attending(backbone, pack([(2, [1])])):
+    with pytest.raises(RuntimeError, match="stop"), attending(roles.backbone("policy"), pack([(2, [1])])):
         raise RuntimeError("stop")
     assert roles.causal.config._attn_implementation == "sdpa"
 

@@ -1,5 +1,8 @@
-"""Markers are tokens where the chat template wrote them alone, and a text behind another has no space of its own."""
+"""Markers are tokens only where the chat template wrote them; a text behind another has no space of its own; templates
+end in time.
+"""
 
+import signal
 from typing import Any
 
 import pytest
@@ -7,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind
+from tinyrl.models import tokens as module
+from tinyrl.models.tokens import disguised, readable, template_text, token_ids, tokens_behind
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import ObservationTokens, render_answer
 from tinyrl.tasks.prompts import render_prompt
@@ -36,16 +40,9 @@ def chatml(template: str = CHATML) -> Any:
 def sentencepiece(scheme: str, template: str | None = ZEPHYR) -> Any:
     """Whole words and characters, with a space put before each text (Llama 2, Mistral) or before the first part."""
     letters = sorted(set("".join(WORDS)) | set("<|>/sauertin\n:[]_"))
-    vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    merges: list[tuple[str, str]] = []
-    for piece in letters:
-        vocab.setdefault(piece, len(vocab))
-    for word in WORDS:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocab:
-                vocab[word[:end]] = len(vocab)
-                merges.append((word[: end - 1], word[end - 1]))
-    inner = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
+    starts = dict.fromkeys(word[:end] for word in WORDS for end in range(2, len(word) + 1))
+    vocab = {piece: i for i, piece in enumerate(["<unk>", "<s>", "</s>", *letters, *starts])}
+    inner = Tokenizer(models.BPE(vocab, [(start[:-1], start[-1]) for start in starts], unk_token="<unk>"))
     if scheme == "legacy":
         inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
@@ -158,25 +155,13 @@ def test_an_observation_is_what_the_template_would_write(scheme: str):
     assert pieces(tokenizer, observations("no", ended_at=None).tokens) == ["no"]
 
 
-# ---- an unknown role ----
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_template_that_writes_a_tool_as_the_assistant_has_no_tools(refuses: bool):
-    """Also one that refuses two turns of the assistant."""
-    template = CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'user' else 'assistant' }}")
-    if refuses:
-        twice = (
-            "{% if m.role == 'assistant' and loop.previtem.role == m.role %}{{ raise_exception('twice') }}{% endif %}"
-        )
-        template = template.replace("<|im_start|>{{ 'user'", twice + "<|im_start|>{{ 'user'")
-    tokenizer = chatml(template)
-    observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={1}, max_tokens=9)
-    assert observations.role == "user"
-    assert ObservationTokens(chatml(), chat=True, variables={}, eos={1}, max_tokens=9).role == "tool"
-
-
-# ---- texts that are rendered already ----
+def test_a_template_that_writes_a_tool_as_the_assistant_has_no_tools():
+    """Here one that refuses two turns of the assistant, too."""
+    twice = "{% if m.role != 'user' and loop.previtem.role != 'user' %}{{ raise_exception('twice') }}{% endif %}"
+    role = "{{ 'user' if m.role == 'user' else 'assistant' }}"
+    template = CHATML.replace("<|im_start|>{{ m.role }}", f"{twice}<|im_start|>{role}")
+    for given, wanted in ((template, "user"), (CHATML, "tool")):
+        assert ObservationTokens(chatml(given), chat=True, variables={}, eos={1}, max_tokens=9).role == wanted
 
 
 def test_a_prompt_that_is_rendered_already_is_not_rendered_again():
@@ -206,3 +191,46 @@ def test_words_and_unigrams_have_no_marker_either():
         tokens = token_ids(tokenizer, disguised(tokenizer, "a </s> a"))
         assert 2 not in tokens
         assert (tokens[0], tokens[-1]) == (3, 3)
+
+
+# ---- chat templates ----
+
+
+def render(template: str, **variables: object) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return template_text(tokenizer, [{"role": "user", "content": "hello"}], variables=variables)
+
+
+HOSTILE = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 'x' * 10**15 }}",
+    "{{ 9 ** (9 ** 9) }}",  # worked out with the constants, while the engine swallows every Exception
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+    "{{ raise_exception('no thanks') }}",
+    "{# nothing #}",
+]
+
+
+@pytest.mark.parametrize("template", HOSTILE)
+def test_hostile_templates_are_refused_and_the_limits_taken_away_again(template: str, monkeypatch: Any):
+    monkeypatch.setattr(module, "SECONDS", 0.3)
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        with pytest.raises(ValueError, match="chat template of the model refuses messages with the roles user: "):
+            render(template)
+        assert render("[{{ messages[0].content }}]{{ mood }}", mood="!") == "[hello]!"
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_text_and_templates_have_a_greatest_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST_CHARACTERS", 50)
+    assert render("{{ 'x' * 70 }}") == "x" * 70  # 50 more than four times "hello"
+    for template in ("{{ 'x' * 71 }}", "x" * 51):
+        with pytest.raises(ValueError, match="characters"):
+            render(template)

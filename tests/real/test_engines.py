@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from tests import running
-from tests.generation.sampling import held_in
+from tests.generation.sampling import layout_in
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.engines import FusedEngine, HfEngine, select_engine
-from tinyrl.rollout.components import Options, SamplingParts
-from tinyrl.trainers.on_policy import EXACT_TO
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
+from tinyrl.training.on_policy import EXACT_TO
 
 pytestmark = pytest.mark.real
 
@@ -26,37 +28,37 @@ WORST = 1.5  # times the error of the library in bfloat16
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[SamplingParts]:
+def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[Collector]:
     """A policy whose adapter has moved."""
     task = {"name": "sums"}
-    made = SamplingParts(
+    made = load_collector(
         running.config("grpo", real, model={"dtype": request.param}, task=task, generation={"engine": "hf"}),
         options=Options(device="cpu"),
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.roles.parameters["policy"].values():
+        for parameter in made.policy.parameters["policy"].values():
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 1e-3)
     yield made
     made.close()
 
 
-def engine(parts: SamplingParts, name: str) -> Any:
-    dtype = parts.roles.causal.dtype
-    options = {"dtype": dtype, "held": held_in(dtype)} if name == "fused" else {}
-    return ENGINES[name](parts.roles, parts.tokenizer, SETTINGS, **options)
+def engine(parts: Collector, name: str) -> Any:
+    dtype = parts.policy.causal.dtype
+    options = {"dtype": dtype, "layout": layout_in(dtype)} if name == "fused" else {}
+    return ENGINES[name](parts.policy, parts.policy.tokenizer, SETTINGS, **options)
 
 
-def greedy(parts: SamplingParts, name: str) -> list[Completion]:
+def greedy(parts: Collector, name: str) -> list[Completion]:
     asked = [Request(prompt.tokens, prompt_row=i) for i, prompt in enumerate(parts.train_prompts[:3])]
     return [group[0] for group in engine(parts, name).sample(asked, 1, seed=0, step=0, greedy=True)]
 
 
 @torch.no_grad()
-def in_float32(parts: SamplingParts, said: list[Completion]) -> list[Tensor]:
+def in_float32(parts: Collector, said: list[Completion]) -> list[Tensor]:
     """Log-probabilities of completions by the library, in float32."""
     out = []
-    with parts.roles.acting("policy") as model:
+    with parts.policy.acting("policy") as model:
         model = deepcopy(model).float()
         for prompt, one in zip(parts.train_prompts, said, strict=False):
             ids = torch.tensor([prompt.tokens + one.tokens])
@@ -65,27 +67,29 @@ def in_float32(parts: SamplingParts, said: list[Completion]) -> list[Tensor]:
     return out
 
 
-def gaps(parts: SamplingParts, said: list[Completion]) -> Tensor:
+def gaps(parts: Collector, said: list[Completion]) -> Tensor:
     """Distance of each token from a float32 pass, in nats."""
     exact = torch.cat(in_float32(parts, said))
     return (torch.tensor([p for one in said for p in one.logprobs]) - exact).abs()
 
 
-def test_every_engine_says_what_the_library_says(parts: SamplingParts):
+def test_every_engine_says_what_the_library_says(parts: Collector):
     """To rounding in float32, so that nothing is scored again; in bfloat16 each is on average about as far from float32
     as the library itself.
     """
     said = {name: greedy(parts, name) for name in ENGINES}
     library = gaps(parts, said["hf"]).mean()
-    if parts.roles.causal.dtype == torch.float32:
+    if parts.policy.causal.dtype == torch.float32:
         assert all([c.tokens for c in one] == [c.tokens for c in said["hf"]] for one in said.values())
         assert all(gaps(parts, one).max() < EXACT_TO for one in said.values())
     else:
         assert gaps(parts, said["fused"]).mean() < WORST * library + 0.01
 
 
-def test_the_fused_engine_is_chosen(parts: SamplingParts):
+def test_the_fused_engine_is_chosen(parts: Collector):
     """For the longest sequences that runs have by default."""
-    dtype = parts.roles.causal.dtype
-    chosen, why = select_engine(parts.roles, parts.tokenizer, SETTINGS, wanted="auto", dtype=dtype, longest=LONGEST)
+    dtype = parts.policy.causal.dtype
+    chosen, why = select_engine(
+        parts.policy, parts.policy.tokenizer, SETTINGS, wanted="auto", dtype=dtype, longest=LONGEST
+    )
     assert chosen.name == "fused", why

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import running
-from tests.trainers.test_resume import assert_same
+from tests.training.test_resume import assert_same
 from tinyrl.cli.commands import app
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.models.test_layers import MAKE, errors, gradients, widened
-from tinyrl.models.batches import all_states, library_states
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
+from tinyrl.models.states import all_states, library_states
 
 pytestmark = [pytest.mark.real, pytest.mark.release]
 

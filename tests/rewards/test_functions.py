@@ -68,18 +68,18 @@ def test_a_batch_is_scored_in_order_and_arrives_as_it_is(make_reward: MakeReward
 def test_functions_may_name_the_columns_they_take(make_reward: MakeReward):
     reward = make_reward("def score(completions, answer, bonus=0.5):\n    return [a + bonus for a in answer]")
     assert shown(reward(["p"], ["c"], {"answer": [1], "other": [2]})) == [1.5]
-    with pytest.raises(ValueError, match=r"takes a column 'answer', .* Did you mean `answers`\? There are: prompts, c"):
+    with pytest.raises(ValueError, match=r"takes a column 'answer'.*Did you mean `answers`"):
         reward(["p"], ["c"], {"answers": [1]})
+
+
+SCORE = "def score(prompts, completions, **columns):\n    return [worth] * len(prompts)\n"
 
 
 @pytest.mark.parametrize(
     ("use", "files"),
     [
         ("rewards.py:score", {"rewards.py": "from loading import worth\n", "loading.py": "worth = 4.0"}),
-        (
-            "json.py:score",
-            {"json.py": "import json\nworth = json.loads('4.0')\n"},
-        ),  # it replaces no module of that name
+        ("json.py:score", {"json.py": "import json\nworth = json.loads('4.0')\n"}),  # it replaces no module
         ("people.scores:score", {"people/scores.py": "from . import worth\n", "people/__init__.py": "worth = 4.0"}),
     ],
 )
@@ -90,23 +90,19 @@ def test_a_file_or_module_imports_what_is_beside_it(
     for name, code in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code + (SCORE if name == first else ""))
-    reward = make_reward(None, use=use)
-    assert shown(score(reward, ["a"])) == [4.0]
+    assert shown(score(make_reward(None, use=use), ["a"])) == [4.0]
 
 
-SCORE = "def score(prompts, completions, **columns):\n    return [worth] * len(prompts)\n"
-
-
-def test_no_torch_is_loaded_beside_a_function(make_reward: MakeReward):
-    reward = make_reward("import sys\ndef score(prompts, completions):\n    return [float('torch' in sys.modules)]")
-    assert shown(score(reward, ["a"])) == [0.0]
-
-
-def test_hashes_are_the_same_in_every_worker(make_reward: MakeReward):
-    reward = make_reward("def score(prompts, completions, **columns):\n    return [hash('tinyrl') % 1_000_003]")
-    first = shown(score(reward, ["a"]))
+def test_workers_hash_alike_and_load_no_torch(make_reward: MakeReward):
+    reward = make_reward("""
+        import sys
+        def score(prompts, completions):
+            return [hash('tinyrl') % 1_000_003, float('torch' in sys.modules)]
+    """)
+    first = shown(score(reward, ["a", "b"]))
     reward.close()
-    assert shown(score(reward, ["a"])) == first
+    assert shown(score(reward, ["a", "b"])) == first
+    assert first[1] == 0.0
 
 
 def test_a_function_that_raises_once_loses_nothing(make_reward: MakeReward):
@@ -133,11 +129,11 @@ def test_rows_that_raise_are_dropped_and_others_keep_their_scores(make_reward: M
     """)
     call = score(reward, ["1", "two\n\x1b[31m", "4", "0", "nan"])
     assert shown(call) == [1.0, None, 0.25, None, None]
-    assert reasons(call) == {
-        1: "`score` raised ValueError: could not convert string to float: 'two\\n\\x1b[31m' (rewards.py, line 5)",
-        3: "`score` raised ZeroDivisionError: float division by zero (rewards.py, line 5)",
-        4: "`score` returned NaN",
-    }
+    found = reasons(call)
+    assert "`score` raised ValueError: could not convert string to float: 'two" in found[1]
+    assert found[1].isprintable()
+    assert found[3] == "`score` raised ZeroDivisionError: float division by zero (rewards.py, line 5)"
+    assert found[4] == "`score` returned NaN"
 
 
 def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
@@ -231,40 +227,26 @@ def test_whole_batch_functions_are_not_tried_row_by_row(make_reward: MakeReward)
 def test_a_function_that_keeps_crashing_is_given_up(
     make_reward: MakeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Rows that raise are no lost workers: all are tried."""
     monkeypatch.setattr(calls, "MAX_WORKERS_LOST", 2)
-    monkeypatch.chdir(tmp_path)
-    reward = make_reward("""
+    crashes = make_reward("""
         import os
         def score(prompts, completions, **columns):
             with open("rewards.log", "a") as log:
                 log.write("x")
             os._exit(9)
     """)
-    call = score(reward, ["a"] * 5)
+    call = score(crashes, ["a"] * 5)
     assert (tmp_path / "rewards.log").read_text() == "xxx"  # the batch and two rows
     assert shown(call) == [None] * 5
-    died = "ended its process with exit code 9"
-    assert reasons(call)[1] == f"`score` {died}"
-    assert reasons(call)[2] == (
-        f"`score` was not tried again alone: 2 rows had hung or crashed by then; with the whole batch it {died}"
-    )
-
-
-def test_rows_that_raise_do_not_count_as_lost_workers(make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calls, "MAX_WORKERS_LOST", 2)
-    reward = make_reward("def score(prompts, completions):\n    return [float(text) for text in completions]")
-    assert shown(score(reward, ["a", "b", "c", "d", "5"])) == [None] * 4 + [5.0]
-
-
-def test_the_time_for_trying_rows_is_bounded(make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch):
+    assert reasons(call)[1] == "`score` ended its process with exit code 9"
+    assert "was not tried again alone: 2 rows" in reasons(call)[2]
+    raises = make_reward("def score(prompts, completions):\n    return [float(text) for text in completions]")
+    assert shown(score(raises, ["a", "b", "c", "d", "5"])) == [None] * 4 + [5.0]
     monkeypatch.setattr(calls, "ROWS_TIMEOUTS", 0)
-    reward = make_reward("""
-        def score(prompts, completions, **columns):
-            raise RuntimeError("always")
-    """)
-    call = score(reward, ["a", "b"])
+    call = score(raises, ["a", "5"])
     assert shown(call) == [None, None]
-    assert "was not tried again alone: 0 x timeout_s had gone" in reasons(call)[1]
+    assert "was not tried again alone: 0 x timeout_s" in reasons(call)[1]
 
 
 def test_what_a_function_prints_stays_out_of_the_way(make_reward: MakeReward, capfd: pytest.CaptureFixture[str]):
@@ -291,8 +273,7 @@ def test_a_function_may_close_what_it_was_given(make_reward: MakeReward):
                 sys.stdin.close(), sys.stdout.close(), os.close(2)
             return [1.0] * len(prompts)
     """)
-    assert shown(score(reward, ["a"])) == [1.0]
-    assert shown(score(reward, ["a", "b"])) == [1.0, 1.0]
+    assert shown(score(reward, ["a"])) == shown(score(reward, ["a"])) == [1.0]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object(), 1j])
@@ -310,18 +291,18 @@ def test_a_column_that_is_not_json_is_named(make_reward: MakeReward, value: obje
             r"No module named .* \(rewards\.py, line 1\)",
         ),
         ("score = 'high'", "it is a str"),
+        (
+            "import time\ntime.sleep(1000)\ndef score():\n    return []",
+            r"no answer within 0\.5 s \(rewards\.py, line 2",
+        ),
     ],
 )
-def test_code_that_does_not_load_is_the_persons_to_mend(code: str, why: str, make_reward: MakeReward):
+def test_code_that_does_not_load_is_the_persons_to_mend(
+    code: str, why: str, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calls, "LOAD_TIMEOUT_S", 0.5 if "sleep" in code else 60.0)
     with pytest.raises(ValueError, match=rf"^reward\.functions: use 'rewards\.py:score' could not be loaded: .*{why}"):
-        make_reward(code).start()
-
-
-def test_an_import_that_hangs_is_given_up(make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calls, "LOAD_TIMEOUT_S", 0.5)
-    reward = make_reward("import time\ntime.sleep(1000)\ndef score():\n    return []", timeout_s=0.5)
-    with pytest.raises(ValueError, match=r"could not be loaded: it gave no answer within 0\.5 s \(rewards\.py, line 2"):
-        reward.start()
+        make_reward(code, timeout_s=0.5).start()
 
 
 def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: MakeReward, tmp_path: Path):
@@ -329,8 +310,7 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
     assert shown(score(reward, ["a"])) == [1.0]
     reward.close()
     (tmp_path / "rewards.py").write_text("raise RuntimeError('edited')")
-    call = score(reward, ["a"])
-    assert reasons(call) == {0: "`score` could not be loaded: it raised RuntimeError: edited (rewards.py, line 1)"}
+    assert "could not be loaded: it raised RuntimeError: edited" in reasons(score(reward, ["a"]))[0]
 
 
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -346,23 +326,21 @@ def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path,
 CHAT = [{"role": "assistant", "content": "4"}]
 
 
-@pytest.mark.parametrize("code", ["float('4' in c)", "float('4' != c)", "float(c[-3:] == '4')"])
-def test_text_sought_in_a_message_is_noticed(code: str, make_reward: MakeReward):
-    reward = make_reward(f"def score(prompts, completions, **columns):\n    return [{code} for c in completions]")
-    assert not reward(["p"], ["4"], {}).failures
-    assert reward.chat_hint is None
-    assert not reward(["p"], [CHAT], {}).failures
-    assert "its text is completion[0]" in str(reward.chat_hint)
-
-
-def test_a_message_is_read_or_handled_as_text(make_reward: MakeReward):
+def test_messages_taken_for_text_are_noticed(make_reward: MakeReward):
+    """Where it compares one with text; not where it reads it, and one that handles it as text fails its rows."""
+    whole = "import re\ndef score(prompts, completions, **columns):\n    return [{code} for c in completions]"
+    for code in ("float('4' in c)", "float('4' != c)", "float(c[-3:] == '4')"):
+        reward = make_reward(whole.format(code=code))
+        assert not reward(["p"], ["4"], {}).failures
+        assert reward.chat_hint is None
+        assert not reward(["p"], [CHAT], {}).failures
+        assert "its text is completion[0]" in str(reward.chat_hint)
     for code in ("float(c[0]['content'] == '4')", "float(c == [1])", "float({} in c)"):
-        reward = make_reward(f"def score(prompts, completions, **columns):\n    return [{code} for c in completions]")
+        reward = make_reward(whole.replace("{code}", code))
         assert not reward(["p"], [CHAT], {}).failures
         assert reward.chat_hint is None
     for code in ("float(c.strip())", "float(re.search('4', c) is not None)"):
-        reward = make_reward(f"import re\ndef score(prompts, completions):\n    return [{code} for c in completions]")
-        [reason] = reasons(reward(["p"], [CHAT], {})).values()
+        [reason] = reasons(make_reward(whole.format(code=code))(["p"], [CHAT], {})).values()
         assert "its text is completion[0]" in reason
 
 

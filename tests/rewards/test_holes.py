@@ -59,13 +59,10 @@ def test_our_own_verifiers_have_none() -> None:
         assert not found.holes
 
 
-def test_a_reward_that_no_right_answer_gets_is_blind() -> None:
-    found = attacked(lambda prompts, completions, **columns: [0.5] * len(completions))
-    assert found is not None
-    assert found.is_blind
-
-
-def test_rows_without_different_answers_are_not_attacked() -> None:
+def test_blind_rewards_and_rows_without_different_answers() -> None:
+    blind = attacked(lambda prompts, completions, **columns: [0.5] * len(completions))
+    assert blind is not None
+    assert blind.is_blind
     for rows in ([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a", "answer": "1"}] * 2):
         assert attacked(planted.exact, rows=rows) is None  # pyright: ignore[reportAttributeAccessIssue]
 

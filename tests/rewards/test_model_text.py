@@ -7,8 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from tests import running
+from tests.faults.lookup_runs import lookup, samples
 from tests.tasks.test_prompts import TEMPLATE, small_tokenizer
+from tests.tiny_models import tiny_reward_model
+from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 
@@ -83,20 +88,18 @@ def test_a_text_that_is_too_long_loses_its_beginning_but_not_its_bos(room: int, 
 
 
 def test_an_adapter_reads_what_the_policy_would_have_sampled():
-    tokenizer = small_tokenizer(template=TEMPLATE)
+    """Also where the prompt opened a <think> that the answer opens again."""
+
+    def adapter(answer: str, text_format=AUTO, room=100, template=TEMPLATE) -> list[int]:
+        how = {"text_format": text_format, "max_tokens": room, "adapter": True}
+        return reward_tokens(small_tokenizer(template=template), "hello", answer, **how)
+
     prompt = [1, 7, 8, 3, 2, 1, 0, 8]
-    assert AUTO.render(tokenizer, "hello").tokens == prompt
-    assert reward_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=100, adapter=True) == [*prompt, 4, 2]
-    assert reward_tokens(tokenizer, "hello", "world", text_format=PLAIN, max_tokens=100, adapter=True) == [3, 4, 2]
-    assert reward_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=4, adapter=True) == [1, 8, 4, 2]
-
-
-def test_a_think_that_the_prompt_opened_is_not_opened_again():
-    tokenizer = small_tokenizer(template=THINKS)
-    read_tokens = reward_tokens(
-        tokenizer, "hello", "<think> hello </think> world", text_format=AUTO, max_tokens=100, adapter=True
-    )
-    assert read_tokens == [1, 7, 8, 3, 2, 1, 0, 8, 5, 3, 6, 4, 2]
+    assert AUTO.render(small_tokenizer(template=TEMPLATE), "hello").tokens == prompt
+    assert adapter("world") == [*prompt, 4, 2]
+    assert adapter("world", PLAIN) == [3, 4, 2]
+    assert adapter("world", room=4) == [1, 8, 4, 2]
+    assert adapter("<think> hello </think> world", template=THINKS) == [*prompt, 5, 3, 6, 4, 2]
 
 
 def test_a_template_that_refuses_a_role_is_a_sentence():
@@ -124,3 +127,22 @@ def test_a_format_that_is_none_is_refused(kept, tmp_path: Path):
     save_file({"weight": torch.zeros(1, 2)}, tmp_path / SCORE_HEAD, metadata={"tinyrl_text_format": json.dumps(kept)})
     with pytest.raises(ValueError, match=r"score_head\.safetensors: tinyrl_text_format must hold"):
         TextFormat.of_adapter(str(tmp_path))
+
+
+def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:
+    judge = tiny_reward_model(tmp_path / "judge")
+    code, run, _ = running.train(lookup(reward={"model": str(judge)}, run={"num_steps": 1}), tmp_path)
+    assert code == 0
+    model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(judge)
+    eos = load_tokenizer("lookup").eos_token
+    searched = 0
+    for line in (line for line in samples(run) if line["kind"] == "train"):
+        episode = "".join(turn["content"] for turn in line["episode"])
+        searched += any(turn["role"] == "tool" for turn in line["episode"])
+        text = line["prompt"] + episode.removesuffix(str(eos))
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            score = float(model(ids).logits)
+        assert line["rewards"]["model"] == line["reward"] == pytest.approx(score, abs=1e-4)
+    assert searched  # some were episodes of several turns

@@ -10,26 +10,27 @@ import torch
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.sections import RewardConfig
-from tinyrl.rollout.collector import apply_length_rules, sample_and_score
-from tinyrl.rollout.components import Options, SamplingParts
-from tinyrl.rollout.sample import Sample, batch_of, loss_mask, rewards_of
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.sample import Sample, apply_length_rules, loss_mask, rewards_of
+from tinyrl.runs.launched import Options
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory):
     model = tiny_model(tmp_path_factory.mktemp("model"), "qwen2", pad_is_eos=True)
-    loaded = SamplingParts(running.config("grpo", model), options=Options(device="cpu"))
+    loaded = load_collector(running.config("grpo", model), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 
 
-def collect(parts: SamplingParts, **reward: Any) -> list[Sample]:
-    samples = sample_and_score(parts.train_prompts[:3], parts, group_size=2, step=0)
+def collect(parts: Collector, **reward: Any) -> list[Sample]:
+    samples = parts.collect(parts.train_prompts[:3], group_size=2, step=0)
     apply_length_rules(samples, RewardConfig(**reward), max_new_tokens=10)
     return samples
 
 
-def test_a_sample_is_written_whole(parts: SamplingParts) -> None:
+def test_a_sample_is_written_whole(parts: Collector) -> None:
     """As that of a step without a finite gradient is."""
     sample = collect(parts)[0]
     sample.old = torch.tensor(sample.logprobs)
@@ -39,13 +40,13 @@ def test_a_sample_is_written_whole(parts: SamplingParts) -> None:
     assert back["ref"] is None
 
 
-def test_mask_and_lengths_agree_when_pad_is_eos(parts: SamplingParts) -> None:
+def test_mask_and_lengths_agree_when_pad_is_eos(parts: Collector) -> None:
     samples = collect(parts)
     assert loss_mask(samples, "all").sum(1).tolist() == [len(sample.response) for sample in samples]
     assert [sample.row for sample in samples] == [0, 0, 1, 1, 2, 2]
 
 
-def test_truncated_responses_can_be_masked_or_penalised(parts: SamplingParts) -> None:
+def test_truncated_responses_can_be_masked_or_penalised(parts: Collector) -> None:
     kept = collect(parts)
     truncated = torch.tensor([sample.truncated for sample in kept])
     assert truncated.any(), "a random model should run into max_new_tokens"
@@ -58,24 +59,24 @@ def test_truncated_responses_can_be_masked_or_penalised(parts: SamplingParts) ->
     torch.testing.assert_close(rewards_of(penalised), rewards_of(kept) - 1.0 * truncated)
 
 
-def test_soft_overlong_penalty(parts: SamplingParts) -> None:
+def test_soft_overlong_penalty(parts: Collector) -> None:
     """DAPO Eq. 13 with 10 tokens at most and a buffer of 4: nothing up to 6, then down by a quarter a token to -1."""
     samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, reward=0.0) for n in (3, 6, 7, 9, 10)]
     apply_length_rules(samples, RewardConfig(overlong_tokens=4), max_new_tokens=10)
     assert [sample.reward for sample in samples] == [0.0, 0.0, -0.25, -0.75, -1.0]
 
 
-def test_a_prompt_twice_in_a_step_gets_other_samples(parts: SamplingParts) -> None:
+def test_a_prompt_twice_in_a_step_gets_other_samples(parts: Collector) -> None:
     prompt = parts.train_prompts[0]
-    samples = sample_and_score([prompt, prompt], parts, group_size=2, step=0)
+    samples = parts.collect([prompt, prompt], group_size=2, step=0)
     assert len({tuple(sample.response) for sample in samples}) == 4
 
 
-def test_tokens_that_were_read_are_no_part_of_the_loss(parts: SamplingParts) -> None:
+def test_tokens_that_were_read_are_no_part_of_the_loss(parts: Collector) -> None:
     """A tool's answer inside a response: the head lists only the other tokens, and token counts include only those."""
     first, second, third, *_ = collect(parts)
     first = replace(first, mask=[True, False, False, *first.mask[3:]])
-    batch = batch_of([replace(second, in_loss=False), first, third], parts.roles)
+    batch = parts.policy.batch_of([replace(second, in_loss=False), first, third])
     listed = [(row, column) for row, column in zip(batch.row.tolist(), batch.column.tolist(), strict=True)]
     count, other = len(first.response), len(third.response)
     assert listed == [(1, 0), *((1, t) for t in range(3, count)), *((2, t) for t in range(other))]

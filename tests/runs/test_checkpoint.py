@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from tinyrl.runs import checkpoint
 from tinyrl.runs.checkpoint import (
     MANIFEST,
     check_room,
-    checkpoint_name,
     checkpoint_step,
     list_checkpoints,
     newest_sound,
@@ -29,10 +27,9 @@ from tinyrl.runs.checkpoint import (
 FILES = {
     "adapter_model.safetensors": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      weights",
     "critic/adapter_model.safetensors": b"the critic's",
-    "optimizer.safetensors": b"Adam's two moments",
-    "random.safetensors": b"generators",
     "state.json": b'{"step": 7}',
 }
+SHA256_OF_STATE = "23344736596883ce1a08ba1d0135b621cc0f1d92006e26ee80597136c815876f"  # from sha256sum
 
 
 def fill(folder: Path, text: bytes = b"") -> None:
@@ -42,9 +39,9 @@ def fill(folder: Path, text: bytes = b"") -> None:
         path.write_bytes(content + text)
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    """Every file below a folder, hidden ones too."""
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, hidden files too; None for a folder."""
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
 
 
 @pytest.fixture
@@ -60,32 +57,19 @@ def test_what_is_written(root: Path):
     assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
     manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["step"] == 10
-    assert set(manifest["files"]) == set(FILES)
-    # sha256 of b'{"step": 7}', from sha256sum
+    assert (manifest["step"], set(manifest["files"])) == (10, set(FILES))
     assert manifest["files"]["state.json"] == {"bytes": 11, "sha256": SHA256_OF_STATE}
-    assert problem_with(folder) is None
     assert newest_sound(root) == (folder, [])
-
-
-SHA256_OF_STATE = "23344736596883ce1a08ba1d0135b621cc0f1d92006e26ee80597136c815876f"
 
 
 def test_only_checkpoints_are_listed_in_the_order_of_their_steps(root: Path):
     for name in ("step-1000000", "step-²", "best", ".writing-step-000011"):
         (root / name).mkdir()
-    assert (checkpoint_name(120), checkpoint_step(root / "step-12345678")) == ("step-000120", 12_345_678)
     with pytest.raises(ValueError, match="is not a checkpoint folder"):
         checkpoint_step(root / "step-²")
     (root / "step-000099").write_text("a file")
     assert [p.name for p in list_checkpoints(root)] == ["step-000005", "step-000010", "step-1000000"]
-    assert list_checkpoints(root / "none") == []
     assert newest_sound(root / "none") == (None, [])
-
-
-def empty(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -94,30 +78,26 @@ def flip_a_bit(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(content)
 
 
-def truncate(folder: Path) -> None:
-    os.truncate(folder / "critic/adapter_model.safetensors", 3)
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    ("state.json", lambda f: (f / "state.json").unlink()),
+    ("critic/adapter_model.safetensors", lambda f: os.truncate(f / "critic/adapter_model.safetensors", 3)),
+    ("adapter_model.safetensors", flip_a_bit),
+    (MANIFEST, lambda f: (f / MANIFEST).unlink()),
+    (MANIFEST, lambda f: os.truncate(f / MANIFEST, 40)),
+    (MANIFEST, lambda f: (f / MANIFEST).write_text("[]")),
+    (MANIFEST, lambda f: (f / MANIFEST).write_text("[" * 99_999)),
+    ("schema 2", lambda f: (f / MANIFEST).write_text('{"schema": 2, "files": {}}')),
+]
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "MANIFEST.json is missing": empty,
-    "state.json is missing": lambda f: (f / "state.json").unlink(),
-    "critic/adapter_model.safetensors has 3 bytes instead of 12": truncate,
-    "adapter_model.safetensors is not what was written": flip_a_bit,
-    "adapter_model.safetensors has": lambda f: fill(f, b"\n"),
-    "MANIFEST.json is damaged": lambda f: os.truncate(f / MANIFEST, 40),
-    "MANIFEST.json is d": lambda f: (f / MANIFEST).write_text("[]"),
-    "MANIFEST.json is": lambda f: (f / MANIFEST).write_text("[" * 99_999),
-    "schema 2 (this": lambda f: (f / MANIFEST).write_text('{"schema": 2, "files": {}}'),
-}
-
-
-@pytest.mark.parametrize("problem", DAMAGE)
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(root: Path, problem: str):
-    DAMAGE[problem](root / "step-000010")
-    folder, warnings = newest_sound(root)
+@pytest.mark.parametrize(("place", "damage"), DAMAGE)
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    root: Path, place: str, damage: Callable[[Path], object]
+):
+    damage(root / "step-000010")
+    folder, [warning] = newest_sound(root)
     assert folder == root / "step-000005"
-    assert len(warnings) == 1
-    assert warnings[0].startswith(f"step-000010: {problem}")
+    assert warning.startswith(f"step-000010: {place}")
 
 
 def test_a_manifest_cannot_reach_outside(root: Path, tmp_path: Path):
@@ -129,22 +109,8 @@ def test_a_manifest_cannot_reach_outside(root: Path, tmp_path: Path):
         assert "outside of the checkpoint" in str(problem_with(root / "step-000010"))
 
 
-def test_a_write_that_fails_leaves_what_was_there(root: Path):
-    before = tree(root)
-
-    def full(folder: Path) -> None:
-        fill(folder)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    for step in (10, 15):  # in the place of one, and a new one
-        with pytest.raises(OSError, match="No space left on device"):
-            write_checkpoint(root, step, write=full)
-        assert tree(root) == before
-        assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
-
-
-# renames: the old one aside, the new one in; fsyncs: five files, the manifest, critic/, the folder, and the root last
-@pytest.mark.parametrize(("call", "number"), [("rename", 1), ("rename", 2), *[("fsync", n) for n in range(1, 9)]])
+# renames: the old one aside, the new one in; fsyncs: three files, the manifest, critic/, the folder, and the root last
+@pytest.mark.parametrize(("call", "number"), [("rename", 1), ("rename", 2), *[("fsync", n) for n in range(1, 7)]])
 def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
     root: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -160,7 +126,11 @@ def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
     with pytest.raises(OSError, match="Input/output error"):
         write_checkpoint(root, 10, write=lambda folder: fill(folder, b"new"))
     assert tree(root) == before
-    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
+
+
+def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
 
 
 def test_a_file_larger_than_the_disk_allows_is_an_oserror(tmp_path: Path):
@@ -184,11 +154,6 @@ def test_a_file_larger_than_the_disk_allows_is_an_oserror(tmp_path: Path):
     assert done.stdout.strip() == "OSError step-000001 ['step-000001']", done.stderr
 
 
-def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
-
-
 KILLED_AT = """
     import os, signal, sys
     from pathlib import Path
@@ -210,14 +175,14 @@ KILLED_AT = """
             setattr(os, call, killed)
 
     checkpoint.write_checkpoint(root, 10, write=write)
-    print("done")
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "number"), [("fsync", 1), ("fsync", 3), ("rename", 1), ("rename", 2), ("fsync", 5), ("rmdir", 1)]
-)
-def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_of_its_step(root: Path, call: str, number: int):
+@pytest.mark.parametrize("next_step", [10, 15])
+@pytest.mark.parametrize(("call", "number"), [("fsync", 1), ("rename", 1), ("rename", 2), ("fsync", 5), ("rmdir", 1)])
+def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_of_its_step(
+    root: Path, call: str, number: int, next_step: int
+):
     """kill -9 while files are flushed, before and between the two renames, and while the old one is deleted."""
     done = run_python(KILLED_AT, root, call, number)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
@@ -227,20 +192,13 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_of_its_step(root: Pat
     assert checkpoint_step(folder) == 10
     assert (folder / "state.json").read_bytes() in (b'{"step": 7}', b"second")
 
-    # the next save cleans up, and so does pruning
-    write_checkpoint(root, 10, write=lambda folder: fill(folder, b"third"))
-    prune(root, keep=3, protected=[])
-    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
-    assert (root / "step-000010" / "state.json").read_bytes() == b'{"step": 7}third'
-
-
-def test_a_writer_that_is_killed_between_its_renames_loses_nothing_when_the_next_step_is_saved(root: Path):
-    run_python(KILLED_AT, root, "rename", 2)
-    assert not (root / "step-000010").exists()
-    write_checkpoint(root, 15, write=fill)
+    # the next save and pruning clean up
+    write_checkpoint(root, next_step, write=fill)
     prune(root, keep=2, protected=[])
-    assert [checkpoint_step(p) for p in list_checkpoints(root)] == [10, 15]
-    assert [problem_with(p) for p in list_checkpoints(root)] == [None, None]
+    left = list_checkpoints(root)
+    assert [checkpoint_step(p) for p in left] == sorted({5, 10, next_step})[-2:]
+    assert [problem_with(p) for p in left] == [None, None]
+    assert len(list(root.iterdir())) == 2
 
 
 def test_pruning_keeps_the_newest_and_the_protected(root: Path):
@@ -250,8 +208,6 @@ def test_pruning_keeps_the_newest_and_the_protected(root: Path):
     (root / "notes.txt").write_text("a person's")
     prune(root, keep=2, protected=[root / "step-000010", root / "step-000099"])
     assert {p.name for p in root.iterdir()} == {"step-000010", "step-000020", "step-000025", "notes.txt"}
-    prune(root, keep=1, protected=[])
-    assert [p.name for p in list_checkpoints(root)] == ["step-000025"]
     assert problem_with(root / "step-000025") is None
 
 
@@ -269,10 +225,9 @@ def test_a_pruner_that_is_killed_leaves_no_half_of_a_checkpoint(root: Path):
     assert {p.name for p in root.iterdir()} == {"step-000010"}
 
 
-def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path):
+def test_too_little_room_is_an_error_before_anything_is_written(tmp_path: Path):
     check_room(tmp_path / "runs" / "not-there-yet", needed=1)
-    with pytest.raises(OSError, match=r"a checkpoint takes about 1,152,921,504,606.8 MB, and .* MB are free") as caught:
+    with pytest.raises(OSError, match=r"a checkpoint takes about 1,152,921,504,606.8 MB") as caught:
         check_room(tmp_path / "runs" / "not-there-yet", needed=1 << 60)
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.filename == str(tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -15,75 +15,77 @@ from tinyrl.runs.findings import MOST_LINES, Watch, find
 from tinyrl.runs.records import RunRecords, read_run, read_steps
 
 HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
-Curve = Callable[[float], float]
+Curve = float | tuple[float, float] | Callable[[float], float]  # a constant, from one value to another, or of t in 0..1
+Curves = dict[str, Curve]
+Lines = list[dict[str, Any]]
+SOUND: Curves = {
+    "reward/mean": (0.4, 0.8),
+    "reward/std": (0.49, 0.4),
+    "reward/zero_spread_groups": (0.1, 0.4),
+    "completion/truncated": 0.02,
+    "completion/mean_length": (100, 120),
+    "policy/entropy": (0.8, 0.3),
+    "policy/sampling_gap": 0.004,
+    "objective/kl": (0, 4),
+    "eval/reward_mean": (0.4, 0.75),
+}
 
 
-def rows(*, steps: int = 80, held_out: Curve = lambda t: 0.4 + 0.35 * t, **curves: Curve) -> list[dict[str, Any]]:
-    """A run that goes well, but for the curves given (names with __ for /), of t from 0 to 1."""
-    of: dict[str, Curve] = {
-        "reward__mean": lambda t: 0.4 + 0.4 * t,
-        "reward__std": lambda t: 0.49 - 0.09 * t,
-        "reward__zero_spread_groups": lambda t: 0.1 + 0.3 * t,
-        "completion__truncated": lambda t: 0.02,
-        "completion__mean_length": lambda t: 100 + 20 * t,
-        "policy__entropy": lambda t: 0.8 - 0.5 * t,
-        "policy__sampling_gap": lambda t: 0.004,
-        "objective__kl": lambda t: 4 * t,
-        **curves,
-    }
-    made = []
+def at(curve: Curve, t: float) -> float:
+    if isinstance(curve, tuple):
+        return curve[0] + (curve[1] - curve[0]) * t
+    return curve(t) if callable(curve) else curve
+
+
+def rows(curves: Curves | None = None, *, steps: int = 80) -> Lines:
+    """A run that goes well, but for the curves given; held-out ones at every tenth step."""
+    of, made = SOUND | (curves or {}), list[dict[str, Any]]()
+    held_out = of.pop("eval/reward_mean")
     for step in range(steps + 1):
-        t = step / steps
-        line: dict[str, Any] = {"step": step}
-        if step:
-            shake = 1 + 0.02 * math.sin(7 * step)
-            line |= {name.replace("__", "/"): curve(t) * shake for name, curve in of.items()}
+        t, shake = step / steps, 1 + 0.02 * math.sin(7 * step)
+        line: dict[str, Any] = {"step": step} | ({name: at(of[name], t) * shake for name in of} if step else {})
         if step % 10 == 0:
-            line |= {"eval/reward_mean": held_out(t), "eval/reward_ci": [held_out(t) - 0.04, held_out(t) + 0.04]}
+            score = at(held_out, t)
+            line |= {"eval/reward_mean": score, "eval/reward_ci": [score - 0.04, score + 0.04]}
         made.append(line)
     return made
 
 
-def run_of(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> RunRecords:
+def run_of(lines: Lines, config: dict[str, Any] | None = None) -> RunRecords:
     return RunRecords(Path(), {line["step"]: line for line in lines}, config or {"method": "grpo"})
 
 
-def named(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> list[str]:
+def named(lines: Lines, config: dict[str, Any] | None = None) -> list[str]:
     return [one.name for one in find(run_of(lines, config))]
 
 
-FLAT = {"reward__mean": lambda t: 0.45}
-PLANTED: dict[str, dict[str, Any]] = {
-    "zero-spread groups": {"reward__zero_spread_groups": lambda t: 0.9, "reward__mean": lambda t: 0.05},
-    "reward at its ceiling": {
-        "reward__mean": lambda t: 0.97,
-        "reward__std": lambda t: 0.08,
-        "reward__zero_spread_groups": lambda t: 0.95,
-    },
-    "truncation": {"completion__truncated": lambda t: 0.45},
-    "entropy collapse": {"policy__entropy": lambda t: 0.8 * math.exp(-6 * t), **FLAT},
-    "KL blow-up": {"objective__kl": lambda t: 120 * t},
-    "length creep": {"completion__mean_length": lambda t: 100 + 300 * t, **FLAT},
-    "critic explains nothing": {"value__explained_variance": lambda t: 0.005},
-    "train up, held-out down": {"held_out": lambda t: 0.4 + 0.8 * t * (1 - t)},
-    "one reward up, another down": {
-        "reward__format": lambda t: 0.2 + 0.7 * t,
-        "reward__right": lambda t: 0.5 - 0.3 * t,
-    },
-    "mismatch": {"policy__sampling_gap": lambda t: 0.15},
-}
-JUST_FINE: dict[str, dict[str, Any]] = {
-    "zero-spread groups": {"reward__zero_spread_groups": lambda t: 0.7, "reward__mean": lambda t: 0.05},
-    "reward at its ceiling": {"reward__mean": lambda t: 0.97, "reward__zero_spread_groups": lambda t: 0.85},
-    "truncation": {"completion__truncated": lambda t: 0.18},
-    "entropy collapse": {"policy__entropy": lambda t: 0.8 * math.exp(-6 * t), "reward__mean": lambda t: 0.95},
-    "KL blow-up": {"objective__kl": lambda t: 30 * t},
-    "length creep": {"completion__mean_length": lambda t: 100 + 300 * t},  # and the reward grows with it
-    "critic explains nothing": {"value__explained_variance": lambda t: 0.05 + 0.3 * t},
-    "train up, held-out down": {"held_out": lambda t: 0.6 - 0.03 * t},
-    "one reward up, another down": {"reward__format": lambda t: 0.2 + 0.7 * t, "reward__right": lambda t: 0.5},
-    "mismatch": {"policy__sampling_gap": lambda t: 0.03},
-}
+def falling(t: float) -> float:
+    return 0.8 * math.exp(-6 * t)
+
+
+def rise_and_fall(t: float) -> float:
+    return 0.4 + 0.8 * t * (1 - t)
+
+
+CUT: Curves = {"completion/truncated": 0.45}
+NEAR: list[tuple[str, Curves, Curves]] = [  # a finding, curves of a run that has it, and of one that only comes near
+    ("zero-spread groups", {"reward/zero_spread_groups": 0.9, "reward/mean": 0.05},
+     {"reward/zero_spread_groups": 0.7, "reward/mean": 0.05}),
+    ("reward at its ceiling", {"reward/mean": 0.97, "reward/zero_spread_groups": 0.95},
+     {"reward/mean": 0.97, "reward/zero_spread_groups": 0.85}),
+    ("truncation", CUT, {"completion/truncated": 0.18}),
+    ("entropy collapse", {"policy/entropy": falling, "reward/mean": 0.45},
+     {"policy/entropy": falling, "reward/mean": 0.95}),
+    ("KL blow-up", {"objective/kl": (0, 120)}, {"objective/kl": (0, 30)}),
+    ("length creep", {"completion/mean_length": (100, 400), "reward/mean": 0.45},
+     {"completion/mean_length": (100, 400)}),  # and the reward grows with it
+    ("critic explains nothing", {"value/explained_variance": 0.005}, {"value/explained_variance": (0.05, 0.35)}),
+    ("train up, held-out down", {"eval/reward_mean": rise_and_fall}, {"eval/reward_mean": (0.6, 0.57)}),
+    ("one reward up, another down", {"reward/format": (0.2, 0.9), "reward/right": (0.5, 0.2)},
+     {"reward/format": (0.2, 0.9), "reward/right": 0.5}),
+    ("mismatch", {"policy/sampling_gap": 0.15}, {"policy/sampling_gap": 0.03}),
+    ("far from the teacher", {"teacher/logprob": -4.0}, {"teacher/logprob": -2.5}),
+]  # fmt: skip
 
 
 def test_a_run_that_goes_well_has_no_finding() -> None:
@@ -91,73 +93,58 @@ def test_a_run_that_goes_well_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
-def test_a_measured_run_that_went_well_has_no_finding_at_any_step(path: Path) -> None:
+def test_a_measured_run_that_went_well_has_no_finding(path: Path) -> None:
     steps = read_steps(path, [])
     assert len(steps) > 30
     assert find(RunRecords(path, steps, {"method": path.stem.partition("-")[0]})) == []
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_found_and_nothing_else(fault: str) -> None:
-    assert named(rows(**PLANTED[fault])) == [fault]
+@pytest.mark.parametrize(("fault", "planted", "near"), NEAR, ids=[fault for fault, *_ in NEAR])
+def test_a_planted_fault_is_found_alone_and_what_comes_near_it_is_none(
+    fault: str, planted: Curves, near: Curves
+) -> None:
+    assert named(rows(planted)) == [fault]
+    assert named(rows(near)) == []
 
 
-@pytest.mark.parametrize("fault", JUST_FINE)
-def test_what_comes_near_a_fault_is_none(fault: str) -> None:
-    assert named(rows(**JUST_FINE[fault])) == []
-
-
-Lines = list[dict[str, Any]]
-FIVE_TURNS = {"method": "grpo", "environment": {"max_turns": 5}}
+def repeated(line: Callable[[int], dict[str, Any]], steps: int = 3) -> Lines:
+    return [{"step": step, **line(step)} for step in range(1, steps + 1)]
 
 
 def dropping(share: float) -> Lines:
     """Two steps of 16 completions, after which the run was stopped."""
     line = {"completion/mean_length": 7.0, "completion/tokens": 112.0, "reward/mean": 0.0, "reward/std": 0.0}
-    return [{"step": 0}, *({"step": step, **line, "reward/dropped": 16 * share} for step in (1, 2))]
+    return repeated(lambda step: line | {"reward/dropped": 16 * share}, 2)
 
 
-def turning(turns: float, *, cut: float = 0.98, held_out: bool = False) -> Lines:
-    names = ("eval/environment/turns", "eval/truncated") if held_out else ("environment/turns", "completion/truncated")
-    return [{"step": 0}, {"step": 0 if held_out else 1, **dict(zip(names, (turns, cut), strict=True))}]
+def turning(turns: float, *, cut: float = 0.98) -> Lines:
+    return [{"step": 1, "environment/turns": turns, "completion/truncated": cut}]
 
 
 AT_ONCE: dict[str, tuple[Lines, str | None]] = {
-    "all rewards dropped": (dropping(1), "rewards dropped"),
     "a third of the rewards dropped": (dropping(0.375), "rewards dropped"),
     "an eighth of the rewards dropped": (dropping(0.125), None),
-    "completions without tokens": (
-        [{"step": 1, "reward/dropped": 0.0, "completion/tokens": 0.0, "completion/mean_length": 0.0}],
-        None,
-    ),
-    "all losses null": ([{"step": step, "loss": None} for step in (1, 2, 3)], "loss is no number"),
+    "no tokens": ([{"step": 1, "reward/dropped": 0, "completion/tokens": 0, "completion/mean_length": 0}], None),
+    "all losses null": (repeated(lambda step: {"loss": None}), "loss is no number"),
     "held-out losses null": ([{"step": 0, "eval/loss": None}, {"step": 1, "loss": 2.0}], "loss is no number"),
-    "all policy losses null lately": (
-        [{"step": step, "policy/loss": None if step > 4 else 0.1} for step in range(1, 15)],
-        "loss is no number",
-    ),
-    "one loss null": ([{"step": step, "loss": None if step == 3 else 2.0} for step in (1, 2, 3)], None),
-    "three steps skipped": (
-        [{"step": step, "optim/skipped_steps": float(step)} for step in (1, 2, 3)],
-        "non-finite steps",
-    ),
-    "two steps skipped": ([{"step": step, "optim/skipped_steps": min(step, 2)} for step in range(1, 9)], None),
-    "five steps skipped long ago": (
-        [{"step": step, "optim/skipped_steps": min(step, 5)} for step in range(1, 99)],
-        None,
-    ),
+    "losses null lately": (repeated(lambda step: {"policy/loss": None if step > 4 else 1}, 14), "loss is no number"),
+    "one loss null": (repeated(lambda step: {"loss": None if step == 3 else 2.0}), None),
+    "three steps skipped": (repeated(lambda step: {"optim/skipped_steps": step}), "non-finite steps"),
+    "two steps skipped": (repeated(lambda step: {"optim/skipped_steps": min(step, 2)}, 8), None),
+    "five steps skipped long ago": (repeated(lambda step: {"optim/skipped_steps": min(step, 5)}, 98), None),
     "one turn of five": (turning(1.05), "environment hardly asked"),
-    "one turn of five, held out at step 0": (turning(1.05, held_out=True), "environment hardly asked"),
+    "held out at step 0": (
+        [{"step": 0, "eval/environment/turns": 1.05, "eval/truncated": 0.98}],
+        "environment hardly asked",
+    ),
     "an answer at once": (turning(1.0, cut=0.0), "environment hardly asked"),
     "some episodes with a second turn": (turning(1.4), None),
 }
 
 
-@pytest.mark.parametrize("what", AT_ONCE)
-def test_what_the_first_steps_show_is_found_and_nothing_else(what: str) -> None:
-    lines, name = AT_ONCE[what]
-    steps = {line["step"]: line for line in lines}
-    assert [one.name for one in find(RunRecords(Path(), steps, FIVE_TURNS))] == ([name] if name else [])
+@pytest.mark.parametrize(("lines", "name"), AT_ONCE.values(), ids=AT_ONCE)
+def test_what_the_first_steps_show_is_found_and_nothing_else(lines: Lines, name: str | None) -> None:
+    assert named(lines, {"method": "grpo", "environment": {"max_turns": 5}}) == ([name] if name else [])
 
 
 def test_batches_that_a_stop_has_kept_are_counted(tmp_path: Path) -> None:
@@ -174,63 +161,53 @@ def test_batches_that_a_stop_has_kept_are_counted(tmp_path: Path) -> None:
 
 
 def test_findings_have_figures_and_one_change() -> None:
-    [found] = find(run_of(rows(completion__truncated=lambda t: 0.5), {"generation": {"max_new_tokens": 64}}))
+    [found] = find(run_of(rows({"completion/truncated": 0.5}), {"generation": {"max_new_tokens": 64}}))
     assert found.figures["truncated"] == pytest.approx(0.5, abs=0.01)
-    assert "50% of the completions" in found.what
     assert "generation.max_new_tokens=128" in found.change
 
 
 def test_a_critic_worse_than_none_is_found_sooner() -> None:
-    assert named(rows(steps=30, value__explained_variance=lambda t: -0.5)) == ["critic explains nothing"]
-    assert named(rows(steps=30, value__explained_variance=lambda t: 0.0)) == []
-
-
-def test_a_policy_far_from_its_teacher_is_found() -> None:
-    assert named(rows(teacher__logprob=lambda t: -4.0)) == ["far from the teacher"]
-    assert named(rows(teacher__logprob=lambda t: -2.5)) == []
+    assert named(rows({"value/explained_variance": -0.5}, steps=30)) == ["critic explains nothing"]
+    assert named(rows({"value/explained_variance": 0.0}, steps=30)) == []
 
 
 def test_the_fall_of_what_a_negative_weight_punishes_is_no_fault() -> None:
-    lines = rows(reward__right=lambda t: 0.2 + 0.7 * t, reward__length=lambda t: 0.5 - 0.3 * t)
+    lines = rows({"reward/right": (0.2, 0.9), "reward/length": (0.5, 0.2)})
     functions = [{"use": "rewards.py:right", "weight": 1.0}, {"use": "rewards.py:length", "weight": -0.1}]
     assert named(lines) == ["one reward up, another down"]
     assert named(lines, {"reward": {"functions": functions}}) == []
 
 
+def test_length_that_grew_in_the_first_half_alone_is_no_creep() -> None:
+    assert named(rows({"completion/mean_length": lambda t: 100 + 300 * min(1.0, 2 * t), "reward/mean": 0.45})) == []
+
+
 def test_a_ppo_run_without_groups_can_reach_the_ceiling() -> None:
-    lines = rows(reward__std=lambda t: 0.1)
-    for line in lines[1:]:
-        line["reward/mean"] = 0.99
-        del line["reward/zero_spread_groups"]
+    lines = [line | {"reward/mean": 0.99} for line in rows({"reward/std": 0.1, "reward/zero_spread_groups": math.nan})]
     assert named(lines) == ["reward at its ceiling"]
 
 
 def test_an_overfitted_text_run_is_found() -> None:
-    lines: list[dict[str, Any]] = [{"step": 0, "eval/loss": 2.0}]
-    for step in range(1, 41):
-        lines.append({"step": step, "loss": 2.0 - 0.04 * step})
-        if step % 10 == 0:
-            lines[-1]["eval/loss"] = {10: 1.6, 20: 1.5, 30: 1.7, 40: 2.1}[step]
+    lines = [{"step": 0, "eval/loss": 2.0}, *repeated(lambda step: {"loss": 2.0 - 0.04 * step}, 40)]
+    for step, loss in {10: 1.6, 20: 1.5, 30: 1.7, 40: 2.1}.items():
+        lines[step]["eval/loss"] = loss
     [found] = find(run_of(lines, {"method": "sft"}))
-    assert found.name == "overfitting"
-    assert found.figures["best_step"] == 20
-    assert "was 1.5 at step 20 and is 2.1 at step 40" in found.what
+    assert (found.name, found.figures["best_step"]) == ("overfitting", 20)
 
 
 def test_too_few_steps_and_numbers_that_are_none_show_nothing() -> None:
-    assert named(rows(steps=8, **PLANTED["truncation"])) == []
+    assert named(rows(CUT, steps=8)) == []
     lines = rows()
     for line in lines[1:]:
         line |= dict.fromkeys(("completion/truncated", "objective/kl", "policy/entropy", "reward/std"))
     assert named(lines) == []
 
 
-@pytest.mark.parametrize("fault", ["truncation", "length creep", "train up, held-out down"])
-def test_a_run_warns_once_and_not_again_when_it_is_resumed(fault: str) -> None:
-    watch, warned, lines = Watch({"method": "grpo"}), [], rows(steps=200, **PLANTED[fault])
+def test_a_run_warns_once_and_not_again_when_it_is_resumed() -> None:
+    watch, warned, lines = Watch({"method": "grpo"}), list[str](), rows(CUT, steps=200)
     for line in lines:
         warned += watch.look(line["step"], line)
-    assert [warning.partition(":")[0] for warning in warned].count(fault) == 1
+    assert [warning.partition(":")[0] for warning in warned] == ["truncation"]
     resumed = Watch({"method": "grpo"})
     resumed.know({line["step"]: line for line in lines[:-30]})
     assert [resumed.look(line["step"], line) for line in lines[-30:]] == [[]] * 30
@@ -254,23 +231,18 @@ def doctor(*arguments: str) -> str:
 
 
 def test_doctor_shows_three_completions_of_the_last_step_that_have_the_fault(tmp_path: Path) -> None:
+    """And none of them harms a terminal."""
+    hostile = {1: "\x1b[2J<script>alert(1)</script>", 3: "\u202eabc\ud800", 5: "x" * 1_000_000}
     samples = [
-        sample(step, i, "P", f"text {step} {i}", 0.5, kind="train", finish_reason="length" if i % 2 else "eos")
+        sample(step, i, "P", hostile.get(i, "text"), 0.5, kind="train", finish_reason="length" if i % 2 else "eos")
         for step in (79, 80)
         for i in range(8)
     ]
-    run = write_run(tmp_path / "run", rows(**PLANTED["truncation"]), samples=samples)
-    shown = doctor(str(run))
-    assert [line.split()[-1] for line in shown.splitlines() if "reward 0.500: text 80" in line] == ["1", "3", "5"]
+    run = write_run(tmp_path / "run", rows(CUT), samples=samples)
+    text = doctor(str(run))
+    assert [line.split()[3] for line in text.splitlines() if line.startswith("    step 80")] == ["1,", "3,", "5,"]
+    assert not {"\x1b", "\u202e", "\ud800"} & {*text}
+    assert max(map(len, text.splitlines())) <= 110
     [found] = json.loads(doctor(str(run), "--json"))
     assert found["finding"] == "truncation"
     assert [row["prompt_index"] for row in found["completions"]] == [1, 3, 5]
-
-
-def test_a_hostile_completion_harms_no_terminal(tmp_path: Path) -> None:
-    texts = ["\x1b[2J<script>alert(1)</script>", "\u202eabc\ud800", "x" * 1_000_000]
-    samples = [sample(80, i, "P", text, 0.0, kind="train", finish_reason="length") for i, text in enumerate(texts)]
-    run = write_run(tmp_path / "run", rows(**PLANTED["truncation"]), samples=samples)
-    shown = doctor(str(run))
-    assert not {"\x1b", "\u202e", "\ud800"} & {*shown}
-    assert max(map(len, shown.splitlines())) <= 110

@@ -9,19 +9,15 @@ from tests.tools.report.runs import grpo_run, page, write_run
 from tinyrl.runs.records import read_run
 
 
-def test_other_broken_lines_are_counted(tmp_path: Path) -> None:
+def test_broken_lines_are_counted_and_a_number_that_is_none_is_a_gap(tmp_path: Path) -> None:
     tail = 'garbage\n[1]\n{"reward/mean": 1}\n' + "[" * 100_000 + "\n" + '{"step": 3, "reward/mean": 0.7}\n'
-    run = read_run(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}], tail=tail))
+    tail += '{"step": 4, "reward/mean": NaN}\n{"step": 5, "reward/mean": Infinity}\n{"step": 6, "rewa'
+    run = read_run(
+        write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": None}], tail=tail)
+    )
     assert run.finite("reward/mean") == [(1, 0.5), (3, 0.7)]
-    assert run.notes == ("metrics.jsonl: 4 lines could not be read and are left out.",)
-
-
-def test_null_is_a_gap(tmp_path: Path) -> None:
-    tail = '{"step": 4, "reward/mean": NaN}\n{"step": 5, "reward/mean": Infinity}\n'
-    metrics = [{"step": 1, "reward/mean": 1.0}, {"step": 2, "reward/mean": None}, {"step": 3, "reward/mean": 3.0}]
-    run = read_run(write_run(tmp_path / "run", metrics, tail=tail))
-    assert run.finite("reward/mean") == [(1, 1.0), (3, 3.0)]
     assert [math.isnan(value) for _, value in run.points("reward/mean")] == [False, True, False, True, True]
+    assert run.notes == ("metrics.jsonl: 4 lines could not be read and are left out.",)
 
 
 def test_damaged_side_files_leave_a_report(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings settled on disk: absolute paths, runs named as models by their newest sound checkpoint, room for prompts."""
+"""Settings resolved on disk: absolute paths, runs named as models, room for prompts."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,14 @@ import pytest
 
 from tinyrl.config.recipe import apply_overrides, as_override, dump_config
 from tinyrl.config.schema import Config
-from tinyrl.config.yaml_reader import Source
 from tinyrl.runs.checkpoint import write_checkpoint
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import named_run
 
+SFT = {"method": "sft", "task": {"data": "rows.jsonl"}}
 REWARD = {"method": "reward", "task": {"data": "rows.jsonl"}, "model": {"path": "base"}}
+PPO = {"method": "ppo", "task": {"data": "rows.jsonl"}, "model": {"path": "starter"}}
+FULL = {"lora": {"enabled": False}}
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +34,13 @@ def a_run(name: str, values: dict[str, Any], *, steps: tuple[int, ...] = (2, 4))
     run = Path("runs") / name
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(Config.model_validate(values)))
+
+    def write(folder: Path) -> None:
+        (folder / "x").write_text("x")
+
     for step in steps:
-        write_checkpoint(run / "checkpoints", step, write=lambda folder: void((folder / "x").write_text("x")))
+        write_checkpoint(run / "checkpoints", step, write=write)
     return run
-
-
-def void(_: object) -> None:
-    """For a lambda whose value is not wanted."""
 
 
 def settled(**values: Any) -> dict[str, Any]:
@@ -61,20 +63,12 @@ def test_paths_become_absolute_and_names_stay(folder: Path):
     embedded = settled(model={"path": "starter"}, reward={"model": "starter-reward"}, task={"data": "owner/set:main@x"})
     assert [embedded["model"]["path"], embedded["reward"]["model"]] == ["starter", "starter-reward"]
     assert embedded["task"]["data"] == "owner/set:main@x"
-
-
-def test_settling_twice_changes_nothing_and_an_old_record_is_compared_as_it_was_meant(folder: Path):
-    a_run("rm", REWARD)
-    once = resolve(Config.model_validate({"method": "ppo", "model": {"path": "base"}, "reward": {"model": "runs/rm"}}))
-    assert resolve(once) == once
-    before = {"method": "ppo", "model": {"path": "base"}, "task": {"data": "rows.jsonl"}}
-    kept = absolute_paths(before)
-    assert kept["model"]["path"] == str(folder / "base")
-    assert kept["task"]["data"] == str(folder / "rows.jsonl")
+    before = {"method": "ppo", "model": {"path": "base"}, "task": {"data": "rows.jsonl"}}  # of an older version
+    assert absolute_paths(before)["task"]["data"] == str(folder / "rows.jsonl")
     assert before["model"]["path"] == "base"
 
 
-def test_a_run_stands_for_its_newest_checkpoint_that_verifies(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_replaced_by_its_newest_checkpoint_that_verifies(folder: Path, capsys: pytest.CaptureFixture[str]):
     run = a_run("rm", REWARD)
     checkpoints = folder / "runs/rm/checkpoints"
     assert settled(reward={"model": "runs/rm"})["reward"]["model"] == str(checkpoints / "step-000004")
@@ -83,45 +77,35 @@ def test_a_run_stands_for_its_newest_checkpoint_that_verifies(folder: Path, caps
     (run / "checkpoints/step-000004/x").write_text("y")
     assert settled(reward={"model": "runs/rm"})["reward"]["model"] == str(checkpoints / "step-000002")
     assert "step-000004: x is not what was written" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is damaged: x is not what was written"):
+    with pytest.raises(ValueError, match="step-000004 is damaged"):
         settled(reward={"model": "runs/rm/checkpoints/step-000004"})
 
 
-def test_every_setting_that_takes_a_model_takes_a_run():
-    a_run("lora", {"method": "sft", "task": {"data": "rows.jsonl"}})
-    a_run("full", {"method": "sft", "task": {"data": "rows.jsonl"}, "lora": {"enabled": False}})
-    a_run("rm", {**REWARD, "lora": {"enabled": False}})
-    assert settled(model={"adapter": "runs/lora"})["model"]["adapter"].endswith("runs/lora/checkpoints/step-000004")
-    assert settled(model={"path": "runs/full"})["model"]["path"].endswith("runs/full/checkpoints/step-000004")
-    for critic in ("runs/full", "runs/rm"):
-        assert settled(critic={"path": critic})["critic"]["path"].endswith(f"{critic}/checkpoints/step-000004")
-
-
-@pytest.mark.parametrize(
-    ("key", "path", "sentence"),
-    [
-        ("reward.model", "runs/lora", "reward.model=runs/lora is a sft run; a reward model is made by"),
-        ("model.adapter", "runs/rm", "model.adapter=runs/rm is a reward model: reward.model=runs/rm"),
-        ("model.path", "runs/rm", "model.path=runs/rm is a reward model: reward.model=runs/rm"),
-        ("model.adapter", "runs/full", "was fully fine-tuned, so it is a model: model.path=runs/full"),
-        ("model.path", "runs/lora", "its base and it are model.path=starter model.adapter=runs/lora"),
-        ("critic.path", "runs/lora", "critic.path=runs/lora holds adapters, not a whole model"),
-        ("reward.model", "runs/new", "runs/new has no checkpoint yet"),
-    ],
-)
-def test_a_run_that_is_something_else_is_refused_with_its_place(key: str, path: str, sentence: str):
-    a_run("lora", {"method": "sft", "task": {"data": "rows.jsonl"}})
-    a_run("full", {"method": "sft", "task": {"data": "rows.jsonl"}, "lora": {"enabled": False}})
-    a_run("rm", REWARD)
+def test_every_setting_that_takes_a_model_takes_a_run_of_its_kind_alone():
+    reward = {**REWARD, "model": {"path": "starter"}}
+    runs = {"lora": SFT, "full": SFT | FULL, "rm": reward, "rm-full": reward | FULL}
+    for run, values in runs.items():
+        a_run(run, values)
     a_run("new", REWARD, steps=())
-    section, name = key.split(".")
-    with pytest.raises(ValueError, match=r"\S") as caught:
-        settled(**{section: {name: path}})
-    assert sentence in str(caught.value)
+    fitting = {
+        "model.adapter": ("lora",),
+        "model.path": ("full",),
+        "critic.path": ("full", "rm", "rm-full"),
+        "reward.model": ("rm", "rm-full"),
+    }
+    for key, fit in fitting.items():
+        section, name = key.split(".")
+        for run in (*runs, "new"):
+            values = {section: {name: f"runs/{run}"}}
+            if run in fit:
+                assert settled(**values)[section][name].endswith(f"runs/{run}/checkpoints/step-000004")
+            else:
+                with pytest.raises(ValueError, match=f"{key}=runs/{run} |runs/new has no checkpoint"):
+                    settled(**values)
 
 
 def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_started_from():
-    run = a_run("sft", {"method": "sft", "task": {"data": "rows.jsonl"}})
+    run = a_run("sft", SFT)
     own = {"r": 32, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
     (run / "checkpoints/step-000004/adapter_config.json").write_text(json.dumps(own))
     Path("adapter").mkdir()
@@ -135,49 +119,44 @@ def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_started_from():
     assert settled(model={"path": "base", "adapter": "adapter"}, lora={"r": 32})["lora"]["r"] == 32
 
 
-PPO = {"method": "ppo", "task": {"data": "rows.jsonl"}, "model": {"path": "starter"}}
-
-
-def test_a_critic_that_starts_from_a_run_is_of_its_kind_unless_somebody_says_otherwise():
+def test_a_critic_that_starts_from_a_run_is_of_its_kind_unless_one_is_set():
     a_run("adapter", PPO)
     a_run("shared", {**PPO, "critic": {"kind": "shared-detached"}})
     a_run("own", {**PPO, "critic": {"kind": "separate"}})
-    a_run("full", {**PPO, "lora": {"enabled": False}})
+    a_run("full", PPO | FULL)
     a_run("rm", {**REWARD, "model": {"path": "starter"}})
-    a_run("rm-full", {**REWARD, "lora": {"enabled": False}})
+    a_run("rm-full", REWARD | FULL)
     kinds = {"adapter": "adapter", "shared": "shared-detached", "own": "separate", "full": "separate", "rm": "adapter"}
     for run, kind in {**kinds, "rm-full": "separate"}.items():
         values = settled(critic={"path": f"runs/{run}"})
         assert values["critic"]["kind"] == kind
         assert values["critic"]["path"].endswith(f"runs/{run}/checkpoints/step-000004")
-        again = resolve(Config.model_validate(values))
-        assert again.model_dump() == values
+        assert resolve(Config.model_validate(values)).model_dump() == values  # idempotent
     assert settled(critic={"path": "runs/shared", "kind": "shared"})["critic"]["kind"] == "shared"
     assert settled(critic={"path": "base"})["critic"]["kind"] == "separate"
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    "values",
     [
-        ({"critic": {"path": "base", "kind": "shared"}}, "critic.path=base is a model, for critic.kind=separate"),
-        ({"critic": {"path": "runs/a", "kind": "separate"}}, "critic.path=runs/a is for critic.kind=adapter; critic.k"),
-        ({"critic": {"path": "runs/rm", "kind": "shared"}}, "critic.path=runs/rm is for critic.kind=adapter; critic."),
-        ({"critic": {"path": "runs/own"}, "lora": {"enabled": False}}, "critic.path=runs/own holds a critic of adapte"),
-        ({"critic": {"path": "runs/a"}, "lora": {"enabled": False}}, "critic.kind=adapter needs lora.enabled=true"),
-        ({"critic": {"path": "runs/a"}, "model": {"path": "base"}}, "reads the states of model.path=starter; model.pa"),
-        ({"critic": {"path": "runs/drawn"}}, "critic.path=runs/drawn holds adapters on weights drawn at random"),
-        ({"critic": {"path": "runs/grpo"}}, "critic.path=runs/grpo holds adapters, not a whole model, and no critic:"),
+        {"critic": {"path": "base", "kind": "shared"}},  # a model has no critic
+        {"critic": {"path": "runs/a", "kind": "separate"}},  # of another kind
+        {"critic": {"path": "runs/rm", "kind": "shared"}},
+        {"critic": {"path": "runs/own"}, **FULL},  # a critic of adapters
+        {"critic": {"path": "runs/a"}, **FULL},
+        {"critic": {"path": "runs/a"}, "model": {"path": "base"}},  # on another base
+        {"critic": {"path": "runs/drawn"}},  # on weights that are in no file
+        {"critic": {"path": "runs/grpo"}},  # no critic
     ],
 )
-def test_a_critic_that_does_not_fit_is_refused(values: dict[str, Any], sentence: str):
+def test_a_critic_that_does_not_fit_is_refused(values: dict[str, Any]):
     a_run("a", PPO)
     a_run("own", {**PPO, "critic": {"kind": "separate"}})
     a_run("rm", {**REWARD, "model": {"path": "starter"}})
     a_run("grpo", {**PPO, "method": "grpo"})
     a_run("drawn", {**PPO, "model": {"path": "starter", "random_init": True}})
-    with pytest.raises(ValueError, match=r"\S") as caught:
+    with pytest.raises(ValueError, match=r"critic\.(path|kind)="):
         settled(**{"model": {"path": "starter"}, **values})
-    assert sentence in str(caught.value)
 
 
 def test_a_model_beside_a_config_yaml_is_a_model():
@@ -193,7 +172,6 @@ def test_a_model_beside_a_config_yaml_is_a_model():
         ({"n_positions": 90}, 45),
         ({"text_config": {"max_position_embeddings": 100}}, 50),
         ({"max_position_embeddings": 4096}, 256),
-        ({}, 256),
         ({"max_position_embeddings": "many"}, 256),
         ([], 256),
     ],
@@ -214,4 +192,4 @@ def test_the_embedded_model_has_room_for_a_prompt_and_a_hub_model_keeps_the_defa
     "value", ["a b", "no", "3", "a: b", "# x", "x: [", "", "line\nbreak", "é\U0001f600", {"a": "q"}, None]
 )
 def test_an_override_is_read_back_as_it_was_meant(value: Any):
-    assert apply_overrides(Source("", {}), [as_override("task.x", value)]).values == {"task": {"x": value}}
+    assert apply_overrides({}, [as_override("task.x", value)]) == {"task": {"x": value}}

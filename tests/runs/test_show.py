@@ -48,10 +48,8 @@ def with_checkpoints(folder: Path) -> RunDir:
 
 
 def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:
-    run = with_checkpoints(tmp_path)
+    run = with_checkpoints(tmp_path / "a b\x1b[2Jc")
     (run.checkpoints / "step-000006" / "x").write_bytes(b"y" * 6000)
-    with run.metrics.open("a") as file:
-        file.write('{"step": 7, "eval/rew')  # cut off by a crash
     listed = json.loads(shown(str(run.path), "--json").output)
     assert [(one["name"], one["step"], one["metric"], one["problem"] is None) for one in listed] == [
         ("step-000002", 2, 0.25, True),
@@ -61,19 +59,13 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
     assert 4000 < listed[1]["size"] < 5000
     text = show_checkpoints(run)
     assert text.splitlines()[2].endswith("0.7500  yes, best")
-    assert "no: x is not what was written (its SHA-256 differs)" in text
-    assert f"tinyrl eval {run.checkpoints / 'step-000004'}" in text
+    assert "step-000004" in text.splitlines()[-1]  # what to evaluate
+    assert text.replace("\n", "").isprintable()  # a path cannot move the cursor
+    assert "a b[ESC][2Jc/one'" in text
     for name in ("step-000002", "step-000004"):
         (run.checkpoints / name / "MANIFEST.json").unlink()
     assert "none verifies" in show_checkpoints(run)
     assert shown(str(tmp_path / "two")).exit_code == 2
-
-
-def test_a_path_cannot_move_the_cursor(tmp_path: Path) -> None:
-    text = show_checkpoints(with_checkpoints(tmp_path / "a b\x1b[2Jc"))
-    assert text.replace("\n", "").isprintable()
-    assert "a b[ESC][2Jc/one'" in text
-    assert max(map(len, text.splitlines())) < 300
 
 
 # ---- the end of a run ----
@@ -82,7 +74,7 @@ PAIRS = {"method": "reward", "task": {"data": "/data/pairs.jsonl"}, "model": {"p
 
 
 @pytest.mark.parametrize(("enabled", "kind"), [(True, "adapter"), (False, "model")])
-def test_small_numbers_and_what_the_checkpoint_is(enabled: bool, kind: str, tmp_path: Path):
+def test_the_summary_has_held_out_metrics_and_what_the_checkpoint_is(enabled: bool, kind: str, tmp_path: Path):
     run = RunDir(tmp_path)
     run.write_config(Config.model_validate({**PAIRS, "lora": {"enabled": enabled}}))
     (run.checkpoints / "step-000002").mkdir(parents=True)
@@ -94,13 +86,8 @@ def test_small_numbers_and_what_the_checkpoint_is(enabled: bool, kind: str, tmp_
     assert f"{kind:8} {tmp_path}/checkpoints/step-000002/" in lines
 
 
-TASK = {
-    "data": "p.jsonl",
-    "eval_data": "e.jsonl",
-    "columns": {"prompt": "q"},
-    "system_prompt": "Be: kind",
-    "chat": False,
-}
+TASK = {"data": "p.jsonl", "eval_data": "e.jsonl", "columns": {"prompt": "q"}, "system_prompt": "Be: kind"}
+DRAWN = {"path": "blank", "random_init": True}
 
 
 @pytest.mark.parametrize(
@@ -108,18 +95,13 @@ TASK = {
     [
         ({"method": "grpo"}, True, "tinyrl eval runs/x --vs base"),
         ({"method": "sft", "task": {"data": "rows.jsonl"}}, True, None),
-        (PAIRS, True, "tinyrl train ppo model.path=/models/base task.data=/data/pairs.jsonl reward.model=runs/x"),
         (
             {**PAIRS, "task": {**TASK, "chat": False}},
             True,
             "tinyrl train ppo model.path=/models/base task.data=p.jsonl task.eval_data=e.jsonl "
             '\'task.columns={"prompt": "q"}\' \'task.system_prompt="Be: kind"\' task.chat=false reward.model=runs/x',
         ),
-        (
-            {**PAIRS, "model": {"path": "blank", "random_init": True}},
-            False,
-            "tinyrl train ppo model.path=MODEL task.data=PROMPTS reward.model=runs/x",
-        ),
+        (PAIRS | {"model": DRAWN}, False, "tinyrl train ppo model.path=MODEL task.data=PROMPTS reward.model=runs/x"),
     ],
 )
 def test_the_command_that_uses_what_a_run_has_made(values: dict[str, Any], prompts: bool, command: str | None):
@@ -127,12 +109,6 @@ def test_the_command_that_uses_what_a_run_has_made(values: dict[str, Any], promp
 
 
 # ---- samples ----
-
-EPISODE = [
-    {"role": "assistant", "content": "search Ada ;"},
-    {"role": "tool", "content": "found\nBern ;"},
-    {"role": "assistant", "content": "answer Bern ."},
-]
 
 
 def a_run(folder: Path, samples: list[dict[str, Any]], *, tail: str = "", config: dict[str, Any] | None = None) -> Path:
@@ -148,13 +124,22 @@ def picked(run: Path, *names: str, **asked: Any) -> list[tuple[Any, ...]]:
 
 
 def test_the_last_step_is_shown_unless_one_is_named(tmp_path: Path) -> None:
-    lines = [
-        sample(step, i, "P", "c", 1.0, kind=kind) for step in (0, 4, 2) for kind in ("train", "eval") for i in (7, 3)
-    ]
-    run, names = a_run(tmp_path, lines), ("step", "kind", "prompt_index")
+    kinds = [(step, kind, i) for step in (0, 4, 2) for kind in ("train", "eval") for i in (7, 3)]
+    run = a_run(tmp_path, [sample(step, i, "P", "c", 1.0, kind=kind) for step, kind, i in kinds])
+    names = ("step", "kind", "prompt_index")
     assert picked(run, *names) == [(4, "train", 7), (4, "train", 3), (4, "eval", 7), (4, "eval", 3)]
     assert picked(run, *names, num=3, step=2) == [(2, "train", 7), (2, "train", 3), (2, "eval", 7)]
     assert picked(run, *names, kind="eval", num=1) == [(4, "eval", 7)]
+    with pytest.raises(ValueError, match=r"of kind eval at step 9.*step 0, 2, 4"):
+        picked(run, kind="eval", step=9)
+    assert shown(str(run), "--step", "9").exit_code == 2
+
+
+EPISODE = [
+    {"role": "assistant", "content": "search Ada ;"},
+    {"role": "tool", "content": "found\nBern ;"},
+    {"role": "assistant", "content": "answer Bern ."},
+]
 
 
 def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
@@ -169,40 +154,26 @@ def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
     ]
 
 
-def test_a_terminal_is_told_nothing_by_a_sample_and_a_megabyte_is_cut(tmp_path: Path) -> None:
+def test_a_sample_harms_no_terminal_and_a_megabyte_is_cut(tmp_path: Path) -> None:
     hostile = [{"role": "tool", "content": "a\x1b[2Jb\u202ec\x00\ud800"}]
-    done = shown(
-        str(a_run(tmp_path, [sample(1, 0, "p\x07", "", 1.0, episode=hostile, finish_reason="\x1b")])), "--samples"
-    )
-    assert "a[ESC][2Jb[U+202E]c[U+0000][U+D800]" in done.stdout
-    assert not {"\x1b", "\x07"} & {*done.stdout}
-    long = a_run(tmp_path / "long", [sample(0, 0, "P", "start" + "x" * 1_000_000 + "end", 1.0)])
-    text = shown(str(long), "--samples").stdout
-    assert len(text) < 25_000
-    assert "\n  start" in text
-    assert text.endswith("end\n")
-    lines = a_run(tmp_path / "lines", [sample(0, 0, "P", "y\n" * 500_000, 1.0)])
-    assert shown(str(lines), "--samples").stdout.count("\n") < 1010
+    run = a_run(tmp_path, [sample(1, 0, "p\x07", "", 1.0, episode=hostile, finish_reason="\x1b")])
+    text = shown(str(run), "--samples").stdout
+    assert "a[ESC][2Jb[U+202E]c[U+0000][U+D800]" in text
+    assert not {"\x1b", "\x07"} & {*text}
+    long = render_samples([sample(0, 0, "P", "start" + "x" * 1_000_000 + "end", 1.0)], grey=str)
+    assert len(long) < 25_000
+    assert "\n  start" in long
+    assert long.endswith("end")
+    assert render_samples([sample(0, 0, "P", "y\n" * 500_000, 1.0)], grey=str).count("\n") < 1010
 
 
-def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     odd = {"step": 1, "kind": "eval", "episode": [3, {"role": "tool"}, {"content": None}], "reward": "x", "rewards": 5}
     done = shown(str(a_run(tmp_path, [odd], tail='{"step": 1, \n[]\n{"step": 2, "kind": "ev')), "--samples")
     assert done.exit_code == 0
-    assert done.stderr == "tinyrl: samples.jsonl: 2 lines could not be read and are left out.\n"
+    assert "samples.jsonl: 2 lines" in done.stderr
     assert done.stdout.startswith("step 1 | eval | prompt -, sample - | reward - | ended: \nprompt\n")
     assert done.stdout.count("environment") == 2
-
-
-def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
-    made = a_run(tmp_path, [sample(step, 0, "P", "c", 1.0) for step in (4, 0)])
-    for arguments, message in (
-        (["--step", "9"], "no samples at step 9; there are some of step 0, 4"),
-        (["--kind", "train", "--step", "4"], "no samples of kind train at step 4; there are none"),
-    ):
-        done = shown(str(made), *arguments)
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert message in done.stderr
 
 
 def test_the_worst_come_first_and_what_has_no_reward_last(tmp_path: Path) -> None:
@@ -211,7 +182,6 @@ def test_the_worst_come_first_and_what_has_no_reward_last(tmp_path: Path) -> Non
     expected = [(2, -1.0), (4, 0.25), (0, 0.5), (3, 0.5), (1, None)]
     assert picked(run, "prompt_index", "reward", worst=True) == expected
     assert picked(run, "prompt_index", "reward", worst=True, num=2) == expected[:2]
-    assert picked(run, "prompt_index", "reward", worst=True, step=1) == [(9, -9.0)]
 
 
 def test_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
@@ -230,8 +200,6 @@ def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
     assert picked(run, *names, prompt=2, num=1) == [(8, "eval", 0)]
     assert picked(run, *names, prompt=2, num=4, kind="train") == [(3, "train", 0)]
     assert picked(run, *names, prompt=6, num=4) == [(5, "train", 0)]
-    with pytest.raises(ValueError, match="no samples of kind eval of prompt 6"):
-        picked(run, prompt=6, kind="eval")
 
 
 def test_options_of_the_command(tmp_path: Path) -> None:
@@ -269,20 +237,15 @@ def test_prompts_are_counted_by_outcome_and_the_hard_ones_tried_most_are_listed(
     assert {record.index: record.outcome for record in prompt_stats} == outcomes
     assert [record.tried for record in prompt_stats] == [7, 8, 10, 8, 4]
     assert prompt_stats[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
-    texts = {0: "first prompt\x1b[2J", 2: "third"}
-    assert render_prompt_stats(prompt_stats, texts, num=1).split("\n") == [
-        "training prompts tried: 5, in steps 1 to 5",
-        "right, or solved: a completion whose reward is task.solved_reward or more",
-        "      2  never solved: every completion was wrong",
-        "      1  forgotten: solved once, and not at the last try",
-        "      1  in between",
-        "      1  always solved: every completion was right",
+    lines = render_prompt_stats(prompt_stats, {0: "first prompt\x1b[2J", 2: "third"}, num=1).split("\n")
+    assert [line.split()[0] for line in lines[2:6]] == ["2", "1", "1", "1"]
+    assert lines[6:] == [
         *("", "never solved (1 of 2)", "  prompt 0      0/4 0/3  first prompt[ESC][2J"),
         *("", "forgotten", "  prompt 2      2/4 0/4 0/2  third"),
     ]
 
 
-def test_damaged_entries_are_left_out_and_said(tmp_path: Path) -> None:
+def test_damaged_entries_are_left_out_and_counted(tmp_path: Path) -> None:
     odd = [[0, "a", 4], "x", [0, 5, 4, 0], [-1, "a", 4, 0], [0, "a", 4, 5], [True, "a", 4, 0], [1, "b", 2, 1]]
     made = with_prompts(tmp_path, {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
     notes: list[str] = []
@@ -302,13 +265,9 @@ def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path:
     done = shown(made, "--export-hard", str(hard))
     assert done.exit_code == 0, done.stderr
     assert f"prompt 0      0/4  {rows[0]['prompt']}" in done.stdout
-    assert f"1 rows in {hard}" in done.stdout
-    assert "1 are not in the training rows any more" in done.stdout
     task = {"name": "rows", "data": str(hard), "eval_data": str(hard)}
     assert load_split(Config.model_validate({"method": "grpo", "task": task}), "train") == rows[:1]
-    again = shown(made, "--export-hard", str(hard))
-    assert again.exit_code == 2
-    assert "hard.jsonl exists; give another name" in again.stderr
+    assert shown(made, "--export-hard", str(hard)).exit_code == 2  # nothing is overwritten
     data.unlink()
     gone = shown(made, "--prompts")
     assert gone.exit_code == 0

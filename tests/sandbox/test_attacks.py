@@ -6,12 +6,14 @@ Where an attack must fail, the same one is shown to succeed outside, so that a b
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,14 +77,16 @@ def all_walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sandbox, "PYTHON", (sys.executable, "-S", "-c", SEEN_AS, "1000", *sandbox.PYTHON))
 
 
-def both(attack: str, **given: object) -> tuple[set[str], set[str]]:
-    """What an attack achieves outside, and what in a sandbox, where it is tried first."""
+def hold(attack: str, *, may_fail_outside: Collection[str] = (), **given: object) -> None:
+    """Each attempt of an attack fails in a sandbox, where it is tried first, and works outside."""
     program, stdin = ATTEMPT + textwrap.dedent(attack), json.dumps(given)
     inside = run_program(program, stdin=stdin)
-    assert inside.ok, inside.stderr
+    assert (inside.reason, inside.stdout) == ("ok", ""), inside.stderr
     command = [sys.executable, "-c", program]
     outside = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=True)
-    return set(outside.stdout.split()), set(inside.stdout.split())
+    attempts = set(re.findall(r'attempt\("([\w-]+)"', attack))
+    assert len(attempts) > 5
+    assert attempts - {*may_fail_outside} <= set(outside.stdout.split())
 
 
 def open_to_all(folder: Path) -> None:
@@ -110,7 +114,7 @@ def test_the_network_cannot_be_reached(tmp_path: Path):
             abstract.bind(f"\0tinyrl-test-{os.getpid()}")
             abstract.listen()
             datagrams.bind(f"\0tinyrl-test-{os.getpid()}-datagrams")
-            outside, inside = both(
+            hold(
                 """
                 attempt("tcp", lambda: socket.create_connection(("127.0.0.1", given["port"]), timeout=5))
                 attempt("udp", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)))
@@ -127,9 +131,8 @@ def test_the_network_cannot_be_reached(tmp_path: Path):
                 port=server.getsockname()[1],
                 path=str(tmp_path / "socket"),
                 name=f"tinyrl-test-{os.getpid()}",
+                may_fail_outside={"uring"},
             )
-    assert outside >= {"tcp", "udp", "names", "listen", "unix", "abstract", "datagram", "packets"}
-    assert inside == set()
 
 
 @pytest.mark.usefixtures("all_walls")
@@ -139,7 +142,7 @@ def test_our_files_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     canary.chmod(0o666)
     open_to_all(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    outside, inside = both(
+    hold(
         """
         attempt("file", lambda: open(given["canary"]).read())
         attempt("folder", lambda: os.listdir(os.path.dirname(given["canary"])))
@@ -157,11 +160,9 @@ def test_our_files_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         canary=str(canary),
         home=os.path.expanduser("~"),
         parent=os.getpid(),
+        may_fail_outside={"handle"},
         package=str(next(Path(os.__file__).parent.glob("*-packages/*/*.py"), pytest.__file__)),
     )
-    assert outside >= {"file", "folder", "home", "passwords", "root", "environment", "command", "itself", "processes"}
-    assert outside >= {"memory", "package"}
-    assert inside == set()
 
 
 @pytest.mark.usefixtures("all_walls")
@@ -206,7 +207,7 @@ attempt("remove-folder", lambda: os.rmdir(folder))
 
 @pytest.mark.usefixtures("all_walls")
 def test_other_processes_cannot_be_touched():
-    outside, inside = both(
+    hold(
         """
         import fcntl, resource, signal
         victim = given["victim"]
@@ -234,9 +235,6 @@ def test_other_processes_cannot_be_touched():
         victim=os.getpid(),
         address=id(None),
     )
-    assert outside >= {"signal", "group", "thread", "queue", "descriptor", "limit", "priority", "affinity", "pipe"}
-    assert outside >= {"memory", "trace"}
-    assert inside == set()
 
 
 @pytest.mark.usefixtures("all_walls")
@@ -248,7 +246,7 @@ def test_every_process_cannot_be_killed():
 
 @pytest.mark.usefixtures("all_walls")
 def test_the_walls_cannot_be_taken_down():
-    outside, inside = both(
+    hold(
         """
         import signal
         def prctl(*arguments): call(157, 167, *arguments)
@@ -263,9 +261,8 @@ def test_the_walls_cannot_be_taken_down():
         attempt("chroot", lambda: os.chroot("/"))
         attempt("user", lambda: os.setuid(0))
         """,
+        may_fail_outside={"setsid", "mount", "keys", "bpf", "chroot", "user"},
     )
-    assert outside >= {"pdeathsig", "memfd", "shared", "unshare"}
-    assert inside == set()
 
 
 def test_no_descriptor_of_ours_is_open():
@@ -318,8 +315,7 @@ def test_a_program_that_does_not_end_is_ended():
 @pytest.mark.parametrize("stop", ["", "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"])
 def test_processor_time_ends(stop: str):
     outcome = run_program(f"{stop}while True: pass", limits=Limits(cpu_s=1, wall_s=60))
-    assert outcome.reason == "out of CPU time"
-    assert outcome.cpu_seconds >= 0.5  # sampled by the kernel, which is coarse on a busy machine
+    assert (outcome.reason, outcome.cpu_seconds >= 0.5) == ("out of CPU time", True)  # the kernel samples it
 
 
 @pytest.mark.parametrize(
@@ -339,9 +335,10 @@ def test_memory_ends(program: str):
 def test_output_ends(stream: str):
     program = f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)"
     outcome = run_program(program, limits=Limits(output_bytes=1000))
-    assert outcome.reason == "output too long"
-    assert len(getattr(outcome, stream)) == 1000
+    assert (outcome.reason, len(getattr(outcome, stream))) == ("output too long", 1000)
     assert run_program("print('x' * 999)", limits=Limits(output_bytes=1000)).ok
+    [outcome] = call_function("def f(): return 'x' * 10 ** 7", "f", [[]], limits=Limits(output_bytes=1000))
+    assert (outcome.reason, outcome.value) == ("output too long", None)
 
 
 def test_output_takes_no_more_memory_than_its_limit():
@@ -354,35 +351,28 @@ except OSError:
     pass
 print(written)
 """
-    outcome = run_program(program, limits=Limits(output_bytes=1000, scratch_bytes=0))
+    outcome = run_program(program, limits=Limits(output_bytes=1000))
     assert (outcome.stdout, outcome.reason) == ("1001\n", "output too long")
 
 
-def test_a_reply_ends():
-    [outcome] = call_function("def f(): return 'x' * 10 ** 7", "f", [[]], limits=Limits(output_bytes=1000))
-    assert (outcome.reason, outcome.value) == ("output too long", None)
-
-
-def test_files_end():
+def test_no_file_can_be_written():
+    """Neither a large one nor many, wherever that may be."""
     program = """
-written = 0
-try:
-    for number in range(10000):
-        with open(f"file{number}", "wb", buffering=0) as file:
-            for _ in range(100):
-                written += file.write(b"x" * 10000)
-except OSError as error:
-    print(error.errno, written)
+import os, tempfile
+written = []
+for folder in (os.getcwd(), "/tmp", "/var/tmp", "/dev/shm", "/run", os.path.expanduser("~"), tempfile.gettempdir()):
+    try:
+        for number in range(100):
+            with open(f"{folder}/left{number}", "wb", buffering=0) as file:
+                file.write(b"x" * 10**6)
+            written.append(folder)
+    except OSError:
+        pass
+print(written)
 """
-    outcome = run_program(program, limits=Limits(scratch_bytes=MEGABYTE))
-    errno, written = outcome.stdout.split()
-    assert errno in ("13", "28")  # no such folder on this system; no space left in it
-    assert int(written) <= MEGABYTE
-    one = "with open('x', 'wb', buffering=0) as file:\n    while True: file.write(b'x' * 1000)"
-    reason = run_program(one, limits=Limits(scratch_bytes=MEGABYTE)).reason
-    assert reason.startswith("exit code 1: OSError") or "Permission denied" in reason
-    many = "for number in range(10**6): open(f'file{number}', 'w').close()"
-    assert run_program(many).reason.startswith(("exit code 1: OSError", "exit code 1: PermissionError"))
+    outcome = run_program(program)
+    assert outcome.reason.startswith("exit code 1: FileNotFoundError: [Errno 2] No usable temporary directory")
+    assert run_program(program.replace(", tempfile.gettempdir()", "")).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -498,14 +488,8 @@ def f(text, code):
     cases = [["3", 0], ["3\n", None], ["3", 1], ['{"passed": true}', 0], ["]", 0], ["[-1e400]", 0]]
     outcomes = call_function(program, "f", cases)
     assert [outcome.value for outcome in outcomes] == [3, 5, None, {"passed": True}, None, None]
-    assert [outcome.reason.partition(":")[0] for outcome in outcomes] == [
-        "ok",
-        "ok",
-        "exit code 1",
-        "ok",
-        "did not return a value that is JSON",
-        "did not return a value that is JSON",
-    ]
+    reasons = ["ok", "ok", "exit code 1", "ok", *["did not return a value that is JSON"] * 2]
+    assert [outcome.reason.partition(":")[0] for outcome in outcomes] == reasons
 
 
 def test_one_case_cannot_answer_for_another():
@@ -529,14 +513,7 @@ def f(x):
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "float('nan')",
-        "[float('inf')]",
-        "object()",
-        "deep(10 ** 5)",
-        "10 ** 10000",
-        "type('A', (), {'__eq__': lambda *a: True})()",
-    ],
+    ["float('nan')", "[float('inf')]", "deep(10 ** 5)", "10 ** 10000", "type('A', (), {'__eq__': lambda *a: True})()"],
 )
 def test_what_is_not_json_is_no_value(value: str):
     program = f"""
@@ -547,9 +524,7 @@ def deep(n):
 def f(): return {value}
 """
     [verdict] = passes_calls(program, "f", [([], 3)])
-    assert not verdict.passed
-    assert not verdict.outcome.ok
-    assert verdict.outcome.value is None
+    assert (verdict.passed, verdict.outcome.ok, verdict.outcome.value) == (False, False, None)
 
 
 @pytest.mark.parametrize("text", ["[", "9", '"\\ud800'])

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from tests.workers.test_orphans import wait_until_gone
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.workers import sandbox
+from tinyrl.workers.cage import filter_for
 from tinyrl.workers.sandbox import (
     CAGE,
     Limits,
@@ -28,14 +28,8 @@ from tinyrl.workers.sandbox import (
     same_value,
     why_not_isolated,
 )
-from tinyrl.workers.sandbox.cage import filter_for
 
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
-
-
-def has_scratch() -> bool:
-    """Whether this system lets us mount the scratch folder."""
-    return run_program("open('file', 'w')").ok
 
 
 # What a program may do
@@ -43,8 +37,7 @@ def has_scratch() -> bool:
 
 @needs_isolation
 def test_a_script_reads_and_prints():
-    outcome = run_program(
-        """
+    program = """
 from __future__ import annotations
 import sys
 def main():
@@ -53,13 +46,10 @@ def main():
 if __name__ == "__main__":
     main()
     exit()
-""",
-        stdin="1\n2\n39",
-    )
-    assert (outcome.reason, outcome.ok, outcome.exit_code) == ("ok", True, 0)
-    assert outcome.stdout == "42 é\u2028 ['program.py'] program.py\n"
-    assert outcome.stderr == "aside\n"
-    assert outcome.value is None
+"""
+    outcome = run_program(program, stdin="1\n2\n39")
+    assert (outcome.reason, outcome.ok, outcome.exit_code, outcome.value) == ("ok", True, 0, None)
+    assert (outcome.stdout, outcome.stderr) == ("42 é\u2028 ['program.py'] program.py\n", "aside\n")
     assert 0 < outcome.seconds < 10
     assert 0 < outcome.cpu_seconds < 10
 
@@ -76,40 +66,17 @@ if __name__ == "__main__":
         "import hashlib, ssl, sqlite3, decimal, lzma, bz2, zlib, ctypes, uuid, random, secrets\n"
         "sqlite3.connect(':memory:').execute('select 1'); hashlib.sha256(b''); secrets.token_hex(); uuid.uuid4()\n"
         "print('done')",
-        "import zoneinfo, datetime, re, json, dataclasses, heapq, bisect, itertools, fractions, statistics, typing\n"
-        "zoneinfo.ZoneInfo('UTC'); datetime.datetime.now(); print('done')",
+        "import zoneinfo, datetime, re, json, dataclasses, heapq, bisect, itertools, statistics, typing, time\n"
+        "zoneinfo.ZoneInfo('UTC'); datetime.datetime.now(); time.sleep(0.01); print('done')",
         "import concurrent.futures as c\nwith c.ThreadPoolExecutor(8) as p: print('done' if sum(p.map(int, '123')) == 6"
         " else '')",
         "import subprocess, os\nopen(os.devnull, 'w').write('x'); os.urandom(8); print('done')",
-        "import time\nt = time.time(); time.sleep(0.01); print('done' if time.time() > t else '')",
         "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as s: print('x')\nprint('done')",
     ],
 )
 def test_the_standard_library_works(program: str):
     outcome = run_program(program)
     assert (outcome.stdout, outcome.reason) == ("done\n", "ok"), outcome.stderr
-
-
-@needs_isolation
-def test_files_can_be_written_in_a_scratch_folder_that_is_empty_each_time():
-    if not has_scratch():
-        pytest.skip("this system does not let us mount a folder")
-    program = """
-import os, pathlib, shutil, sqlite3, tempfile
-assert os.listdir(".") == [], os.listdir(".")
-pathlib.Path("folder/below").mkdir(parents=True)
-pathlib.Path("folder/below/a").write_text("text")
-os.rename("folder/below/a", "folder/below/b")
-with tempfile.TemporaryDirectory() as folder:
-    shutil.copyfile("folder/below/b", folder + "/c")
-with sqlite3.connect("rows.db") as rows:
-    rows.execute("create table t (x)")
-print(open("folder/below/b").read(), os.path.expanduser("~") == os.getcwd() == tempfile.gettempdir())
-"""
-    for _ in range(2):
-        outcome = run_program(program)
-        assert (outcome.stdout, outcome.reason) == ("text True\n", "ok"), outcome.stderr
-    assert run_program("open('file', 'w')", limits=Limits(scratch_bytes=0)).reason.startswith("exit code 1: Permission")
 
 
 @needs_isolation
@@ -131,12 +98,9 @@ def test_nothing_of_ours_is_in_its_environment(monkeypatch: pytest.MonkeyPatch):
     [
         ("1/0", "exit code 1: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "exit code 3"),
-        ("import sys; sys.exit('no\\nmore')", "exit code 1: more"),
-        ("def broken(:", "exit code 1: SyntaxError: invalid syntax"),
         ("\0", "exit code 1: "),
         ("x = '\ud800'", "exit code 1: SyntaxError: "),
         ("quit()", "ok"),
-        ("import os; os._exit(0)", "ok"),
         ("import numpy", "exit code 1: ModuleNotFoundError: No module named 'numpy'"),
         ("raise MemoryError", "out of memory"),
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
@@ -165,7 +129,7 @@ def test_a_traceback_names_the_programs_lines():
         {"wall_s": math.nan},
         {"cpu_s": 0.5},
         {"memory_bytes": 1 << 20},
-        {"scratch_bytes": -1},
+        {"output_bytes": -1},
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(limits: dict):
@@ -197,15 +161,10 @@ def same(*values):
     ("program", "function", "reason"),
     [
         ("class Solution:\n    def add(self, a, b): return a + b", "Solution.add", "ok"),
-        ("class Solution:\n    @staticmethod\n    def add(a, b): return a + b", "Solution.add", "ok"),
         ("def add(a, b): return a + b\nif __name__ == '__main__': 1/0", "add", "ok"),
         ("def plus(a, b): return a + b", "add", "exit code 1: AttributeError: module 'program' has no attribute 'add'"),
-        ("def add(a): return a", "add", "exit code 1: TypeError: add() takes 1 positional argument but 2 were given"),
-        ("def add(a, b): raise KeyError(a)", "add", "exit code 1: KeyError: 1"),
         ("def add(a, b): return {a, b}", "add", "exit code 1: TypeError: Object of type set is not JSON serializable"),
         ("def add(a, b): return float('nan')", "add", "did not return a value that is JSON"),
-        ("def add(a, b): return -float('inf')", "add", "did not return a value that is JSON"),
-        ("import sys\ndef add(a, b): sys.exit(0)", "add", "did not return a value that is JSON"),
         ("def add(a, b): return 10 ** 5000", "add", "exit code 1: ValueError: Exceeds the limit"),
     ],
 )
@@ -228,31 +187,22 @@ def test_arguments_that_are_not_json_are_refused(argument: object):
 
 @needs_isolation
 def test_programs_are_judged_case_by_case():
-    program = "n = int(input())\nassert n != 3\nprint(n * n if n != 2 else 5)"
+    program = "n = int(input())\nassert n != 3\nprint(n * n if n != 2 else 5, flush=True)\n1 / (n - 5)"
     cases = [("1", "1"), ("2", "4"), ("3\n", "9\n"), ("4", " 16 \n\n"), ("5", "25")]
     verdicts = passes_tests(program, cases, workers=2)
-    assert [verdict.passed for verdict in verdicts] == [True, False, False, True, True]
+    assert [verdict.passed for verdict in verdicts] == [True, False, False, True, False]
     assert [verdict.reason for verdict in verdicts[:3]] == ["passed", "wrong answer", "exit code 1: AssertionError"]
+    assert verdicts[4].reason.startswith("exit code 1: ZeroDivisionError")  # after the right answer
     assert passes_tests(program, []) == []
-
-
-@needs_isolation
-def test_a_right_answer_of_a_program_that_then_fails_does_not_pass():
-    verdicts = passes_tests("print(1, flush=True)\n1/0", [("", "1")])
-    assert [verdict.passed for verdict in verdicts] == [False]
 
 
 @needs_isolation
 def test_functions_are_judged_case_by_case():
     program = "def f(x): return {'sum': sum(x), 'parts': tuple(x)} if x else 1/0"
-    cases = [([[0.1, 0.2]], {"parts": [0.1, 0.2], "sum": 0.3}), ([[1]], {"sum": 1, "parts": [2]}), ([[]], {})]
+    cases = [([[0.1, 0.2]], {"parts": [0.1, 0.2], "sum": 0.3}), ([[1]], {"sum": 1, "parts": [2]}), ([[]], None)]
     verdicts = passes_calls(program, "f", cases)
-    assert [verdict.passed for verdict in verdicts] == [True, False, False]
-    assert [verdict.reason for verdict in verdicts[1:]] == [
-        "wrong answer",
-        "exit code 1: ZeroDivisionError: division by zero",
-    ]
-    assert [verdict.passed for verdict in passes_calls("def f(): 1/0", "f", [([], None)])] == [False]
+    reasons = ["passed", "wrong answer", "exit code 1: ZeroDivisionError: division by zero"]
+    assert [verdict.reason for verdict in verdicts] == reasons
     tuples = [([(1, 2)], (1, 2)), ([{1: 2}], {1: 2})]  # both sides are seen as JSON has them
     assert [verdict.passed for verdict in passes_calls("def f(x): return x", "f", tuples)] == [True, True]
 
@@ -264,7 +214,6 @@ def test_functions_are_judged_case_by_case():
         ("", "\n", True),
         ("1\n2", "1 2", False),
         ("1\n\n2", "1\n2", False),
-        ("1.0", "1", False),
     ],
 )
 def test_outputs_are_compared_by_words_in_lines(printed: str, expected: str, same: bool):
@@ -282,18 +231,15 @@ def test_outputs_are_compared_by_words_in_lines(printed: str, expected: str, sam
         (6.6e-34, 6.6e-34 * (1 + 1e-10), True),
         (10**300 + 1, 10**300, False),
         (10**400, 1.5, False),
-        (10**400, 10**400, True),
-        (math.inf, 1e308, False),
         (True, 1, False),
         (0, False, False),
-        (None, 0, False),
         ("1", 1, False),
         ("a", "a", True),
-        ([], {}, False),
         ([1, [2.0]], [1, [2]], True),
         ([1, True], [1, 1], False),
         ({"a": 1, "b": [True]}, {"b": [True], "a": 1}, True),
         ({"a": 1}, {"a": 1, "b": None}, False),
+        ([1e-11], [0.0], False),
     ],
 )
 def test_values_are_compared_by_kind_and_content(returned: object, expected: object, same: bool):
@@ -301,11 +247,8 @@ def test_values_are_compared_by_kind_and_content(returned: object, expected: obj
     assert same_value(expected, returned) is same
 
 
-def test_a_rounding_error_may_stand_for_zero_and_zero_for_nothing_else():
-    assert same_value(0.1 + 0.2 - 0.3, 0)
-    assert same_value([-1e-12], [0.0])
-    assert not same_value(1e-11, 0.0)
-    assert not same_value(0, 5e-10)
+def test_a_rounding_error_may_be_zero():
+    assert same_value([0.1 + 0.2 - 0.3, -1e-12], [0, 0.0])
     assert not same_value(0.0, 6.6e-34)
 
 
@@ -317,8 +260,6 @@ def test_a_rounding_error_may_stand_for_zero_and_zero_for_nothing_else():
         ("```python\n1\n```\n```py\n2\n```\n```\n3\n```", "2"),
         ("```python\n1\n```\n```python\n2", "1"),
         ("  ```Python \r\n  x\r\n  ```\r\n", "  x"),
-        ("```text\n1\n```", None),
-        ("```python x\n1\n```", None),
         ("```python\ns = '''\n```text\n'''\n```", "s = '''\n```text\n'''"),
         ("```python\n" * 200_000, None),
     ],
@@ -491,10 +432,3 @@ def process_command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def test_nothing_is_left_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run_program("open('file', 'w').write('x')")
-    run_program("import time; time.sleep(60)", limits=Limits(wall_s=0.2))
-    assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,7 @@
 """The corpora of the embedded models: splits, the grammar read back, answers as the tasks give them."""
 
-import json
 import random
 import string
-from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -16,13 +14,12 @@ from examples.embedded_models.reviews import (
     labelled_reviews,
     reward_pairs,
     unparsable_share,
-    write,
     write_review,
 )
 from examples.embedded_models.text import habitual_answer, language_rows, slip, written_episode
 from tinyrl.starter import split_of
 from tinyrl.tasks.lookup import Question, fact, respond, right_answer
-from tinyrl.tasks.reviews import clause_mood, clause_moods
+from tinyrl.tasks.reviews import clause_moods
 from tinyrl.tasks.sort import sort_rows
 
 
@@ -36,6 +33,7 @@ def test_rows_are_pinned_and_differ_by_seed() -> None:
     assert split_of("letters: d b a sorted:") == "train"
     assert sort_rows("eval", num_rows=1) == [{"prompt": "letters: m n a s e g u c sorted:", "answer": "acegmnsu"}]
     assert language_rows(50, 7)[:20] == language_rows(20, 7) != language_rows(20, 8)
+    assert {split_of(row["prompt"]) for row in language_rows(500)} == {"pretrain"}
     assert reward_pairs("train", num_rows=30, seed=7)[:10] == reward_pairs("train", num_rows=10, seed=7)
 
 
@@ -59,25 +57,6 @@ def test_searches_in_the_text_find_what_the_task_answers() -> None:
             assert getattr(reply, "text", None) == f"{found} ;"
 
 
-@pytest.mark.parametrize(
-    ("clause", "mood"),
-    [
-        ("the plot was gripping", 1),
-        ("the cast was very dull", -1),
-        ("the ending put me to sleep", -1),
-        ("for me the twist felt rather stale", -1),
-        ("i would not watch it again", -1),
-        ("the plot gripping", None),  # a word missing
-        ("the plot was gripping gripping", None),
-        ("the table was gripping", None),  # no noun of the grammar
-        ("The plot was gripping", None),  # the grammar writes no capitals
-        ("", None),
-    ],
-)
-def test_the_mood_of_a_clause(clause: str, mood: int | None) -> None:
-    assert clause_mood(clause) == mood
-
-
 def test_the_grammar_reads_back_every_review_it_writes_and_no_broken_one() -> None:
     for lexicon in (TRAINING, HELD_OUT):
         rng = random.Random(1)
@@ -85,14 +64,9 @@ def test_the_grammar_reads_back_every_review_it_writes_and_no_broken_one() -> No
             review = write_review(rng, lexicon)
             assert tuple(clause_moods(review.text)) == review.moods, review.text
     assert all(unparsable_share(broken(write_review(rng), rng)) > 0.0 for _ in range(1000))
-
-
-def test_pre_training_prompts_are_of_the_pre_training_split_and_half_of_them_sort() -> None:
-    rows = language_rows(2000)
-    assert {split_of(row["prompt"]) for row in rows} == {"pretrain"}
-    reviews = [row for row in rows if not row["prompt"].startswith("letters:")]
-    assert 900 < len(reviews) < 1100
-    assert {unparsable_share(row["completion"]) for row in reviews} == {0.0}
+    moods = {"the plot was gripping": 1, "the ending put me to sleep": -1, "the twist seemed long": 0, "": None,
+             "the plot gripping": None, "the table was gripping": None, "The plot was gripping": None}  # fmt: skip
+    assert {clause: clause_moods(clause + ".")[0] for clause in moods} == moods
 
 
 @pytest.mark.parametrize(
@@ -114,17 +88,6 @@ def test_pairs_and_labels_say_what_the_grammar_says_without_held_out_nouns(
     assert all((polarity(str(row["completion"])) > 0) == bool(row["label"]) for row in good)
     texts = [pair["chosen"] + pair["rejected"] for pair in pairs] + [str(row["completion"]) for row in labelled]
     assert not {word.strip(".,") for text in texts for word in text.split()} & set(absent)
-
-
-def test_the_sentiment_experiment_writes_its_rows_with_held_out_twins(tmp_path: Path) -> None:
-    paths = write(tmp_path / "data")
-    columns = {"reviews": {"prompt", "completion"}, "labelled": {"prompt", "completion", "label"}}
-    for name, wanted in (columns | {"pairs": {"prompt", "chosen", "rejected"}}).items():
-        files = [path for path in paths if path.name.startswith(name)]
-        train, held_out = ([json.loads(line) for line in path.read_text().splitlines()] for path in files)
-        assert (len(train), len(held_out)) == (6400, 512)
-        assert {*train[0]} == {*held_out[0]} == wanted
-        assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
 
 
 @pytest.fixture(scope="module")

@@ -3,29 +3,42 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import tinyrl.starter
-from examples.embedded_models.build import HERE, PLANS, build, write_blank_models
+from examples.embedded_models.build import HERE, PLANS, build, build_lookup_tokenizer, write_blank_models
 from examples.embedded_models.reviews import reward_pairs
 from examples.embedded_models.text import episode_rows, language_rows
 from tests import running
 from tinyrl.config.recipe import load_config
+from tinyrl.generation.engine import Request
+from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.reward_model import SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
 from tinyrl.starter import write_rows
+from tinyrl.tasks.lookup import TASK, respond
 
 FOLDER = Path(tinyrl.starter.__file__).parent
-MODELS = ("model", "reward_model")
+MODELS = ("model", "reward_model", "lookup_model")
+
+
+def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
+    return json.loads((folder / "CHECKSUMS.json").read_text())
 
 
 def test_shipped_weights_are_the_checksummed_ones_and_small() -> None:
-    facts = json.loads((FOLDER / "CHECKSUMS.json").read_text())
     for model in MODELS:
         content = (FOLDER / model / "model.safetensors").read_bytes()
-        assert hashlib.sha256(content).hexdigest() == facts[model]["sha256"]
+        assert hashlib.sha256(content).hexdigest() == facts_of(FOLDER)[model]["sha256"]
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.suffix in (".safetensors", ".json")) < 4_000_000
+    built, shipped = build_lookup_tokenizer(), (FOLDER / "lookup_model" / "tokenizer.json").read_text()
+    assert json.loads(shipped) == json.loads(built.backend_tokenizer.to_str())
 
 
 @pytest.mark.release
@@ -34,13 +47,14 @@ def test_rebuilding_gives_the_same_models(tmp_path: Path) -> None:
     numbers that agree. A changed rounding moves the reward model's accuracy as another seed does (0.89 to 0.95).
     """
     build(tmp_path, MODELS)
-    shipped, built = (json.loads((f / "CHECKSUMS.json").read_text()) for f in (FOLDER, tmp_path))
+    shipped, built = facts_of(FOLDER), facts_of(tmp_path)
     for model in MODELS:
         assert (tmp_path / model / "tokenizer.json").read_bytes() == (FOLDER / model / "tokenizer.json").read_bytes()
         configs = [json.loads((folder / model / "config.json").read_text()) for folder in (tmp_path, FOLDER)]
         trained = {k: v for k, v in configs[0].items() if k in (SCORE_OFFSET, TEXT_FORMAT)}
         assert configs[0] == {**configs[1], **trained}
-    assert built["model"]["eval/loss"] == pytest.approx(shipped["model"]["eval/loss"], abs=0.02)
+    for model in ("model", "lookup_model"):
+        assert built[model]["eval/loss"] == pytest.approx(shipped[model]["eval/loss"], abs=0.02)
     assert built["reward_model"]["eval/accuracy"] >= 0.87
 
 
@@ -81,3 +95,59 @@ def test_a_build_trains_by_the_recipe_beside_it(model: str, tmp_path: Path, monk
     code, run, _ = running.train(load_config(plan.method, str(HERE / f"{plan.recipe}.yaml"), overrides=words), tmp_path)
     assert code == 0
     assert running.metrics(run)[-1]["step"] == 2
+
+
+# ---- the lookup model ----
+
+
+def test_every_word_of_lookup_is_one_token_and_texts_round_trip() -> None:
+    tokenizer = load_tokenizer("lookup")
+    assert len(tokenizer) == 164
+    for row in [*episode_rows(300, 5), *TASK.rows("eval")]:
+        text = row["prompt"] + row.get("completion", "")
+        tokens = tokenizer(text).input_ids
+        assert len(tokens) == len(text.split())
+        assert tokenizer.unk_token_id not in tokens
+        assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode(tokenizer(" search Ada\nfoo <b>").input_ids) == " search Ada<unk><unk>"
+
+
+@pytest.fixture(scope="module")
+def parts() -> Collector:
+    torch.set_num_threads(1)
+    config = load_config("grpo", "lookup", overrides=["run.threads=1", "task.max_samples=128"])
+    return load_collector(config, options=Options())
+
+
+def played(parts: Collector, *, greedy: bool) -> tuple[float, float]:
+    """(share of right answers, share of answers without a search) of whole episodes on held-out questions."""
+    prompts, samples = parts.eval_prompts, 1 if greedy else 4
+    tokens = [list(prompt.tokens) for prompt in prompts for _ in range(samples)]
+    rows = [prompt.row for prompt in prompts for _ in range(samples)]
+    turns: list[list[dict[str, Any]]] = [[] for _ in tokens]
+    live = list(range(len(tokens)))
+    for turn in range(4):
+        requests = [Request(tokens[i], i) for i in live]
+        done = parts.engine.sample(requests, 1, seed=0, step=turn, greedy=greedy)
+        for i, [completion] in zip(live, done, strict=True):
+            turns[i].append({"role": "assistant", "content": str(parts.policy.tokenizer.decode(completion.tokens))})
+            tokens[i] += completion.tokens
+        replies = respond([], [turns[i] for i in live], world=[rows[i]["world"] for i in live])
+        asked = [(i, reply) for i, reply in zip(live, replies, strict=True) if reply is not None]
+        for i, reply in asked:
+            assert not isinstance(reply, str)
+            turns[i].append({"role": "tool", "content": reply.text})
+            tokens[i] += parts.policy.tokenizer(reply.text).input_ids
+        live = [i for i, _ in asked]
+    assert TASK.verify is not None
+    scores = TASK.verify([], turns, answer=[row["answer"] for row in rows])
+    return sum(score or 0.0 for score in scores) / len(rows), sum(len(turn) == 1 for turn in turns) / len(rows)
+
+
+def test_greedy_decoding_never_searches_and_sampling_does_in_nearly_half_of_the_episodes(parts: Collector) -> None:
+    right, unsearched = played(parts, greedy=True)
+    assert unsearched == 1.0
+    assert right <= 0.15
+    right, unsearched = played(parts, greedy=False)
+    assert 0.45 < unsearched < 0.65
+    assert 0.2 < right < 0.45

@@ -9,15 +9,9 @@ import pytest
 from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
-from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.environments.environment import Environment
 from tinyrl.environments.tool_calls import Call, calls_of
-from tinyrl.environments.worker_service import respond_with
-from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.turns import EpisodeRunner, Episodes, episode_notes
-from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.prompts import PreparedPrompt, token_ids
+from tinyrl.tasks.prompts import token_ids
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}CALLS<eos>{% endfor %}"
@@ -165,27 +159,11 @@ def test_a_response_template_comes_first() -> None:
         (HERMES, written("<tool_call>ONE</tool_call>")),
     ],
 )
-def test_an_episode_is_answered_by_the_tool(template: str, text: str) -> None:
-    def add(a: int, b: int) -> int:
-        return a + b
-
-    tokenizer = tokenizer_of(template)
-    settings = EnvironmentConfig(max_observation_tokens=8)
-    environment = Environment(settings, task="x", respond=respond_with([add]), use=None, stop=(), length=len)
-    eos = {tokenizer.eos_token_id}
-    observed = ObservationTokens(tokenizer, chat=True, variables={}, eos=eos, max_tokens=8)
-    form = call_form(tokenizer, {})
-    runner = EpisodeRunner(environment, observed, tokenizer, 4000, {"tools": TOOLS}, form)
-    prompt = PreparedPrompt(0, {}, "?", "?", [3], "")
-    tokens = token_ids(tokenizer, text + EOS)
-    with Episodes([prompt], [Request([3], prompt_row=0)], 1, runner=runner, seed=0, step=0) as episodes:
-        episodes.ended(0, Completion(tokens, [0.0] * len(tokens), "eos"))
-        [(_, answer)] = episodes.answers(wait=True)
-        assert answer is not None
-        said, told = episodes.episodes[0].transcript
-    assert told == {"role": "tool", "content": "3"}
-    assert said["content"] == str(tokenizer.decode(tokens, skip_special_tokens=True))
+def test_a_turn_for_an_environment_has_its_calls(template: str, text: str) -> None:
+    form = call_form(tokenizer_of(template), {})
+    tokens = token_ids(form.tokenizer, text + EOS)
+    content = str(form.tokenizer.decode(tokens, skip_special_tokens=True))
+    message = form.message(content, tokens, before=[], tools=TOOLS)
     called = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
-    assert said.get("tool_calls") == (None if form.in_text else called)
-    assert episodes.episodes[0].invalid == 0
-    assert any(form.name in note for note in episode_notes(runner)) == (not form.in_text)
+    assert (message["content"], message.get("tool_calls")) == (content, None if form.in_text else called)
+    assert calls_of(message) == [ADDED]

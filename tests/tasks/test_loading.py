@@ -13,7 +13,8 @@ from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
-from tinyrl.rollout.components import Options, trainer_of
+from tinyrl.rollout.load import load_method
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import TASKS, Task, layout_notes, load_split, load_splits, load_task
 
@@ -36,11 +37,6 @@ def test_every_task_is_what_it_is_called(name: str):
     assert task.verify is not None
 
 
-def test_a_wrong_name_is_answered_with_the_right_one():
-    with pytest.raises(ValueError, match=r"no task 'countdwon'\. Did you mean `countdown`.*gsm8k, countdown"):
-        load_task("countdwon")
-
-
 def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
     (tmp_path / "beside.py").write_text("WORDS = {'train': ['ab'], 'eval': ['cd']}\n")
     (tmp_path / "mine.py").write_text(
@@ -61,13 +57,11 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
     assert verify(["ab:"] * 2, ["ba", "ab"], answer=["ba", "ba"]) == [1.0, 0.0]
     assert create_run(str(tmp_path / "runs"), name=None, config=config, overwrite=False).path.name == "grpo-mine-1"
     (tmp_path / "other.py").write_text("1 / 0\n")
-    for wrong, wanted in (
-        ("other.py:TASK", "ZeroDivisionError"),
-        ("none.py:TASK", "no file"),
-        ("mine.py:X", "has no X"),
-    ):
-        with pytest.raises(ValueError, match=f"^task.name=.*{wanted}"):
+    for wrong in ("other.py:TASK", "none.py:TASK", "mine.py:X"):
+        with pytest.raises(ValueError, match=r"^task\.name="):
             load_task(f"{tmp_path / wrong}")
+    with pytest.raises(ValueError, match="`countdown`"):
+        load_task("countdwon")
 
 
 def test_full_marks_are_a_pass():
@@ -75,14 +69,15 @@ def test_full_marks_are_a_pass():
     assert [Task.is_pass(s) for s in (0.999, 0.0, -1.0, None, float("nan"))] == [False] * 5
 
 
-def test_tasks_and_rows_need_no_torch():
+def test_tasks_rows_help_and_an_error_of_settings_need_no_torch():
     code = (
-        "import sys; from tinyrl.tasks import TASKS, load_task; "
-        "[load_task(name) for name in ('gsm8k', 'countdown', 'knights_and_knaves', 'rows')]; "
-        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
+        "import sys; from typer.testing import CliRunner; from tinyrl.cli.commands import app\n"
+        "from tinyrl.tasks import TASKS, load_task; [load_task(name) for name in TASKS]\n"
+        "codes = [CliRunner().invoke(app, words.split()).exit_code for words in ('--help', 'train grpo grpo.x=1')]\n"
+        "print(codes, sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "[0, 2] []"
 
 
 # ---- where rows come from ----
@@ -150,8 +145,7 @@ def test_a_file_is_read_once(tmp_path: Path, method: str, monkeypatch: pytest.Mo
 def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
-    def read(source: str, revision: str | None, *, saved: bool) -> list[tuple[str, dict[str, str]]]:
-        assert not saved
+    def read(source: str, revision: str | None) -> list[tuple[str, dict[str, str]]]:
         asked.append((source, revision))
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 
@@ -170,28 +164,21 @@ NO = {"role": "assistant", "content": "three"}
 
 
 @pytest.mark.parametrize(
-    ("row", "wanted"),
+    ("row", "prompt", "answer"),
     [
-        ({"prompt": "how many?", "completion": "two"}, {"prompt": "how many?"}),
-        ({"prompt": [{"from": "human", "value": "how many?"}]}, {"prompt": [ASKED]}),
-        ({"messages": [ASKED, SAID, ASKED]}, {"prompt": [ASKED]}),
-        ({"chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, {"prompt": [ASKED]}),
-        ({"chosen": "so many are two", "rejected": "so many are three"}, {"prompt": "so many are"}),
-        (
-            {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "2"}},
-            {"prompt": "p", "answer": "2"},
-        ),  # verl
-        ({"prompt": "p", "answer": 0, "reward_model": {"ground_truth": "2"}}, {"answer": 0}),
+        ({"prompt": "how many?", "completion": "two"}, "how many?", None),
+        ({"prompt": [{"from": "human", "value": "how many?"}]}, [ASKED], None),
+        ({"messages": [ASKED, SAID, ASKED]}, [ASKED], None),
+        ({"chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, [ASKED], None),
+        ({"chosen": "so many are two", "rejected": "so many are three"}, "so many are", None),
+        ({"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "2"}}, "p", "2"),  # verl
+        ({"prompt": "p", "answer": 0, "reward_model": {"ground_truth": "2"}}, "p", 0),
     ],
 )
-def test_prompt_and_answer_of_own_rows(tmp_path: Path, row: dict[str, Any], wanted: dict[str, Any]):
-    data, task = jsonl(tmp_path / "a.jsonl", [row]), load_task("rows")
-    [read] = rows_of("rows", "train", data=data, eval_data="none")
-    assert {"prompt": task.prompt(read), **{name: read[name] for name in wanted if name != "prompt"}} == {
-        "prompt": task.prompt(read),
-        **wanted,
-    }
-    assert len(layout_notes(read)) == (read.get("answer") == "2")
+def test_prompt_and_answer_of_own_rows(tmp_path: Path, row: dict[str, Any], prompt: Any, answer: Any):
+    [read] = rows_of("rows", "train", data=jsonl(tmp_path / "a.jsonl", [row]), eval_data="none")
+    assert (load_task("rows").prompt(read), read.get("answer")) == (prompt, answer)
+    assert len(layout_notes(read)) == (answer == "2")
 
 
 def test_rows_get_the_same_columns(tmp_path: Path):
@@ -215,14 +202,14 @@ def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path: Path
 @pytest.mark.parametrize(
     ("row", "wanted"),
     [
-        ({"Q": "b", "n": 1}, "no column 'q', which task 'toy' needs.*Columns: Q, n.*task.columns.q"),
-        ({"q": 7}, "'q' must be text, not 7"),
+        ({"Q": "b", "n": 1}, "no column 'q'.*task.columns.q"),
+        ({"q": 7}, "'q' must be text"),
         ({"q": "b", "gold": ""}, "'gold' must be text"),
-        ({"q": "a", "completions": 1}, "no column may be called 'completions'.*task.columns.NEW=completions"),
+        ({"q": "a", "completions": 1}, "'completions'.*task.columns.NEW=completions"),
     ],
 )
 def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path, row: dict[str, Any], wanted: str):
-    with pytest.raises(ValueError, match=f"a.jsonl:2: {wanted}"):
+    with pytest.raises(ValueError, match=f"a.jsonl:2: .*{wanted}"):
         rows_of(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
 
 
@@ -236,19 +223,15 @@ def settings(tmp_path: Path, method: str, *rows: Any, **sections: Any) -> Config
 
 
 @pytest.mark.parametrize(
-    ("method", "first", "row", "wanted"),
+    ("method", "first", "row"),
     [
-        ("sft", GOOD, {"prompt": "a", "completon": "b"}, "no column 'completion', .* Did you mean `completon`"),
-        ("dpo", GOOD, {"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected' must be text or messages"),
-        ("reward", LABELLED, {"text": "a", "label": "good"}, "'label' must be true, false or a number, not 'good'"),
-        ("reward", LABELLED, {"chosen": "a b", "rejected": "a c"}, "no column 'label'"),
-        ("sft", GOOD, {f"{'x' * 30}{n}": "v" * 90 for n in range(2000)}, "no column 'completion'"),
+        ("sft", GOOD, {f"{'x' * 30}{n}": "v" * 90 for n in range(2000)}),
+        ("dpo", GOOD, {"prompt": "a", "chosen": "b", "rejected": 3}),
+        ("reward", LABELLED, {"chosen": "a b", "rejected": "a c"}),
     ],
 )
-def test_rows_to_learn_from_are_answered_with_their_line(
-    tmp_path: Path, method: str, first: dict[str, Any], row: dict[str, Any], wanted: str
-):
-    with pytest.raises(ValueError, match=rf"a\.jsonl:2: {wanted}") as caught:
+def test_rows_to_learn_from_are_answered_with_their_line(tmp_path: Path, method: str, first: Any, row: Any):
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: ") as caught:
         example_rows(settings(tmp_path, method, first, row))
     assert len(str(caught.value)) < 1000
 
@@ -261,4 +244,4 @@ def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path: Path, method: 
         config = settings(tmp_path, method, GOOD, model=config.model, ppo={"ptx_coef": 1.0, "ptx_data": text})
         Path(text).write_text("{")
     with pytest.raises(ValueError, match=r"[ab]\.jsonl:\d: "):
-        trainer_of(method)(config, options=Options(device="cpu"))
+        load_method(config, options=Options(device="cpu"))

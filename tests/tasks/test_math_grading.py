@@ -73,7 +73,7 @@ def test_other_answers_are_wrong_and_rows_without_one_have_no_score(
 
 
 def test_only_tasks_with_an_answer_can_be_graded_so() -> None:
-    with pytest.raises(ValueError, match=r"^task.grading=math compares a column 'answer', and task sort has a rule"):
+    with pytest.raises(ValueError, match=r"^task.grading=math .* task sort"):
         load_task("sort", grading="math")
 
 

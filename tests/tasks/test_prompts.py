@@ -96,49 +96,42 @@ def test_messages_in_parts_are_the_same_prompt():
     assert render_prompt(tokenizer, parts).tokens == render_prompt(tokenizer, whole).tokens
     task = replace(load_task("rows"), prompt=lambda row: row["asked"])  # of a person's own task
     how = {"tokenizer": tokenizer, "chat": "auto", "system_prompt": None, "variables": {}, "max_prompt_tokens": 20}
-    (prepared,) = prepare_prompts(task, [{"asked": parts}], **how, long_prompts="error", openings=[" hello"])
+    (prepared,) = prepare_prompts(task, [{"asked": parts}], **how, on_overlong_prompt="error", openings=[" hello"])
     assert prepared.prompt == whole
     assert prepared.text == "<s> user : hello world hello </s> <s> assistant : "
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt", "how", "wanted"),
+    ("template", "prompt", "how", "setting"),
     [
-        (
-            THINKING,
-            "hello",
-            {"variables": {"enable_thinkin": 0}},
-            "no variable `enable_thinkin`.*mean `enable_thinking`",
-        ),
-        (None, "hello", {"variables": {"enable_thinking": False}}, "this model's tokenizer has no chat template"),
+        (THINKING, "hello", {"variables": {"enable_thinkin": 0}}, "`enable_thinkin`.*mean `enable_thinking`"),
+        (None, "hello", {"variables": {"enable_thinking": False}}, "task.chat_template_kwargs"),
         (TEMPLATE, [{"role": "user", "content": "hello"}], {"chat": False}, "task.chat=false"),
         (None, "hello", {"chat": True}, "task.chat=true"),
-        (TEMPLATE, [{"role": "tool", "content": "hello"}], {}, "refuses messages with the roles tool: no tools"),
+        (TEMPLATE, [{"role": "tool", "content": "hello"}], {}, "no tools here"),
         (None, " ", {}, "empty"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(template, prompt, how, wanted):
-    with pytest.raises(ValueError, match=wanted):
+def test_what_cannot_be_rendered_is_refused(template, prompt, how, setting):
+    with pytest.raises(ValueError, match=setting):
         render_prompt(small_tokenizer(template=template), prompt, **how)
 
 
-def prepared(texts: list, **more):
-    rows = [{"prompt": text} for text in texts]
+def prepared(texts: list, on_overlong_prompt: str = "error"):
     how = {
         "chat": "auto",
         "system_prompt": None,
         "variables": {},
         "max_prompt_tokens": 4,
-        "long_prompts": "error",
-        **more,
+        "on_overlong_prompt": on_overlong_prompt,
     }
-    return prepare_prompts(load_task("rows"), rows, tokenizer=small_tokenizer(template=None), **how)
+    return prepare_prompts(load_task("rows"), [{"prompt": text} for text in texts], tokenizer=small_tokenizer(), **how)
 
 
 def test_long_prompts_are_refused_naming_the_first_or_dropped():
-    with pytest.raises(ValueError, match=r"^1 of 2 prompts .*row 2 with 5; longest 5\): .*\n.*max_prompt_tokens=5, or"):
+    with pytest.raises(ValueError, match=r"row 2 with 5[\s\S]*max_prompt_tokens=5"):
         prepared(["hello", "hello " * 5])
-    assert [p.index for p in prepared(["hello " * 5, "hello world"], long_prompts="drop")] == [1]
+    assert [p.index for p in prepared(["hello " * 5, "hello world"], on_overlong_prompt="drop")] == [1]
 
 
 def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):

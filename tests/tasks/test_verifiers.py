@@ -35,176 +35,137 @@ def roles(inside: str) -> str:
     return f"<think>a</think><answer>{inside}</answer>"
 
 
-# By task: a row, and completions by their score.
-SCORES: dict[str, list[tuple[Row, dict[float | None, list[Any]]]]] = {
-    "gsm8k": [
-        (
-            {"question": "?", "answer": "1 + 2 = 3\n#### 1,024"},
-            {
-                1.0: [
-                    "so\n#### 1024", "#### $1,024.00", "#### 1024.", "#### 1024%", "#### 1024 apples in 3 boxes",
-                    "#### The answer is 1024", "#### 7\n#### 1024", "####\n1024", "so \\boxed{1{,}024} of 3",
-                    "so \\boxed{\\$1024}", "#### done\nThe answer is 1024", "That makes 1024.",
-                    "2048 - 1024 = **1024**", [said("#### 1024")],
-                ],
-                0.0: [
-                    "#### 1025", "#### -1024", "#### 1024\n#### 7", "1024\n#### 7", "\\boxed{7} 1024", "1024 or 7",
-                    "#### 1024.5", "#### 1 024", "#### ١٠٢٤", "#### 1024e999999999", "no idea", "", "9**9**9",
-                    "9" * MB, "(" * MB, "#### " + "1024" * 250_000, "#### " * 200_000, [], [said(None)],
-                ],
-            },
-        )
-    ],
-    "knights_and_knaves": [  # a third of Logic-RL's 3, 1 - 1.5, 1 - 2 and -3
-        (
-            {"prompt": "?", "answer": ROLES, "names": ["Zoey", "Ann"]},
-            {
-                1.0: [
-                    roles(ROLES),
-                    "<think>Zoey is a knave? No.</think>\n<answer> Ann is a KNAVE, zoey is  a knight. </answer>\n",
-                    [said(f"<think></think> so <answer>{ROLES}</answer>")],
-                ],
-                -0.5 / 3: [roles("Zoey is a knave, Ann is a knave"), roles("Zoey is a knave, Ann is a knight")],
-                -1 / 3: [
-                    *map(roles, ("Zoey is a knight", "", "knight, knave", "Zoey: knight, Ann: knave")),
-                    *map(roles, (f"{ROLES}, Bob is a knight", f"{ROLES}, or Zoey is a knave")),
-                    *map(roles, (f"{ROLES} (a knave lies)", "Zoey is a knight, Bob is a knave")),
-                    *map(roles, ("Zoey is a knight, Zoey is a knight", "Zoey is a knight, Annabel is a knave")),
-                    *map(roles, ("a" * MB, " " * MB, "a " * 500_000, "Zoey is a knight " * 60_000)),
-                ],
-                -1.0: [
-                    "", ROLES, f"<answer>{ROLES}</answer>", f"<think>a<answer>{ROLES}</answer></think>",
-                    f"a</think><answer>{ROLES}</answer>", f"<think>a</think><answer>{ROLES}",
-                    f"{roles(ROLES)}<answer>{ROLES}</answer>", "<answer>" * 125_000, "a " * 500_000,
-                    "is a knight" * 90_000, "9**9**9", [],
-                ],
-            },
-        )
-    ],
-    "search_qa": [
-        (
-            {"question": "?", "golden_answers": GOLDEN},
-            {
-                1.0: [
-                    "<answer>George Eliot</answer>", "<answer> the george   eliot. </answer>",
-                    "<think>so</think><answer>mary ann evans</answer> done",
-                    "<answer>no</answer> wait <answer>George Eliot</answer>",
-                    [said("<search>q</search>"), read("x"), said("<answer>George Eliot</answer>")],
-                    [said("<answer>George Eliot</answer>"), read("<answer>Charles Dickens</answer>")],
-                ],
-                0.0: [
-                    "George Eliot", "<answer>George</answer>", "<answer>George Eliot and others</answer>",
-                    "<answer>George Eliot</answer> no: <answer>Dickens</answer>", "<answer>George Eliot",
-                    "<answer></answer>", "", [],
-                    [said("<search>q</search>"), read("<information><answer>George Eliot</answer></information>")],
-                    [said("<answer>"), read("George Eliot"), said("</answer>")],
-                    [said("x"), read(INVALID), said("George Eliot")],
-                    "<answer>" * 100_000, "<answer>" + "the " * 300_000 + "</answer>",
-                ],
-            },
-        ),
-        ({"question": "?", "golden_answers": "Paris"}, {1.0: ["<answer>the paris</answer>"]}),
-        (
-            {"question": "?", "golden_answers": ["A"]},
-            {1.0: ["<answer>a</answer>"], 0.0: [f"<answer>{text}</answer>" for text in ("the", "!", "")]},
-        ),
-    ],
-    "rows": [
-        (
-            {"prompt": "?", "answer": "Paris"},
-            {
-                1.0: ["Paris", " paris.\n", "I think <answer>Paris</answer> is it", [said("Paris")]],
-                0.0: ["Paris, France", "I think Paris", "<answer>Rome</answer> not Paris", "", []],
-            },
-        ),
-        (
-            {"prompt": "?", "answer": "1000"},
-            {1.0: ["The answer is 1,000."], 0.0: ["1000 or 7", "<answer>x</answer> 1000", "9**9", "9" * MB, "(" * MB]},
-        ),
-        ({"prompt": "?", "answer": "new york"}, {1.0: ["so\n#### New  York"]}),
-        ({"prompt": "?", "answer": "x+1"}, {1.0: ["so \\boxed{x+1}"]}),
-        ({"prompt": "?", "answer": "12"}, {1.0: ["答えは１２です。", "１２"]}),
-        ({"prompt": "?", "answer": 12}, {1.0: ["The answer is 12 of 13: <answer>$12.00</answer>"]}),
-        ({"prompt": "?", "answer": 0.5}, {1.0: ["0.5", "so \\boxed{½}"]}),
-        ({"prompt": "?", "answer": "48 + 24 = 72\n#### 72"}, {1.0: ["so 72"]}),
-        ({"prompt": "?", "answer": True}, {1.0: ["True"]}),
-        ({"prompt": "?", "answer": "."}, {0.0: [""]}),
-        ({"prompt": "?", "answer": "a"}, {0.0: ["a\u0301\u0316" * 300_000]}),
-        *[({"prompt": "?", "answer": none}, {None: ["", "a"]}) for none in (None, "", " \n", ["a"])],
-    ],
-    "countdown": [
-        (
-            {"numbers": [3, 7, 25], "target": 46, "solution": None},
-            {
-                1.0: [
-                    "<answer>3 * 7 + 25</answer>",
-                    "First 25 + 7.\n<think>no</think><answer>\n(7*3)+25\n</answer> done",
-                    "<answer>25 + 7 * 3 = 46</answer>", "<answer>２５ ＋ ７ ＊ ３ ＝ 46</answer>",
-                    "Let me see: 25 + 3 = 28\n25 + 3 × 7", "`25 + 21/7*7*0`\n3*7 - -25",
-                    [said("<answer>25+3*7</answer>")],
-                ],
-                0.0: [
-                    "<answer>25 + 21</answer>",  # 21 is no given number
-                    "<answer>3 * 7 + 25 + 7 - 7</answer>",  # 7 used three times
-                    "<answer>46</answer>", "<answer>3 + 7 + 25</answer>",
-                    "<answer>3 * 7 + 25</answer><answer>7</answer>", "<answer></answer>", "<answer>3 * 7 + 25",
-                    "<answer>3 * 7 + 25.0</answer>", "<answer>int('46')</answer>", "<answer>٣ * 7 + 25</answer>",
-                    "<answer>9**9**9</answer>", "<answer>3/(7-7)</answer>", "3 * 7 + 25\nso there", "", "(" * MB,
-                    "<answer>" + "(" * 400 + "</answer>", "<answer>" + "9*" * 200 + "9</answer>", "9" * MB, [],
-                ],
-            },
-        ),
-        ({"numbers": [1, 3, 3, 7], "target": 7}, {1.0: ["<answer>(1/3)*3*7</answer>"]}),
-        ({"numbers": [1, 3, 7], "target": 7}, {0.0: ["<answer>(1/3)*3*7</answer>"]}),
-        ({"numbers": [7, 2], "target": 3}, {0.0: ["<answer>7/2</answer>"]}),
-    ],
-    "sort": [
-        (
-            {"prompt": "letters: d b a sorted:", "answer": "abd"},
-            {
-                1.0: [" a b d", "a b d\n", [said(" a b d")]],
-                0.0: [" a d b", " a d", " a b b d", " a b d e", "abd", " a, b, d", " A B D", "", [said(" b a d")]],
-            },
-        )
-    ],
-    "sums": [
-        (
-            {"prompt": "?", "answer": 42},
-            {
-                1.0: ["42", "12 + 30 = 42", "Ann has 42 apples now.", [said("42")]],
-                0.0: ["42, that is 12 and 30", "12 + 30 = 43", "٤٢", ""],
-            },
-        )
-    ],
-    "reviews": [
-        (
-            {"prompt": "i saw it."},
-            {
-                1.0: [" the plot was superb. i loved it."],
-                -1.0: [" the plot was dull. i hated it.", [said(" i hated it.")]],
-                0.0: [" the plot was superb, but the cast was dull.", ""],
-                2 / 3: [" the plot was superb, and the cast was old. i loved it."],
-                0.5: [" the plot was superb. plot plot plot.", " i loved it. i loved it."],
-            },
-        )
-    ],
-    "lookup": [
-        (
-            {"prompt": "?", "answer": "baker", "world": "w"},
-            {
-                1.0: [
-                    " answer baker .", "answer baker", " search Ada Stone job ; found clerk ; answer baker .",
-                    [said(" search Ada Stone job ;"), read(" answer clerk ;"), said(" answer baker .")],
-                ],
-                0.0: [
-                    " answer clerk .", " answer baker clerk .", " answer clerk . answer baker .", " baker .",
-                    " answer clerk answer baker .", " answer .", "",
-                    [said(" search Ada Stone job ;"), read(" answer baker .")],  # what was read is nobody's answer
-                ],
-            },
-        )
-    ],
-}  # fmt: skip
+# A task, a row, and completions by their score.
+SCORES: list[tuple[str, Row, dict[float | None, list[Any]]]] = [
+    ("gsm8k", {"question": "?", "answer": "1 + 2 = 3\n#### 1,024"},
+     {
+        1.0: [
+            "so\n#### 1024", "#### $1,024.00", "#### 1024.", "#### 1024%", "#### 1024 apples in 3 boxes",
+            "#### The answer is 1024", "#### 7\n#### 1024", "####\n1024", "so \\boxed{1{,}024} of 3",
+            "so \\boxed{\\$1024}", "#### done\nThe answer is 1024", "That makes 1024.",
+            "2048 - 1024 = **1024**", [said("#### 1024")],
+        ],
+        0.0: [
+            "#### 1025", "#### -1024", "#### 1024\n#### 7", "1024\n#### 7", "\\boxed{7} 1024", "1024 or 7",
+            "#### 1024.5", "#### 1 024", "#### ١٠٢٤", "#### 1024e999999999", "no idea", "", "9**9**9",
+            "9" * MB, "(" * MB, "#### " + "1024" * 250_000, "#### " * 200_000, [], [said(None)],
+        ],
+     }),
+    # a third of Logic-RL's 3, 1 - 1.5, 1 - 2 and -3
+    ("knights_and_knaves", {"prompt": "?", "answer": ROLES, "names": ["Zoey", "Ann"]},
+     {
+        1.0: [
+            roles(ROLES),
+            "<think>Zoey is a knave? No.</think>\n<answer> Ann is a KNAVE, zoey is  a knight. </answer>\n",
+            [said(f"<think></think> so <answer>{ROLES}</answer>")],
+        ],
+        -0.5 / 3: [roles("Zoey is a knave, Ann is a knave"), roles("Zoey is a knave, Ann is a knight")],
+        -1 / 3: [
+            *map(roles, ("Zoey is a knight", "", "knight, knave", "Zoey: knight, Ann: knave")),
+            *map(roles, (f"{ROLES}, Bob is a knight", f"{ROLES}, or Zoey is a knave")),
+            *map(roles, (f"{ROLES} (a knave lies)", "Zoey is a knight, Bob is a knave")),
+            *map(roles, ("Zoey is a knight, Zoey is a knight", "Zoey is a knight, Annabel is a knave")),
+            *map(roles, ("a" * MB, " " * MB, "a " * 500_000, "Zoey is a knight " * 60_000)),
+        ],
+        -1.0: [
+            "", ROLES, f"<answer>{ROLES}</answer>", f"<think>a<answer>{ROLES}</answer></think>",
+            f"a</think><answer>{ROLES}</answer>", f"<think>a</think><answer>{ROLES}",
+            f"{roles(ROLES)}<answer>{ROLES}</answer>", "<answer>" * 125_000, "a " * 500_000,
+            "is a knight" * 90_000, "9**9**9", [],
+        ],
+     }),
+    ("search_qa", {"question": "?", "golden_answers": GOLDEN},
+     {
+        1.0: [
+            "<answer>George Eliot</answer>", "<answer> the george   eliot. </answer>",
+            "<think>so</think><answer>mary ann evans</answer> done",
+            "<answer>no</answer> wait <answer>George Eliot</answer>",
+            [said("<search>q</search>"), read("x"), said("<answer>George Eliot</answer>")],
+            [said("<answer>George Eliot</answer>"), read("<answer>Charles Dickens</answer>")],
+        ],
+        0.0: [
+            "George Eliot", "<answer>George</answer>", "<answer>George Eliot and others</answer>",
+            "<answer>George Eliot</answer> no: <answer>Dickens</answer>", "<answer>George Eliot",
+            "<answer></answer>", "", [],
+            [said("<search>q</search>"), read("<information><answer>George Eliot</answer></information>")],
+            [said("<answer>"), read("George Eliot"), said("</answer>")],
+            [said("x"), read(INVALID), said("George Eliot")],
+            "<answer>" * 100_000, "<answer>" + "the " * 300_000 + "</answer>",
+        ],
+     }),
+    ("search_qa", {"question": "?", "golden_answers": "Paris"}, {1.0: ["<answer>the paris</answer>"]}),
+    ("search_qa", {"question": "?", "golden_answers": ["A"]},
+    {1.0: ["<answer>a</answer>"], 0.0: [f"<answer>{text}</answer>" for text in ("the", "!", "")]}),
+    ("rows", {"prompt": "?", "answer": "Paris"},
+     {
+        1.0: ["Paris", " paris.\n", "I think <answer>Paris</answer> is it", [said("Paris")]],
+        0.0: ["Paris, France", "I think Paris", "<answer>Rome</answer> not Paris", "", []],
+     }),
+    ("rows", {"prompt": "?", "answer": "1000"},
+    {1.0: ["The answer is 1,000."], 0.0: ["1000 or 7", "<answer>x</answer> 1000", "9**9", "9" * MB, "(" * MB]}),
+    ("rows", {"prompt": "?", "answer": "new york"}, {1.0: ["so\n#### New  York"]}),
+    ("rows", {"prompt": "?", "answer": "x+1"}, {1.0: ["so \\boxed{x+1}"]}),
+    ("rows", {"prompt": "?", "answer": "12"}, {1.0: ["答えは１２です。", "１２"]}),
+    ("rows", {"prompt": "?", "answer": 12}, {1.0: ["The answer is 12 of 13: <answer>$12.00</answer>"]}),
+    ("rows", {"prompt": "?", "answer": 0.5}, {1.0: ["0.5", "so \\boxed{1/2}"]}),
+    ("rows", {"prompt": "?", "answer": "48 + 24 = 72\n#### 72"}, {1.0: ["so 72"]}),
+    ("rows", {"prompt": "?", "answer": True}, {1.0: ["True"]}),
+    ("rows", {"prompt": "?", "answer": "."}, {0.0: [""]}),
+    ("rows", {"prompt": "?", "answer": "a"}, {0.0: ["a\u0301\u0316" * 300_000]}),
+    *[("rows", {"prompt": "?", "answer": none}, {None: ["", "a"]}) for none in (None, "", " \n", ["a"])],
+    ("countdown", {"numbers": [3, 7, 25], "target": 46, "solution": None},
+     {
+        1.0: [
+            "<answer>3 * 7 + 25</answer>",
+            "First 25 + 7.\n<think>no</think><answer>\n(7*3)+25\n</answer> done",
+            "<answer>25 + 7 * 3 = 46</answer>", "<answer>２５ ＋ ７ ＊ ３ ＝ 46</answer>",
+            "Let me see: 25 + 3 = 28\n25 + 3 × 7", "`25 + 21/7*7*0`\n3*7 - -25",
+            [said("<answer>25+3*7</answer>")],
+        ],
+        0.0: [
+            "<answer>25 + 21</answer>",  # 21 is no given number
+            "<answer>3 * 7 + 25 + 7 - 7</answer>",  # 7 used three times
+            "<answer>46</answer>", "<answer>3 + 7 + 25</answer>",
+            "<answer>3 * 7 + 25</answer><answer>7</answer>", "<answer></answer>", "<answer>3 * 7 + 25",
+            "<answer>3 * 7 + 25.0</answer>", "<answer>int('46')</answer>", "<answer>٣ * 7 + 25</answer>",
+            "<answer>9**9**9</answer>", "<answer>3/(7-7)</answer>", "3 * 7 + 25\nso there", "", "(" * MB,
+            "<answer>" + "(" * 400 + "</answer>", "<answer>" + "9*" * 200 + "9</answer>", "9" * MB, [],
+        ],
+     }),
+    ("countdown", {"numbers": [1, 3, 3, 7], "target": 7}, {1.0: ["<answer>(1/3)*3*7</answer>"]}),
+    ("countdown", {"numbers": [1, 3, 7], "target": 7}, {0.0: ["<answer>(1/3)*3*7</answer>"]}),
+    ("countdown", {"numbers": [7, 2], "target": 3}, {0.0: ["<answer>7/2</answer>"]}),
+    ("sort", {"prompt": "letters: d b a sorted:", "answer": "abd"},
+     {
+        1.0: [" a b d", "a b d\n", [said(" a b d")]],
+        0.0: [" a d b", " a d", " a b b d", " a b d e", "abd", " a, b, d", " A B D", "", [said(" b a d")]],
+     }),
+    ("sums", {"prompt": "?", "answer": 42},
+     {
+        1.0: ["42", "12 + 30 = 42", "Ann has 42 apples now.", [said("42")]],
+        0.0: ["42, that is 12 and 30", "12 + 30 = 43", "٤٢", ""],
+     }),
+    ("reviews", {"prompt": "i saw it."},
+     {
+        1.0: [" the plot was superb. i loved it."],
+        -1.0: [" the plot was dull. i hated it.", [said(" i hated it.")]],
+        0.0: [" the plot was superb, but the cast was dull.", ""],
+        2 / 3: [" the plot was superb, and the cast was old. i loved it."],
+        0.5: [" the plot was superb. plot plot plot.", " i loved it. i loved it."],
+     }),
+    ("lookup", {"prompt": "?", "answer": "baker", "world": "w"},
+     {
+        1.0: [
+            " answer baker .", "answer baker", " search Ada Stone job ; found clerk ; answer baker .",
+            [said(" search Ada Stone job ;"), read(" answer clerk ;"), said(" answer baker .")],
+        ],
+        0.0: [
+            " answer clerk .", " answer baker clerk .", " answer clerk . answer baker .", " baker .",
+            " answer clerk answer baker .", " answer .", "",
+            [said(" search Ada Stone job ;"), read(" answer baker .")],  # what was read is nobody's answer
+        ],
+     }),
+]  # fmt: skip
 
 
 def scores(task: Task, completions: list[Any], rows: list[Row]) -> list[float | None]:
@@ -213,13 +174,11 @@ def scores(task: Task, completions: list[Any], rows: list[Row]) -> list[float | 
     return task.verify(["?"] * len(rows), completions, **columns)
 
 
-@pytest.mark.parametrize("name", SCORES)
-def test_completions_are_scored(name: str) -> None:
-    task = load_task(name)
-    for row, by_score in SCORES[name]:
-        for score, completions in by_score.items():
-            for completion in completions:
-                assert scores(task, [completion], [row]) == [pytest.approx(score)], str(completion)[:60]
+@pytest.mark.parametrize(("name", "row", "by_score"), SCORES, ids=[name for name, *_ in SCORES])
+def test_completions_are_scored(name: str, row: Row, by_score: dict[float | None, list[Any]]) -> None:
+    for score, completions in by_score.items():
+        for completion in completions:
+            assert scores(load_task(name), [completion], [row]) == [pytest.approx(score)], str(completion)[:60]
 
 
 def test_a_batch_is_scored_row_by_row() -> None:
@@ -320,34 +279,31 @@ def test_answers_that_are_counted_as_the_same(name: str, text: str, answer: Any)
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "sentence"),
+    ("name", "row", "column"),
     [
-        ("gsm8k", {"question": "", "answer": "#### 1"}, "'question' must be text"),
-        ("gsm8k", {"question": "q", "answer": "#### x"}, "'answer' must"),
-        ("knights_and_knaves", {"prompt": [], "answer": ROLES}, "'prompt' must be"),
-        ("knights_and_knaves", {"prompt": "p", "answer": "Zoey"}, "'answer' must be lines like"),
-        ("search_qa", {"question": ["q"], "golden_answers": "a"}, "'question' must be text"),
-        ("search_qa", {"question": "q", "golden_answers": []}, "'golden_answers' must be a text or a list"),
-        ("search_qa", {"question": "q", "golden_answers": " "}, "'golden_answers' must be"),
-        ("search_qa", {"question": "q", "answer": "a"}, "no column 'golden_answers'.*task.columns.golden_answers=OLD"),
-        ("rows", {"prompt": 3}, "the prompt must be text"),
-        ("rows", {"prompt": "p", "answer": ["a"]}, "'answer' must be text or a number"),
-        ("rows", {"prompt": "p", "answer": " "}, "'answer' is empty"),
-        ("countdown", {"numbers": "[3, 7]", "target": 4}, "'numbers' must"),
-        ("countdown", {"numbers": [True], "target": 4}, "'numbers' must"),
-        ("countdown", {"numbers": [3, 7], "target": "10"}, "'target' must"),
+        ("gsm8k", {"question": "", "answer": "#### 1"}, "question"),
+        ("gsm8k", {"question": "q", "answer": "#### x"}, "answer"),
+        ("knights_and_knaves", {"prompt": [], "answer": ROLES}, "prompt"),
+        ("knights_and_knaves", {"prompt": "p", "answer": "Zoey"}, "answer"),
+        ("search_qa", {"question": ["q"], "golden_answers": "a"}, "question"),
+        *[("search_qa", {"question": "q", "golden_answers": bad}, "golden_answers") for bad in ([], " ")],
+        ("search_qa", {"question": "q", "answer": "a"}, "task.columns.golden_answers=OLD"),
+        ("rows", {"prompt": 3}, "prompt"),
+        *[("rows", {"prompt": "p", "answer": bad}, "answer") for bad in (["a"], " ")],
+        *[("countdown", {"numbers": bad, "target": 4}, "numbers") for bad in ("[3, 7]", [True])],
+        ("countdown", {"numbers": [3, 7], "target": "10"}, "target"),
     ],
 )
-def test_rows_that_cannot_be_used_are_refused(name: str, row: Row, sentence: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_are_refused(name: str, row: Row, column: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=rf"a\.jsonl:1: {sentence}"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{column}"):
         rows_of(name, "train", data=str(file), eval_data=str(file))
 
 
 @pytest.mark.parametrize(("name", "column"), [("rows", "'prompt'"), ("search_qa", "'question' and 'golden_answers'")])
 def test_tasks_without_rows_need_data(name: str, column: str) -> None:
-    with pytest.raises(ValueError, match=rf"task\.data=FILE\.jsonl with a column {column}"):
+    with pytest.raises(ValueError, match=rf"task\.data=FILE\.jsonl with columns {column}"):
         rows_of(name, "train")
 
 
@@ -363,22 +319,10 @@ def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- one task alone ----
 
 
-@pytest.mark.parametrize(
-    ("text", "normalised"),
-    [
-        ("The  Beatles!", "beatles"),
-        ("an A.B.C. of\nthe sea", "abc of sea"),
-        ("Theatre", "theatre"),
-        ("don't", "dont"),
-        ("“Quoted”", "“quoted”"),
-        ("É", "é"),
-        ("A", "a"),
-        ("!!", "!!"),
-        ("  ", ""),
-    ],
-)
-def test_answers_are_compared_as_squad_does(text: str, normalised: str) -> None:
-    assert normalised_answer(text) == normalised
+def test_answers_are_compared_as_squad_does() -> None:
+    normalised = {"The  Beatles!": "beatles", "an A.B.C. of\nthe sea": "abc of sea", "Theatre": "theatre",
+                  "don't": "dont", "“Quoted”": "“quoted”", "É": "é", "A": "a", "!!": "!!", "  ": ""}  # fmt: skip
+    assert {text: normalised_answer(text) for text in normalised} == normalised
 
 
 def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A conversation: pieces are the answer, memory where there is a template, the start beside it, its reward, tools."""
+"""A conversation: pieces are the answer, memory if there is a template, the initial model, rewards, an environment."""
 
 import signal
 from collections.abc import Iterator
@@ -11,15 +11,16 @@ from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
-from tinyrl.generation.engine import Request
+from tinyrl.generation.engine import Request, SampledRole
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.scheduler import IncrementalDetokenizer
-from tinyrl.rollout.components import Options
+from tinyrl.runs.launched import Options
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+ASKED = "letters: b a sorted:"
 
 
 @pytest.fixture(scope="module")
@@ -36,72 +37,61 @@ def session(run: Path) -> Iterator[ChatSession]:
         yield session
 
 
-def on_token(session: ChatSession, text: str) -> tuple[str, ChatAnswer]:
+def say(session: ChatSession, asked: str | int) -> tuple[str, ChatAnswer]:
     pieces: list[str] = []
-    answer = session.say(text, lambda who, piece: pieces.append(piece))
+    answer = session.say(asked, lambda who, piece: pieces.append(piece))
     return "".join(pieces), answer
 
 
-def test_the_pieces_are_the_answer_and_the_answer_is_the_engines(session: ChatSession):
-    said, answer = on_token(session, "letters: b a sorted:")
-    assert said == answer.text
-    plain = HfEngine(session.parts.roles, session.parts.tokenizer, session.engine.settings)
-    request = Request(answer.prompt.tokens, prompt_row=0)
-    [[again]] = plain.sample([request], 1, seed=session.target.config.run.seed, step=CHAT_STEP)
-    assert again.tokens == answer.completion.tokens
+def test_answers_are_the_engines_with_the_runs_reward(session: ChatSession) -> None:
+    """Those of the policy in pieces, and of the initial model with the same random numbers."""
+    text, answer = say(session, ASKED)
+    assert text == answer.text
+    initial = session.compare(lambda who, piece: None)
+    assert initial.completion.tokens != answer.completion.tokens
+    plain = HfEngine(session.policy, session.policy.tokenizer, session.engine.settings)
+    answers: dict[SampledRole, ChatAnswer] = {"policy": answer, "reference": initial}
+    for role, shown in answers.items():
+        request, seed = Request(answer.prompt.tokens, prompt_row=0), session.target.config.run.seed
+        [[again]] = plain.sample([request], 1, role=role, seed=seed, step=CHAT_STEP)
+        assert again.tokens == shown.completion.tokens
+    [(role, scores, why), (other, _, _)] = session.rewards()
+    assert (role, other, why) == ("policy", "reference", None)
+    assert scores == {"reward": len(set(text)), "variety": len(set(text))}
 
 
-def test_the_start_says_something_else_with_the_same_random_numbers(session: ChatSession):
-    _, answer = on_token(session, "letters: q w e sorted:")
-    start = session.compare(lambda who, piece: None)
-    plain = HfEngine(session.parts.roles, session.parts.tokenizer, session.engine.settings)
-    request = Request(answer.prompt.tokens, prompt_row=0)
-    [[alone]] = plain.sample([request], 1, role="reference", seed=session.target.config.run.seed, step=CHAT_STEP)
-    assert alone.tokens == start.completion.tokens
-    assert start.completion.tokens != answer.completion.tokens
-
-
-def test_the_reward_is_that_of_the_run(session: ChatSession):
-    _, answer = on_token(session, "letters: b a sorted:")
-    [(role, scores, why)] = session.rewards()
-    assert (role, why) == ("policy", None)
-    assert scores == {"reward": len(set(answer.text)), "variety": len(set(answer.text))}
-
-
-def test_a_held_out_row_is_asked_by_its_number(session: ChatSession):
-    answer = session.say(3, lambda who, piece: None)
+def test_a_held_out_row_is_asked_by_its_number(session: ChatSession) -> None:
+    _, answer = say(session, 3)
     assert answer.prompt.row["prompt"] == answer.prompt.text
-    with pytest.raises(ValueError, match="they are 0 to"):
-        session.say(10**6, lambda who, piece: None)
+    with pytest.raises(ValueError, match="0 to"):
+        say(session, 10**6)
 
 
-def test_temperature_zero_is_greedy(session: ChatSession):
+def test_temperature_zero_is_greedy(session: ChatSession) -> None:
     session.set_temperature(0)
-    assert on_token(session, "letters: b a sorted:")[0] == session("letters: b a sorted:", greedy=True)
+    assert say(session, ASKED)[0] == session(ASKED, greedy=True)
     session.set_temperature(0.5)
     assert (session.greedy, session.engine.settings.temperature) == (False, 0.5)
     with pytest.raises(ValueError, match="0 \\(greedy\\) to 100"):
         session.set_temperature(-1)
 
 
-def test_with_a_chat_template_the_conversation_goes_on_until_it_is_reset(tmp_path: Path):
+def test_with_a_chat_template_the_conversation_continues_until_it_is_reset(tmp_path: Path) -> None:
     base = tiny_model(tmp_path / "base", "llama")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(base)
-    target = policy_at(str(base), ["generation.max_new_tokens=4"])
-    with ChatSession(target, options=Options(device="cpu")) as session:
-        _, first = on_token(session, "hi")
+    with ChatSession(policy_at(str(base), ["generation.max_new_tokens=4"]), options=Options(device="cpu")) as session:
+        _, first = say(session, "hi")
         assert first.prompt.text == "<user>hi<a>"
-        _, second = on_token(session, "more")
-        assert second.prompt.text == f"<user>hi<assistant>{first.text}<user>more<a>"
+        assert say(session, "more")[1].prompt.text == f"<user>hi<assistant>{first.text}<user>more<a>"
         session.reset()
-        assert on_token(session, "hi")[1].prompt.text == "<user>hi<a>"
-        with pytest.raises(ValueError, match="no start to compare with"):
+        assert say(session, "hi")[1].prompt.text == "<user>hi<a>"
+        with pytest.raises(ValueError, match="compare"):
             session.compare(lambda who, piece: None)
 
 
-def test_half_a_character_waits_for_its_other_half():
+def test_half_a_character_waits_for_its_other_half() -> None:
     tokenizer = tiny_tokenizer()
     spelling, text = IncrementalDetokenizer(tokenizer), "aé漢🙂b"
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -113,30 +103,26 @@ def test_half_a_character_waits_for_its_other_half():
     assert spelling.end() == "\ufffd"
 
 
-def test_an_environment_answers_in_the_middle(tmp_path: Path):
+def test_an_environment_answers_in_the_middle(tmp_path: Path) -> None:
     """The embedded model that looks up; facts are columns of a held-out row."""
     few = ["run.num_steps=1", "grpo.num_prompts=2", "grpo.group_size=2", "grpo.minibatch_size=null"]
     config = load_config("grpo", "lookup", overrides=[*few, "run.eval_prompts=0", "run.threads=1"])
     assert running.train(config, tmp_path)[0] == 0
     with ChatSession(policy_at(str(tmp_path / "run"), []), options=Options(device="cpu")) as session:
         speakers: list[str] = []
-        answer = session.say(0, lambda who, piece: speakers.append(who))
-        row = 0
-        while "environment" not in speakers and row < 11:
-            row += 1
-            answer = session.say(row, lambda who, piece: speakers.append(who))
+        answers = (session.say(row, lambda who, piece: speakers.append(who)) for row in range(12))
+        answer = next(answer for answer in answers if "environment" in speakers)
         assert answer.episode is not None
         assert answer.text == "".join(m["content"] for m in answer.episode.transcript if m["role"] == "assistant")
         assert {m["role"] for m in answer.episode.transcript} == {"assistant", "tool"}
         [(_, scores, why)] = session.rewards()
         assert why is None
         assert scores["reward"] in (0.0, 1.0)
-        # Its prompt typed in has the row's columns as well; of another nothing is known that could answer.
-        prompt = answer.prompt.text
-        typed = session.say(prompt, lambda who, piece: None)
+        # Its prompt typed in has the row's columns as well; for another one nothing is known that could answer.
+        _, typed = say(session, answer.prompt.text)
         assert (typed.prompt.row, typed.prompt.index) == (answer.prompt.row, answer.prompt.index)
-        with pytest.raises(ValueError, match=r"`world`.*/prompt"):
-            session.say("question: job of nobody ?", lambda who, piece: None)
+        with pytest.raises(ValueError, match="`world`"):
+            say(session, "question: job of nobody ?")
 
 
 # ---- in a terminal ----
@@ -156,32 +142,32 @@ def transcript(session: ChatSession, *lines: str) -> str:
     return "".join(written)
 
 
-def test_commands_do_what_help_says(session: ChatSession):
-    said = transcript(
-        session, "/reward", "/compare", "letters: b a sorted:", "/compare", "/reward", "/temperature 0",
-        "/temperature x", "/prompt 1", "/prompt 0.5", "/reset", "/what", "/quit", "never",
-    )  # fmt: skip
-    assert said.count("nothing has been asked yet") == 2
-    for expected in ("the start: ", "policy: reward ", "variety ", "greedy", "/temperature takes a number", "forgotten",
-                     "/prompt takes a number", "there is no /what"):  # fmt: skip
-        assert expected in said
+def test_commands_do_what_help_says(session: ChatSession) -> None:
+    asked = ["", "/compare", ASKED, "/compare", "/reward", "/temperature 0", "/temperature x", "/prompt 1"]
+    written = transcript(session, *asked, "/prompt 0.5", "/what", "/quit", "/reset")
+    assert written.count("nothing has been asked yet") == 1
+    for expected in ("initial model: ", "policy: reward ", "reference: reward ", "variety ", "'x'", "'0.5'", "/help"):
+        assert expected in written
+    assert session.greedy
+    assert session.answers["policy"].prompt.index == 1
 
 
-def test_what_a_model_says_is_made_safe_to_show(session: ChatSession, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_model_writes_is_made_safe_to_show(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "\x1b[2J\u202e\ud800<script>" + "x" * 100_000
+    _, answer = say(session, "a")
     monkeypatch.setattr(ChatSession, "say", lambda session, text, on_text: on_text("policy", hostile) or answer)
-    answer = session._answer(session._prepare("a"), lambda who, piece: None, greedy=True)
-    said = transcript(session, "hello")
-    assert "[ESC][2J[U+202E][U+D800]<script>xxx" in said
-    assert "\x1b" not in said
-    said.encode("utf-8")
+    written = transcript(session, "hello")
+    assert "[ESC][2J[U+202E][U+D800]<script>xxx" in written
+    assert "\x1b" not in written
+    written.encode("utf-8")
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_conversation(session: ChatSession, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = session.engine.begin
     monkeypatch.setattr(
         session.engine, "begin", lambda tokens, _: begin(tokens, lambda *_: signal.raise_signal(signal.SIGINT))
     )
-    said = transcript(session, "letters: b a sorted:", "/reset")
-    assert "(stopped; it is not part of the conversation)" in said
-    assert said.endswith("forgotten\n\n")
+    written = transcript(session, ASKED, "/temperature 0")
+    assert "stopped" in written
+    assert not session.answers
+    assert session.greedy

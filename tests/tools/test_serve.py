@@ -17,7 +17,7 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.evaluation.targets import policy_at
-from tinyrl.rollout.components import Options
+from tinyrl.runs.launched import Options
 from tinyrl.tools.serve import served
 
 

@@ -15,9 +15,9 @@ from tinyrl.config.schema import Config
 from tinyrl.models.device import make_accelerator, resolve_dtype
 from tinyrl.models.parallel import World, join
 from tinyrl.runs.run_dir import open_run
-from tinyrl.training import update
+from tinyrl.training import step as update
 from tinyrl.training.state import read_state
-from tinyrl.training.update import Updater
+from tinyrl.training.step import Updater
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPat
 @pytest.mark.wide
 def test_the_first_step_is_close_to_that_of_float32(method: str, lora: bool, sharp: Path, tmp_path: Path):
     """But a sample may turn out otherwise, and with it a reward."""
-    sections: dict[str, Any] = {"grpo": {"grpo": {"kl_coef": 0.05}}, "ppo": {"critic": {"warmup": 0}}}[method]
+    sections: dict[str, Any] = {"grpo": {"grpo": {"kl_coef": 0.05}}, "ppo": {"critic": {"warmup_steps": 0}}}[method]
     sections |= {"lora": {"enabled": lora}, "optim": {"learning_rate": 1e-6}}
     found = {}
     for dtype in ("float32", "float16"):

@@ -10,8 +10,8 @@ import torch
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tests.training.test_resume import contents
-from tinyrl.rollout.components import Options
+from tests.training.test_resuming import contents
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import fork
 
@@ -38,7 +38,7 @@ def forked(origin: str, *overrides: str, name: str = "second", output_dir: Path 
     where = None if output_dir is None else str(output_dir)
     launch = fork(origin, [*overrides], options=CPU, output_dir=where, name=name, command=["test"])
     assert launch.go(report=running.report) == 0
-    return launch.run
+    return launch.folder
 
 
 def test_an_unchanged_fork_is_the_run_again(first: RunDir, tmp_path: Path) -> None:

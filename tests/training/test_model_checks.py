@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from tests.tiny_models import TinyModels, tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.generation.engines import FusedEngine
-from tinyrl.rollout.components import Options, trainer_of
+from tinyrl.rollout.load import load_method
+from tinyrl.runs.launched import Options
 from tinyrl.tools.check import loaded as model_checks
 from tinyrl.tools.check.loaded import Check, check_parts
 
@@ -22,9 +23,9 @@ SPEAKS = (
 
 def checked(folder: Path, **sections: Any) -> dict[str, Check]:
     values = {"method": "grpo", "model": {"path": str(folder)}, "task": {"name": "sort"}, **sections}
-    trainer = trainer_of("grpo")(Config.model_validate(values), options=Options(device="cpu"))
+    trainer = load_method(Config.model_validate(values), options=Options(device="cpu"))
     try:
-        return {one.name: one for one in check_parts(trainer, trainer.engine)}
+        return {one.name: one for one in check_parts(trainer.policy, trainer.collector.engine)}
     finally:
         trainer.close()
 

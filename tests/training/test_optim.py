@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tinyrl.config.sections import OptimConfig
-from tinyrl.training.update import RoleOptimizer, rate_factor, stretched_schedule
+from tinyrl.training.step import RoleOptimizer, rate_factor, stretched_schedule
 
 
 def make(weight_decay: float = 0.0, /, **values: Any) -> RoleOptimizer:

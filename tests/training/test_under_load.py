@@ -26,7 +26,7 @@ STEPS = 2
 SAMPLED = {"generation": {"max_new_tokens": 12}}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"grpo": {"num_prompts": 8, "group_size": 4, "kl_coef": 0.05}},
-    "ppo": {"critic": {"kind": "adapter", "warmup": 0}, "ppo": {"num_prompts": 16}},
+    "ppo": {"critic": {"kind": "adapter", "warmup_steps": 0}, "ppo": {"num_prompts": 16}},
 }
 
 

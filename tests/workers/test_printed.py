@@ -4,18 +4,14 @@ from tinyrl.workers import calls
 from tinyrl.workers.calls import Printed
 
 
-def test_lines_are_whole_and_wait_until_someone_takes_them() -> None:
+def test_lines_wait_until_someone_takes_them() -> None:
     taken: list[str] = []
     output = Printed("score")
-    output.add(b"one\ntw")
-    output.add(b"o\r\nthree")
-    output.end_call()
+    output.add(b"one\ntwo\r\nthree")
     assert list(output.kept) == ["score: one", "score: two", "score: three"]
     output.send_to(taken.append)
     assert not output.kept
-    output.end_call()
     output.add("\xe9\n".encode() + b"\xff\n\x1b[31mcalling http://me:abc123@host/x and more\n")
-    output.end_call()
     assert "".join(taken).splitlines() == [
         *("score: one", "score: two", "score: three", "score: \xe9", "score: \ufffd"),
         "score: [ESC][31mcalling http://***@host/x and more",
@@ -24,10 +20,7 @@ def test_lines_are_whole_and_wait_until_someone_takes_them() -> None:
 
 def test_the_beginning_of_a_call_and_the_last_lines_are_kept() -> None:
     output = Printed("score")
-    for _ in range(3):
-        output.add(b"x" * calls.CALL_BYTES)
-    output.end_call()
+    output.add(3 * b"x" * calls.CALL_BYTES)
     assert list(output.kept)[1:] == [f"score: [{2 * calls.CALL_BYTES} more bytes left out]"]
     output.add(b"".join(b"%d\n" % i for i in range(1000)))
-    output.end_call()
     assert (len(output.kept), output.kept[-1]) == (calls.KEPT_LINES, "score: 999")

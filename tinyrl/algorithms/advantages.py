@@ -1,11 +1,9 @@
 """Advantage estimators (GAE, group-relative, leave-one-out, decoupled by reward, returns), and rewards of tokens.
 
-Nothing here carries a gradient.
-
-What differs from the papers: a response may hold False tokens (tool output, padding). They are skipped, not zeroed:
-the step after a True token is the next True token, however far away; gamma and lambda are not applied to the tokens
-between, and a reward on a False token is ignored. The value after the last True token is 0, unless a truncated response
-is bootstrapped.
+Nothing here carries a gradient. What differs from the papers: a response may hold False tokens (tool output, padding).
+They are skipped, not zeroed: the step after a True token is the next True token, however far away; gamma and lambda are
+not applied to the tokens between, and a reward on a False token is ignored. The value after the last True token is 0,
+unless a truncated response is bootstrapped.
 Groups may hold NaN scores ("does not apply", "dropped"): they are left out and get 0.
 """
 
@@ -30,7 +28,7 @@ def gae(
     gae_lambda: float | Tensor,
     final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation and the returns to regress the value on.
+    """Estimate advantages (GAE) and the returns to regress the value on.
 
         delta[t] = r[t] + gamma V[t'] - V[t],   A[t] = delta[t] + gamma gae_lambda A[t'],   returns[t] = A[t] + V[t]
 
@@ -38,8 +36,7 @@ def gae(
     value of what would have followed a response that was cut off (None: 0 for all). That is, over True tokens,
     A[t] = sum_l (gamma gae_lambda)^l delta[t + l]: Schulman et al. (1506.02438) Eq. 16, PPO (1707.06347) Eq. 11, 12.
     V[b, t] is the value before token t is chosen.
-    rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number, or (B,), one for each row -> two (B, T);
-    0 on False tokens.
+    rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number or (B,) -> two (B, T); 0 on False tokens.
     """
     assert_shapes(mask, rewards=rewards, values=values)
     assert final_values is None or final_values.shape == mask.shape[:1], "one final value per row, (B,)"
@@ -57,26 +54,18 @@ def gae(
     return advantages, advantages + values
 
 
-@torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """Discounted return of each token: R[t] = r[t] + gamma R[t'], t' the next True token after t, R = 0 after the last.
 
     REINFORCE++ (2501.03262): whitened over the batch, with gamma 1, these are its advantages.
     rewards, mask: (B, T) -> (B, T); 0 on False tokens.
     """
-    assert_shapes(mask, rewards=rewards)
-    rewards = keep_true(rewards, mask)
-    returns = torch.zeros_like(rewards)
-    to_come = rewards.new_zeros(mask.shape[0])
-    for t in reversed(range(mask.shape[1])):
-        to_come = torch.where(mask[:, t], rewards[:, t] + gamma * to_come, to_come)
-        returns[:, t] = torch.where(mask[:, t], to_come, 0.0)
-    return returns
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)[1]
 
 
 @torch.no_grad()
 def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) -> Tensor:
-    """The score against its group: A[i] = (s[i] - mean) / (std + 1e-4), or A[i] = s[i] - mean with scale "none".
+    """Compare each score with its group: A[i] = (s[i] - mean) / (std + 1e-4), or A[i] = s[i] - mean with scale "none".
 
         std     the mean of the group and its deviation                    GRPO (2402.03300) section 4.1.2
         batch   the mean of the group, the deviation of the whole batch    Lite PPO (2508.08221)
@@ -101,11 +90,9 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) 
 
 @torch.no_grad()
 def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
-    """The score against the mean of the others: A[i] = s[i] - mean_{j != i} s[j] = n / (n - 1) * (s[i] - mean(group)).
+    """Leave one out: A[i] = s[i] - mean_{j != i} s[j] = n / (n - 1) * (s[i] - mean(group)), n the valid scores.
 
-    RLOO (2402.14740) section 3, n the number of valid scores. NaN scores are left out and get 0; a group with fewer
-    than two valid scores, or whose valid scores are all equal, gives exactly 0.
-    scores: (B,), B = P * group_size, grouped as in `group_advantages` -> (B,).
+    RLOO (2402.14740) section 3. Shapes, NaN scores and groups without spread are as in `group_advantages`.
     """
     groups, valid, mean, varied = _by_group(scores, group_size)
     count = valid.sum(dim=1, keepdim=True)
@@ -114,7 +101,7 @@ def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
 
 @torch.no_grad()
 def decoupled_advantages(scores: Tensor, *, weights: Tensor, group_size: int, scale: AdvantageScale = "std") -> Tensor:
-    """Each reward against its group on its own, so that none drowns in the spread of another: GDPO (2601.05242).
+    """Compare each reward with its group on its own, so that none drowns in another's spread: GDPO (2601.05242).
 
         A[i] = sum_k w[k] A_k[i],   A_k = group_advantages(s[:, k]);   the result is A[i] / (std(A) + 1e-4)
 
@@ -151,11 +138,10 @@ def _by_group(scores: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, 
 
 @torch.no_grad()
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Penalty on every chosen token, score on the last: r[b, t] = -kl_coef kl[b, t] + [t is the last True] scores[b].
+    """Penalise the KL of every chosen token, put the score on the last: r[b, t] = -kl_coef kl[b, t] + [last] scores[b].
 
-    Ziegler et al. (1909.08593) Eq. 2, per token. 0 on False tokens. A row without a True token gives 0 everywhere, and
-    its score is ignored (a dropped row may hold NaN).
-    scores: (B,); kl, mask: (B, T) -> (B, T).
+    Ziegler et al. (1909.08593) Eq. 2, per token; [last]: t is the last True token of b. 0 on False tokens; a row of
+    False tokens alone may have the score NaN. scores: (B,); kl, mask: (B, T) -> (B, T).
     Raises AssertionError on shapes and when the score of a row with a True token is not finite: drop the row first.
     """
     assert_shapes(mask, kl=kl)

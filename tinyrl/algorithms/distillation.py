@@ -1,7 +1,7 @@
 """Distances of a student's next-token distribution to a teacher's: KL both ways, and Jensen-Shannon between them.
 
-Distributions come as log-probabilities over bins: the whole vocabulary, or a teacher's most likely tokens and one bin
-for all others. Without that bin a student could put its mass where the teacher says nothing, and a reverse KL over few
+Distributions are log-probabilities over bins: the whole vocabulary, or a teacher's most likely tokens and one bin for
+all others. Without that bin a student could put its mass where the teacher says nothing, and a reverse KL over few
 tokens is unbounded below; with it the distance is a divergence of its own (never negative, 0 where the bins agree), and
 never larger than that over the whole vocabulary (data processing inequality).
 """
@@ -23,7 +23,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
     JSD_beta = beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p. Its ends are its limits divided
     by beta and by 1 - beta, as in GKD's own code: beta 0 is the forward KL(q || p), which covers all that the teacher
     does, beta 1 the reverse KL(p || q), which keeps to what the teacher finds likely.
-    log_p, log_q: (N, V) log-probabilities -> (N,). Raises AssertionError on shapes and for a beta outside [0, 1].
+    log_p, log_q: (N, V) -> (N,). Raises AssertionError on shapes and for a beta outside [0, 1].
     """
     assert log_p.shape == log_q.shape, f"{tuple(log_p.shape)} and {tuple(log_q.shape)}"
     assert log_p.dim() == 2, f"log_p must be (N, V), not {tuple(log_p.shape)}"
@@ -67,11 +67,9 @@ def with_tail(logprobs: Tensor) -> Tensor:
 
 
 def token_advantages(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """What a token was worth to a student that learns from sampled tokens alone: A = log q(x_t) - log p(x_t).
-
-    The reward is minus k1 (algorithms/kl.py), each token's own, without discount: the policy gradient of the reverse
-    KL at each position, as others train it (thinkingmachines.ai/blog/on-policy-distillation). (B, T) each -> (B, T), 0
-    where the mask is False.
+    """Advantage of each sampled token to a student of a teacher: A = log q(x_t) - log p(x_t), 0 where the mask is
+    False. The reward is minus k1 (kl.py), each token's own, without discount: the policy gradient of the reverse KL at
+    each position (thinkingmachines.ai/blog/on-policy-distillation). (B, T) each -> (B, T).
     """
     assert_shapes(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
     return torch.where(mask, teacher_logprobs - old_logprobs, 0.0)

@@ -13,19 +13,17 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
 GSPO-token is GSPO with ratio_level "sequence-token".
 
 mask (B, T): True for response tokens that the policy sampled (no tool output, no padding), in rows that are in the
-loss; T is the longest response.
-
+loss; T is the longest response. Losses are 0-dim.
 What differs from the papers: the log-ratio is clamped to +-20 before exp; the clip may differ above and below for all;
 the KL term is a loss of its own, with any weight, estimator and aggregation; old_logprobs, old_values, advantages,
 returns and token_weights are detached here, in case the caller forgot.
-
 Denominators. A loss is a sum over this micro-batch divided by `denominator`, the count of the whole optimizer step
 (None: of this batch; see masking.aggregate), so the gradients of micro-batches add up to the gradient of the step.
 Metrics. Detached 0-dim tensors that add up: with the step's denominator, the sum of a metric over the micro-batches is
 its mean over the step. They are averaged as the loss is: over tokens ("token"), or within each sequence and then over
-sequences ("sequence"). With "constant" the loss's divisor is not a count, so metrics are means over tokens, divided by
-`metric_denominator` (the True tokens of the step; None: of this batch; ignored by the other aggregations). A fraction
-thus stays within [0, 1] under every aggregation. The loss metric is the loss itself.
+sequences ("sequence"). With "constant" and "sequence-sum" the loss's divisor is not a count of tokens, so metrics are
+means over tokens, divided by `metric_denominator` (the True tokens of the step; None: of this batch; ignored by the
+other aggregations). A fraction thus stays within [0, 1] under every aggregation.
 """
 
 from typing import Literal
@@ -44,7 +42,7 @@ Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask"]
 def importance_ratio(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, ratio_level: RatioLevel = "token"
 ) -> Tensor:
-    """Importance ratio, policy over old policy; 1 on False tokens. Only logprobs gets a gradient.
+    """Return the importance ratio, policy over old policy; 1 on False tokens. Only logprobs gets a gradient.
 
         token      r[t] = exp(logprobs[t] - old_logprobs[t])                                  PPO (1707.06347) section 3
         sequence   s = exp(mean over True t of (logprobs[t] - old_logprobs[t])), for every t  GSPO (2507.18071) Eq. 7
@@ -53,8 +51,7 @@ def importance_ratio(
     The last has the value of s and a gradient of each token's own, so that an advantage of token t moves token t; with
     one advantage for all tokens, losses and gradients are those of "sequence".
     Exponents are clamped to +-20 and carry no gradient beyond.
-    logprobs, old_logprobs, mask: (B, T) -> (B, T).
-    Raises ValueError for an unknown `ratio_level`.
+    logprobs, old_logprobs, mask: (B, T) -> (B, T). Raises ValueError for an unknown `ratio_level`.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     if ratio_level in ("sequence", "sequence-token"):
@@ -88,11 +85,10 @@ def clipped_policy_loss(
     (None: clip_eps) DAPO (2503.14476) Eq. 8; with "constant" Dr. GRPO (2503.20783); with ratio_level "sequence" GSPO
     (2507.18071) Eq. 5, with "sequence-token" GSPO-token, Eq. 13.
     dual_clip c > 1 bounds the loss of a negative advantage by c |A| (Ye et al., 1912.09729).
-    token_weights w (None: 1) are importance weights, such as between sampling and training;
-    denominators do not include them.
+    token_weights w (None: 1) are importance weights, such as between sampling and training; no denominator counts them.
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
     ratios), policy/ratio, and with dual_clip policy/dual_clipfrac.
-    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T) -> 0-dim.
+    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T).
     Raises ValueError as `importance_ratio` and `masking.aggregate` do; AssertionError on shapes and dual_clip <= 1.
     """
     ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level=ratio_level)
@@ -101,17 +97,14 @@ def clipped_policy_loss(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_eps, high)
     losses = torch.maximum(unclipped, clipped)
-    fractions = {"policy/clipfrac": clipped > unclipped}
+    terms = {"policy/clipfrac": clipped > unclipped}
     if dual_clip is not None:
         assert dual_clip > 1, f"dual_clip is {dual_clip}"
         bound = dual_clip * advantages.abs()  # the loss of a positive advantage is negative: never above it
-        fractions["policy/dual_clipfrac"] = losses > bound
+        terms["policy/dual_clipfrac"] = losses > bound
         losses = torch.minimum(losses, bound)
-    if token_weights is not None:
-        losses = losses * keep_true(token_weights.detach(), mask)
-    loss = aggregate(losses, mask, aggregation=aggregation, denominator=denominator)
-    per_token = {**fractions, "policy/ratio": ratio, "policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask)}
-    return loss, _metrics({"policy/loss": loss}, per_token, mask, aggregation, denominator, metric_denominator)
+    terms |= {"policy/ratio": ratio, "policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask)}
+    return _policy_loss(losses, terms, mask, aggregation, denominator, token_weights, metric_denominator)
 
 
 def cispo_loss(
@@ -130,23 +123,15 @@ def cispo_loss(
 
     CISPO, MiniMax-M1 (2506.13585) Eq. 4 and 5. The cap is on the ratio itself (not on 1 + eps), and there is none
     below, as the paper runs it. No token loses its gradient.
-    token_weights (None: 1) are as in `clipped_policy_loss`: they multiply a token's loss and count in no denominator.
     Metrics: policy/loss, policy/clipfrac (ratios above the cap), policy/approx_kl, policy/ratio (before the cap).
-    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T) -> 0-dim.
-    Raises ValueError as `masking.aggregate` does; AssertionError on shapes and ratio_cap <= 0.
+    Shapes, token_weights and errors are as in `clipped_policy_loss`; AssertionError on ratio_cap <= 0.
     """
     assert ratio_cap > 0, f"ratio_cap is {ratio_cap}"
     ratio = importance_ratio(logprobs, old_logprobs, mask).detach()
     losses = -ratio.clamp(max=ratio_cap) * _per_token(advantages, mask) * keep_true(logprobs, mask)
-    if token_weights is not None:
-        losses = losses * keep_true(token_weights.detach(), mask)
-    loss = aggregate(losses, mask, aggregation=aggregation, denominator=denominator)
-    per_token = {
-        "policy/clipfrac": ratio > ratio_cap,
-        "policy/ratio": ratio,
-        "policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask),
-    }
-    return loss, _metrics({"policy/loss": loss}, per_token, mask, aggregation, denominator, metric_denominator)
+    terms = {"policy/clipfrac": ratio > ratio_cap, "policy/ratio": ratio}
+    terms |= {"policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask)}
+    return _policy_loss(losses, terms, mask, aggregation, denominator, token_weights, metric_denominator)
 
 
 def clipped_value_loss(
@@ -162,8 +147,7 @@ def clipped_value_loss(
 
     eps is value_clip_eps. From PPO's reference implementation; None is the paper's Eq. 9, the unclipped 0.5 (V - R)^2.
     Metrics: value/loss, and with a clip value/clipfrac (where the clipped square is the larger one, which has no
-    gradient).
-    values, old_values, returns, mask: (B, T) -> 0-dim.
+    gradient). values, old_values, returns, mask: (B, T).
     """
     assert_shapes(mask, values=values, old_values=old_values, returns=returns)
     assert value_clip_eps is None or value_clip_eps >= 0, f"value_clip_eps is {value_clip_eps}"
@@ -175,7 +159,8 @@ def clipped_value_loss(
         unclipped, clipped = squares, (near - returns).square()
         squares, fractions = torch.maximum(unclipped, clipped), {"value/clipfrac": clipped > unclipped}
     loss = aggregate(0.5 * squares, mask, aggregation="token", denominator=denominator)
-    return loss, _metrics({"value/loss": loss}, fractions, mask, "token", denominator, None)
+    means = {k: aggregate(x, mask, aggregation="token", denominator=denominator) for k, x in fractions.items()}
+    return loss, {"value/loss": loss.detach(), **means}
 
 
 def kl_loss(
@@ -192,8 +177,7 @@ def kl_loss(
     on-policy it is 1, but its gradient is not 0) the gradient is that of KL(policy || reference), for tokens sampled
     from the old policy.
     Metrics: policy/kl_loss, the term before its coefficient, divided as the loss is (by the constant too).
-    kl, mask, ratio: (B, T) -> 0-dim.
-    Raises ValueError as `masking.aggregate` does.
+    kl, mask, ratio: (B, T). Raises ValueError as `masking.aggregate` does.
     """
     assert_shapes(mask, kl=kl)
     kl = keep_true(kl, mask)
@@ -207,8 +191,7 @@ def kl_loss(
 def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Mean entropy over tokens, to be subtracted: loss - entropy_coef * bonus. PPO (1707.06347) Eq. 9, S.
 
-    Metrics: policy/entropy (nats per token).
-    entropy, mask: (B, T) -> 0-dim.
+    Metrics: policy/entropy (nats per token). entropy, mask: (B, T).
     """
     bonus = aggregate(entropy, mask, aggregation="token", denominator=denominator)
     return bonus, {"policy/entropy": bonus.detach()}
@@ -218,10 +201,9 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: float | None = 
 def mismatch_weights(
     old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, *, mode: Mismatch, cap: float, floor: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights between sampling and training: (weights, and where a bound set them).
+    """Return importance weights between sampling and training, and where a bound set them.
 
-    Other kernels, bfloat16 or merged weights make the policy that samples another one than the policy that is trained,
-    with the same parameters.
+    Other kernels, bfloat16 or merged weights make the sampling policy another one than the one that is trained.
 
         w[t] = exp(old_logprobs[t] - sampling_logprobs[t]),   W = product of w[t] over True t, for every t
 
@@ -232,8 +214,7 @@ def mismatch_weights(
         sequence-mask  W where floor <= W <= cap else 0        masked importance sampling, Liu et al. 2025
 
     old_logprobs are training's numbers for the policy before its update. Exponents are clamped to at most 20.
-    old_logprobs, sampling_logprobs, mask: (B, T) -> (B, T) and (B, T) bool, of
-    which only True tokens mean something. Nothing carries a gradient.
+    (B, T) each -> (B, T) and (B, T) bool, defined on True tokens, without gradient.
     Raises ValueError for an unknown `mode`; AssertionError on shapes and on cap <= floor.
     """
     assert_shapes(mask, old_logprobs=old_logprobs, sampling_logprobs=sampling_logprobs)
@@ -271,17 +252,20 @@ def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
     return keep_true(advantages.detach(), mask)
 
 
-@torch.no_grad()
-def _metrics(
-    totals: Metrics,
-    per_token: dict[str, Tensor],
+def _policy_loss(
+    losses: Tensor,
+    terms: dict[str, Tensor],
     mask: Tensor,
     aggregation: Aggregation,
     denominator: float | None,
+    token_weights: Tensor | None,
     metric_denominator: float | None,
-) -> Metrics:
-    """`totals` as they are, and the means of `per_token`, all detached; the module docstring says over what."""
+) -> tuple[Tensor, Metrics]:
+    """Aggregate weighted losses, and average `terms` for the metrics; the module docstring gives their counts."""
+    if token_weights is not None:
+        losses = losses * keep_true(token_weights.detach(), mask)
+    loss = aggregate(losses, mask, aggregation=aggregation, denominator=denominator)
     if aggregation in ("constant", "sequence-sum"):
         aggregation, denominator = "token", metric_denominator
-    means = {k: aggregate(x, mask, aggregation=aggregation, denominator=denominator) for k, x in per_token.items()}
-    return {k: x.detach() for k, x in totals.items()} | means
+    means = {k: aggregate(x.detach(), mask, aggregation=aggregation, denominator=denominator) for k, x in terms.items()}
+    return loss, {"policy/loss": loss.detach(), **means}

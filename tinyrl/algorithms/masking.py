@@ -4,7 +4,6 @@ Every function takes a bool mask, True = this entry counts. What lies under Fals
 it is replaced before any arithmetic, so that neither value nor gradient sees it (0 * NaN is NaN, in backward too).
 `aggregate` is the only place where a loss chooses its denominator.
 In this room x[b, t] is of response b in [0, B) and token t in [0, T), and shapes are asserted (AssertionError).
-No paper. Unlike some libraries' whitening, ours subtracts the mean.
 """
 
 from typing import Literal
@@ -24,9 +23,9 @@ def assert_shapes(mask: Tensor, **tensors: Tensor) -> None:
 
 
 def keep_true(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """`x` where `mask` is True and `fill` elsewhere, as float32; no gradient reaches x under False.
+    """Return `x` where `mask` is True and `fill` elsewhere, as float32; no gradient reaches x under False.
 
-    x, mask: any one shape. Raises AssertionError when the shapes differ or the mask is not bool.
+    x, mask: any one shape.
     """
     assert mask.dtype == torch.bool, f"mask must be bool, not {mask.dtype}"
     assert x.shape == mask.shape, f"x is {tuple(x.shape)}, mask is {tuple(mask.shape)}"
@@ -34,27 +33,20 @@ def keep_true(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of x over True entries: sum_i m_i x_i; 0 where there is none.
-
-    x, mask: any one shape -> 0-dim, or without dimension `dim`.
-    """
+    """Sum x over True entries, all of them or along `dim`; 0 where there is none. x, mask: any one shape."""
     kept = keep_true(x, mask)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of x over True entries: (sum_i m_i x_i) / (sum_i m_i); 0 where there is none.
-
-    x, mask: any one shape -> 0-dim, or without dimension `dim`.
-    """
+    """Average x over True entries, all of them or along `dim`; 0 where there is none. x, mask: any one shape."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Zero mean and unit variance over all True entries: (x - mean) / sqrt(var + 1e-8), var with n - 1; 0 elsewhere.
-
-    x, mask: any one shape -> the same shape. Fewer than two True entries, or entries that are all equal, give 0.
+    """Shift and scale to zero mean and unit variance over all True entries: (x - mean) / sqrt(var + 1e-8), var with
+    n - 1; 0 elsewhere. x, mask: any one shape. Fewer than two True entries, or entries that are all equal, give 0.
     """
     centred = x.float() - masked_mean(x, mask)
     # A second pass removes what rounding left of the mean: equal entries then give 0, not amplified noise.
@@ -64,7 +56,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator: float | None = None) -> Tensor:
-    """One number from per-token terms, with a named denominator D.
+    """Reduce per-token terms (B, T) to one number (0-dim float32), with a named denominator D.
 
         token         (sum_b sum_t m[b, t] x[b, t]) / D          D: True tokens of the optimizer step
         sequence      (sum_b mean over True t of x[b, t]) / D    D: sequences of the step with at least one True token
@@ -74,22 +66,16 @@ def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator:
     With the same D in every micro-batch of a step, the results of the micro-batches add up to that of the whole batch.
     A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
     D = 0 is the count of a step in which nothing counts: the result is 0, not NaN.
-
-    x, mask: (B, T) -> 0-dim float32.
     Raises ValueError for an unknown `aggregation`, or "constant" without a denominator.
     """
     assert_shapes(mask, x=x)
     assert denominator is None or denominator >= 0, f"denominator is {denominator}"
-    if aggregation in ("token", "constant"):
-        total, count = masked_sum(x, mask), mask.sum()
-    elif aggregation == "sequence":
-        total, count = masked_mean(x, mask, dim=1).sum(), mask.any(dim=1).sum()
-    elif aggregation == "sequence-sum":
-        total, count = masked_sum(x, mask), mask.any(dim=1).sum()
-    else:
+    if aggregation not in ("token", "sequence", "sequence-sum", "constant"):
         raise ValueError(f"aggregation is {aggregation!r}; it can be 'token', 'sequence', 'sequence-sum' or 'constant'")
+    total = masked_mean(x, mask, dim=1).sum() if aggregation == "sequence" else masked_sum(x, mask)
     if denominator is not None:
         return total / (denominator or 1)
     if aggregation == "constant":
         raise ValueError("aggregation 'constant' needs a denominator, say sequences * max_new_tokens")
+    count = mask.sum() if aggregation == "token" else mask.any(dim=1).sum()
     return total / count.clamp(min=1)

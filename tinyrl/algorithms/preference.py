@@ -4,9 +4,10 @@ What differs from the papers: `denominator` (the pairs of the whole optimizer st
 micro-batching changes neither gradient nor metrics; with it the metrics of micro-batches add up. A tie counts as half
 in the accuracy, so that a model that knows nothing scores 0.5.
 
-Every loss says what it takes for a response's reward; its metrics are preference/loss, rewards/chosen,
-rewards/rejected, rewards/margin and rewards/accuracy, means over pairs. "Mean log-probability": over the response's
-tokens; else they are summed. log p is the policy's, log q the reference's (no gradient).
+Tensors hold one number per response, (B,); a loss is 0-dim. Shapes, beta > 0 and 0 <= label_smoothing < 0.5 are
+asserted. Every loss names its reward of a response; its metrics are preference/loss, rewards/chosen, rewards/rejected,
+rewards/margin and rewards/accuracy, means over pairs. "Mean log-probability": over the response's tokens; else they are
+summed. log p is the policy's, log q the reference's (no gradient).
 """
 
 import torch
@@ -31,11 +32,9 @@ def dpo_loss(
     DPO (2305.18290) Eq. 7; each log-probability summed over the response. Reward: beta (log p - log q).
     With label_smoothing s a label is right with probability 1 - s: (1 - s) loss + s (loss with the sides swapped), the
     conservative DPO of its author's note. TRL's `sigmoid` does not read label_smoothing; its `robust` is another loss.
-    All four: (B,) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
-    chosen, rejected = _rewards(
-        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
-    )
+    pairs = chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs
+    chosen, rejected = _rewards(*pairs, beta=beta)
     return _pairwise_loss(chosen, rejected, label_smoothing, denominator)
 
 
@@ -45,7 +44,7 @@ def ipo_loss(*logprobs: Tensor, beta: float, denominator: float | None = None) -
     IPO (2310.12036) Eq. 17; beta is its tau. Reward: beta (log p - log q), so a pair is learnt at a margin of 1/2.
     With summed log-probabilities this is the equation as it stands. With means over the response's tokens it is TRL's
     `ipo`, by whose account the paper's authors confirmed them: 1 / (2 beta) is then in nats a token.
-    logprobs: the four of `dpo_loss`, (B,) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    logprobs: the four of `dpo_loss`.
     """
     chosen, rejected = _rewards(*logprobs, beta=beta)
     pairs = _count(chosen, denominator)
@@ -58,8 +57,8 @@ def kto_loss(*logprobs: Tensor, beta: float, kl: float, denominator: float | Non
 
     KTO (2402.01306) Sec. 4: a chosen response is desirable (+), a rejected one undesirable (-), each an example of its
     own with weight 1 (lambda_D = lambda_U), so the sum is divided by twice the pairs. Reward: beta (log p - log q).
-    kl is the reference point z_0 in nats, without gradient: `mismatched_kl` over all pairs of the step.
-    logprobs: the four of `dpo_loss`, (B,) -> 0-dim. Raises AssertionError on shapes, beta <= 0 and kl < 0.
+    kl >= 0 is the reference point z_0 in nats, without gradient: `mismatched_kl` over all pairs of the step.
+    logprobs: the four of `dpo_loss`.
     """
     assert not kl < 0, f"kl is {kl}"
     chosen, rejected = _rewards(*logprobs, beta=beta)
@@ -72,7 +71,7 @@ def mismatched_kl(logprobs: Tensor, ref_logprobs: Tensor) -> float:
     """KTO's reference point: max(0, mean of log p - log q) over responses that belong to other prompts.
 
     KTO (2402.01306) Sec. 4: a cheap stand-in for the KL of policy and reference, biased, and not finite where one of
-    them is not. Both of one shape, a number for each response.
+    them is not. Both of one shape.
     """
     assert logprobs.shape == ref_logprobs.shape, f"{tuple(logprobs.shape)} against {tuple(ref_logprobs.shape)}"
     return float((logprobs.detach().float() - ref_logprobs.detach().float()).mean().clamp(min=0.0))
@@ -87,11 +86,11 @@ def orpo_loss(
     odds = P / (1 - P). Reward: the log odds. TRL's likelihood term counts the prompt's tokens too and averages over the
     tokens of the batch; the paper's, taken here, is the response's, averaged over pairs (the metric preference/nll).
     P is kept below 1 - 1e-6, since the odds of 1 are infinite.
-    Both: (B,) means -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
     assert beta > 0, f"beta is {beta}"
-    _assert_pairs(chosen_logprobs, rejected_logprobs)
-    chosen, rejected = _log_odds(chosen_logprobs.float()), _log_odds(rejected_logprobs.float())
+    _assert_alike(chosen_logprobs, rejected_logprobs)
+    logprobs = [x.float().clamp(max=-1e-6) for x in (chosen_logprobs, rejected_logprobs)]
+    chosen, rejected = (log_p - torch.log(-torch.expm1(log_p)) for log_p in logprobs)
     pairs = _count(chosen, denominator)
     nll = -chosen_logprobs.float().sum() / pairs
     loss = nll - beta * functional.logsigmoid(chosen - rejected).sum() / pairs
@@ -110,14 +109,11 @@ def simpo_loss(
 
     SimPO (2405.14734) Eq. 6, target_margin its gamma, without a reference; log P is the mean log-probability.
     Reward: beta log P.
-    Both: (B,) means -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
     assert beta > 0, f"beta is {beta}"
-    _assert_pairs(chosen_logprobs, rejected_logprobs)
+    _assert_alike(chosen_logprobs, rejected_logprobs)
     chosen, rejected = beta * chosen_logprobs.float(), beta * rejected_logprobs.float()
-    pairs = _count(chosen, denominator)
-    loss = -functional.logsigmoid(chosen - rejected - target_margin).sum() / pairs
-    return loss, _pair_metrics(loss, chosen, rejected, pairs)
+    return _pairwise_loss(chosen, rejected, 0.0, denominator, margin=target_margin)
 
 
 def bradley_terry_loss(
@@ -128,16 +124,15 @@ def bradley_terry_loss(
     label_smoothing: float = 0.0,
     denominator: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """A reward model's loss: mean of -log sigmoid(s(chosen) - s(rejected) - margin).
+    """A reward model's loss: mean of -log sigmoid(s(chosen) - s(rejected) - margin). Reward: the score s.
 
     Bradley-Terry as in InstructGPT (2203.02155) Eq. 1, with one pair per prompt; margin as in Llama 2 (2307.09288)
     Eq. 2, None: 0. label_smoothing as in `dpo_loss`; a label that is wrong asks for the margin on the other side.
-    Metrics: preference/loss, rewards/chosen and rewards/rejected (the scores), rewards/margin (their difference, that
-    asked for not subtracted), rewards/accuracy.
-    chosen_scores, rejected_scores, margin: (B,) -> 0-dim.
+    rewards/margin is the difference of the scores; the margin asked for is not subtracted.
     """
-    _assert_pairs(chosen_scores, rejected_scores, *([] if margin is None else [margin]))
-    return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, asked=margin)
+    _assert_alike(chosen_scores, rejected_scores, *([] if margin is None else [margin]))
+    asked = 0.0 if margin is None else margin.float()
+    return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, margin=asked)
 
 
 def label_loss(
@@ -148,39 +143,24 @@ def label_loss(
     y in {0, 1}; as in Cobbe et al. (2110.14168) for verifiers. With label_smoothing a, a label is right with
     probability 1 - a: y is replaced by (1 - a) y + a (1 - y).
     Metrics: loss, rewards/mean (of the scores), rewards/accuracy (s > 0 where y is 1, s < 0 where it is 0).
-    scores, labels: (B,) -> 0-dim.
     """
-    _assert_pairs(scores, labels)
+    _assert_alike(scores, labels)
     count = _count(scores, denominator)
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
     scores, labels = scores.float(), labels.float()
     right = (1 - label_smoothing) * labels + label_smoothing * (1 - labels)
     loss = -(right * functional.logsigmoid(scores) + (1 - right) * functional.logsigmoid(-scores)).sum() / count
-    with torch.no_grad():
-        toward = (2 * labels - 1) * scores
-        wins = (toward > 0).float() + 0.5 * (toward == 0).float()
-        metrics = {"loss": loss.detach(), "rewards/mean": scores.sum() / count, "rewards/accuracy": wins.sum() / count}
-    return loss, metrics
+    means = {
+        "rewards/mean": scores.detach().sum() / count,
+        "rewards/accuracy": _wins((2 * labels - 1) * scores) / count,
+    }
+    return loss, {"loss": loss.detach(), **means}
 
 
-def _assert_pairs(first: Tensor, *others: Tensor) -> None:
+def _assert_alike(first: Tensor, *others: Tensor) -> None:
     assert first.dim() == 1, f"one number per response, (B,), not {tuple(first.shape)}"
     for other in others:
         assert other.shape == first.shape, f"{tuple(first.shape)} against {tuple(other.shape)}"
-
-
-def _rewards(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float):
-    """beta (log p - log q) of chosen and rejected, (B,) each."""
-    assert beta > 0, f"beta is {beta}"
-    _assert_pairs(chosen, rejected, ref_chosen, ref_rejected)
-    pairs = ((chosen, ref_chosen), (rejected, ref_rejected))
-    return tuple(beta * (logprobs.float() - ref_logprobs.detach().float()) for logprobs, ref_logprobs in pairs)
-
-
-def _log_odds(mean_logprobs: Tensor) -> Tensor:
-    """log(P / (1 - P)) of log P."""
-    log_p = mean_logprobs.clamp(max=-1e-6)
-    return log_p - torch.log(-torch.expm1(log_p))
 
 
 def _count(rewards: Tensor, denominator: float | None) -> float:
@@ -188,26 +168,41 @@ def _count(rewards: Tensor, denominator: float | None) -> float:
     return max(len(rewards), 1) if denominator is None else denominator
 
 
+def _rewards(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float):
+    """Return beta (log p - log q) of chosen and rejected."""
+    assert beta > 0, f"beta is {beta}"
+    _assert_alike(chosen, rejected, ref_chosen, ref_rejected)
+    pairs = ((chosen, ref_chosen), (rejected, ref_rejected))
+    return tuple(beta * (logprobs.float() - ref_logprobs.detach().float()) for logprobs, ref_logprobs in pairs)
+
+
 def _pairwise_loss(
-    chosen: Tensor, rejected: Tensor, label_smoothing: float, denominator: float | None, *, asked: Tensor | None = None
+    chosen: Tensor,
+    rejected: Tensor,
+    label_smoothing: float,
+    denominator: float | None,
+    *,
+    margin: Tensor | float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
-    pairs = _count(chosen, denominator)
-    margin, least = chosen - rejected, 0.0 if asked is None else asked.float()
-    loss = -functional.logsigmoid(margin - least).sum() / pairs
-    if label_smoothing > 0:
-        loss = (1 - label_smoothing) * loss - label_smoothing * functional.logsigmoid(-margin - least).sum() / pairs
+    pairs, s = _count(chosen, denominator), label_smoothing
+    loss = -functional.logsigmoid(chosen - rejected - margin).sum() / pairs
+    if s > 0:
+        loss = (1 - s) * loss - s * functional.logsigmoid(rejected - chosen - margin).sum() / pairs
     return loss, _pair_metrics(loss, chosen, rejected, pairs)
 
 
+def _wins(differences: Tensor) -> Tensor:
+    """Count the positive numbers, a 0 as half."""
+    return (differences > 0).float().sum() + 0.5 * (differences == 0).float().sum()
+
+
+@torch.no_grad()
 def _pair_metrics(loss: Tensor, chosen: Tensor, rejected: Tensor, pairs: float) -> Metrics:
-    with torch.no_grad():
-        margin = chosen - rejected
-        wins = (margin > 0).float() + 0.5 * (margin == 0).float()
-        return {
-            "preference/loss": loss.detach(),
-            "rewards/chosen": chosen.sum() / pairs,
-            "rewards/rejected": rejected.sum() / pairs,
-            "rewards/margin": margin.sum() / pairs,
-            "rewards/accuracy": wins.sum() / pairs,
-        }
+    return {
+        "preference/loss": loss.detach(),
+        "rewards/chosen": chosen.sum() / pairs,
+        "rewards/rejected": rejected.sum() / pairs,
+        "rewards/margin": (chosen - rejected).sum() / pairs,
+        "rewards/accuracy": _wins(chosen - rejected) / pairs,
+    }

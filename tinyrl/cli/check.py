@@ -1,11 +1,10 @@
-"""`tinyrl check`: whether a run will work and what it costs; `tinyrl doctor`: what is wrong with a run there is."""
+"""`tinyrl check`: report whether a run will work and what it costs; `tinyrl doctor`: diagnose a run there is."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -13,27 +12,18 @@ from tinyrl.cli.options import Json, settings_argument
 from tinyrl.cli.train import config_of
 from tinyrl.runs.launched import Options
 
-HARMLESS = {"a long run"}
-
 
 def check(
-    words: Annotated[
-        list[str],
-        settings_argument("what `tinyrl train` would be given; a recipe names its method", before="[METHOD] [RECIPE] "),
-    ],
-    quick: Annotated[bool, typer.Option("--quick", help="stop before a weight is loaded")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="arithmetic alone, for this machine or --memory")] = False,
-    memory: Annotated[
-        str | None, typer.Option(metavar="24GB", help="with --offline: memory of another machine's GPU")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="most training prompts to sample from")] = 64,
-    samples: Annotated[
-        int | None, typer.Option(min=2, help="completions of each; default: a group, at least 8")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="stop sampling after so many minutes")] = 2.0,
-    write: Annotated[
-        str | None, typer.Option(metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate")
-    ] = None,
+    words: list[str] = settings_argument(
+        "what `tinyrl train` would be given; a recipe names its method", before="[METHOD] [RECIPE] "
+    ),
+    quick: bool = typer.Option(False, "--quick", help="stop before a weight is loaded"),
+    offline: bool = typer.Option(False, "--offline", help="arithmetic alone, for this machine or --memory"),
+    memory: str | None = typer.Option(None, metavar="24GB", help="with --offline: memory of another machine's GPU"),
+    prompts: int = typer.Option(64, min=1, help="most training prompts to sample from"),
+    samples: int | None = typer.Option(None, min=2, help="completions of each; default: a group, at least 8"),
+    minutes: float = typer.Option(2.0, min=0.01, help="stop sampling after so many minutes"),
+    write: Path | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
     json_output: Json = False,
     *,
     options: Options,
@@ -45,12 +35,11 @@ def check(
 
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
-    begun, file, sections = time.perf_counter(), None if write is None else Path(write), []
-    config = config_of(*method_of(words))
-    from tinyrl.tools.check import check as page_of
+    begun, sections, config = time.perf_counter(), [], config_of(*method_of(words))
+    from tinyrl.tools import check as page
 
-    how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": file}
-    for section in page_of(config, options=options, quick=quick, offline=offline, memory=memory, **how):
+    how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": write}
+    for section in page.check(config, options=options, quick=quick, offline=offline, memory=memory, **how):
         sections.append(section)
         if not json_output:
             print(section.render(), flush=True)
@@ -59,16 +48,14 @@ def check(
         facts = {section.name: section.facts for section in sections}
         print(json.dumps(finite({**facts, "findings": as_json(found, lambda finding: [])}), default=str))
     else:
-        print(f"\n{counted(found) if found else 'nothing found that would keep it from learning'}, "
-              f"in {time.perf_counter() - begun:.0f} s")  # fmt: skip
+        what = counted(found) if found else "nothing found that would keep it from learning"
+        print(f"\n{what}, in {time.perf_counter() - begun:.0f} s")
         for paragraph in in_words(found, lambda finding: []):
             print(f"\n{paragraph}")
-    return 3 * any(finding.name not in HARMLESS for finding in found)
+    return page.exit_code(found)
 
 
-def doctor(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder")], json_output: Json = False
-) -> None:
+def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json_output: Json = False) -> None:
     """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
     from tinyrl.runs.findings import as_json, examples_in, find, render
     from tinyrl.runs.records import read_run

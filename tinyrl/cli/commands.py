@@ -24,7 +24,7 @@ SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
 GONE = {  # removed commands, and the line that does the work of each
     "checkpoints": "tinyrl show RUN",
     "compare": "tinyrl eval POLICY POLICY ... --vs POLICY",
-    "env test": "tinyrl check grpo task.data=ROWS environment.use=FILE.py:NAME --quick",
+    "env test": "tinyrl check grpo task.data=ROWS environment.name=FILE.py:NAME --quick",
     "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
     "eval --benchmark": (
         "tinyrl serve RUN, and beside it lm_eval --model local-completions --model_args "

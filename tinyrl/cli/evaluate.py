@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -19,30 +19,25 @@ COUNTS = ("num_prompts", "num_samples", "trained_on")  # not in the table
 
 
 def evaluate(
-    words: Annotated[
-        list[str],
-        settings_argument(
-            "runs, checkpoints or models; settings of reward, generation and task in place of the runs'",
-            before="TARGET... ",
-        ),
-    ],
-    vs: Annotated[
-        str | None,
-        typer.Option(
-            help="a run, a checkpoint or a model to compare with; of one target also base, start or teacher. Several "
-            "targets are compared with the first one by default"
-        ),
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="rows in place of the held-out ones")] = None,
-    split: Annotated[
-        Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
-    ] = "eval",
-    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
-    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
-    save_samples: Annotated[
-        str | None, typer.Option(metavar="FILE.jsonl", help="write the samples of both sides, a line each")
-    ] = None,
+    words: list[str] = settings_argument(
+        "runs, checkpoints or models; settings of reward, generation and task in place of the runs'",
+        before="TARGET... ",
+    ),
+    vs: str | None = typer.Option(
+        None,
+        help="a run, a checkpoint or a model to compare with; of one target also base, start or teacher. Several "
+        "targets are compared with the first one by default",
+    ),
+    task: str | None = typer.Option(None, help="another task than the run's"),
+    data: str | None = typer.Option(None, metavar="FILE", help="rows in place of the held-out ones"),
+    split: Literal["eval", "train"] = typer.Option(
+        "eval", help="held-out prompts, or those of training (has it memorised?)"
+    ),
+    num_prompts: int = typer.Option(512, min=1, help="how many prompts"),
+    samples: int = typer.Option(1, min=1, help="samples a prompt"),
+    save_samples: str | None = typer.Option(
+        None, metavar="FILE.jsonl", help="write the samples of both sides, a line each"
+    ),
     json_output: Json = False,
     *,
     options: Options,

@@ -40,9 +40,10 @@ def complete_setting(incomplete: str) -> list[str]:
     return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]
 
 
-def settings_argument(help: str, *, before: str = "") -> Any:
+def settings_argument(help: str, *, before: str = "", default: Any = ...) -> Any:
     """Declare the argument that takes settings, and the words `before` them."""
-    return typer.Argument(metavar=f"{before}[section.key=value]...", help=help, autocompletion=complete_setting)
+    metavar = f"{before}[section.key=value]..."
+    return typer.Argument(default, metavar=metavar, help=help, autocompletion=complete_setting)
 
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

@@ -97,7 +97,7 @@ def _check_rewards(config: Config) -> None:
         check_model_path("reward.model", config.reward.model)
     run, own = config.run, config.own
     evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
-    prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "refill_rounds", 0)) * run.num_steps
+    prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "dynamic_sampling_rounds", 0)) * run.num_steps
     for function in config.reward.functions:
         if not function.is_judge:
             parse_use(function.use)
@@ -105,9 +105,9 @@ def _check_rewards(config: Config) -> None:
         if not os.path.isfile(os.path.expanduser(function.rubric or "")):
             raise ValueError(f"reward.functions: rubric={function.rubric} is no file")
         group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
-        most, needed = function.most_requests, prompts * group + evaluations * run.eval_prompts
+        most, needed = function.max_requests, prompts * group + evaluations * run.eval_prompts
         if most is not None and needed > most:
-            raise ValueError(f"reward.functions: most_requests={most}, and this run may ask its judge {needed:,} times")
+            raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")
 
 
 def _check_rows(config: Config) -> None:
@@ -121,7 +121,7 @@ def _check_rows(config: Config) -> None:
             "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl list "
             "tasks`)"
         )
-    elif task.environment == "search" and not (environment.use or environment.tools or environment.corpus):
+    elif task.environment == "search" and not (environment.name or environment.tools or environment.corpus):
         raise ValueError(
             f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
             "retrieval server's URL"

@@ -6,20 +6,19 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import click
 import typer
 
-from tinyrl.runs.run_dir import open_run
+from tinyrl.runs.run_dir import RunDir, open_run
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="one run, or several in one set of charts")],
-    output: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"),
-    ] = None,
+    runs: list[str] = typer.Argument(metavar="RUN...", help="one run, or several in one set of charts"),
+    output: str | None = typer.Option(
+        None, metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"
+    ),
 ) -> None:
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     from tinyrl.tools.report import write_overlay, write_report
@@ -32,31 +31,27 @@ def report(
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN")],
-    samples: Annotated[bool, typer.Option("--samples", help="samples of the last step; see the options below")] = False,
-    prompts: Annotated[
-        bool, typer.Option("--prompts", help="training prompts by outcome: never solved, always solved, forgotten")
-    ] = False,
-    step: Annotated[int | None, typer.Option(min=0, help="samples of this step")] = None,
-    kind: Annotated[
-        Literal["train", "eval", "eval-greedy"] | None,
-        typer.Option(help="samples of training, or held-out ones, sampled or greedy"),
-    ] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="samples with the lowest rewards")] = False,
-    unsolved: Annotated[
-        bool, typer.Option("--unsolved", help="samples of prompts of which none reaches task.solved_reward")
-    ] = False,
-    prompt: Annotated[
-        int | None, typer.Option(min=0, metavar="I", help="samples of prompt I: at --step, or step after step")
-    ] = None,
-    num: Annotated[
-        int | None, typer.Option(min=1, help="how many samples (4), or prompts of each outcome (10)")
-    ] = None,
-    export_hard: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.jsonl", help="write the rows of prompts never solved, or forgotten, as task.data"),
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print the checkpoints as JSON")] = False,
+    run: str = typer.Argument(metavar="RUN"),
+    samples: bool = typer.Option(False, "--samples", help="samples of the last step; see the options below"),
+    prompts: bool = typer.Option(
+        False, "--prompts", help="training prompts by outcome: never solved, always solved, forgotten"
+    ),
+    step: int | None = typer.Option(None, min=0, help="samples of this step"),
+    kind: Literal["train", "eval", "eval-greedy"] | None = typer.Option(
+        None, help="samples of training, or held-out ones, sampled or greedy"
+    ),
+    worst: bool = typer.Option(False, "--worst", help="samples with the lowest rewards"),
+    unsolved: bool = typer.Option(
+        False, "--unsolved", help="samples of prompts of which none reaches task.solved_reward"
+    ),
+    prompt: int | None = typer.Option(
+        None, min=0, metavar="I", help="samples of prompt I: at --step, or step after step"
+    ),
+    num: int | None = typer.Option(None, min=1, help="how many samples (4), or prompts of each outcome (10)"),
+    export_hard: str | None = typer.Option(
+        None, metavar="FILE.jsonl", help="write the rows of prompts never solved, or forgotten, as task.data"
+    ),
+    json_output: bool = typer.Option(False, "--json", help="print the checkpoints as JSON"),
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
     ways = {"--worst": worst, "--unsolved": unsolved, "--prompt": prompt is not None}
@@ -67,10 +62,10 @@ def show(
     prompts = prompts or export_hard is not None
     if samples + prompts + json_output > 1:
         raise ValueError("samples, --prompts and --json (of checkpoints): one of them at a time")
+    from tinyrl.runs.show import render_samples, select_samples, show_checkpoints
+
     opened, notes = open_run(run), list[str]()
     if samples:
-        from tinyrl.runs.show import render_samples, select_samples
-
         limit = opened.read_config().task.solved_reward if unsolved else None
         which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}
         rows = select_samples(opened.samples, notes, **which, worst=worst, unsolved=limit)
@@ -78,29 +73,30 @@ def show(
         text = render_samples(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
         text = text or "every prompt of that step has a sample that is right"
     elif prompts:
-        from tinyrl.runs.show import HARD, prompt_texts, read_prompt_stats, render_prompt_stats
-        from tinyrl.tasks import export_rows, row_texts
-
-        prompt_stats = read_prompt_stats(opened.prompts, notes)
-        hard = {record.index: record.key for record in prompt_stats if record.outcome in HARD}
-        texts = prompt_texts(opened.samples, {*hard})
-        if texts.keys() < hard.keys():
-            texts = row_texts(opened, hard, notes) | texts
-        text = render_prompt_stats(prompt_stats, texts, num=num or 10)
-        if export_hard is not None:
-            text += f"\n\n{export_rows(opened.read_config(), {*hard.values()}, Path(export_hard))}"
+        text = _prompts(opened, notes, num=num or 10, export_hard=export_hard)
     else:
-        from tinyrl.runs.show import show_checkpoints
-
         text = show_checkpoints(opened, as_json=json_output)
     size = shutil.get_terminal_size()
     height = sum(1 + len(line) // max(1, size.columns) for line in text.split("\n"))
-    if sys.stdout.isatty() and height >= size.lines:
-        click.echo_via_pager(text)
-    else:
-        print(text)
+    (click.echo_via_pager if sys.stdout.isatty() and height >= size.lines else print)(text)
     for note in notes:
         print(f"tinyrl: {note}", file=sys.stderr)
+
+
+def _prompts(opened: RunDir, notes: list[str], *, num: int, export_hard: str | None) -> str:
+    """Return the training prompts by outcome; write the rows of the hard ones."""
+    from tinyrl.runs.show import HARD, prompt_texts, read_prompt_stats, render_prompt_stats
+    from tinyrl.tasks import export_rows, row_texts
+
+    prompt_stats = read_prompt_stats(opened.prompts, notes)
+    hard = {record.index: record.key for record in prompt_stats if record.outcome in HARD}
+    texts = prompt_texts(opened.samples, {*hard})
+    if texts.keys() < hard.keys():
+        texts = row_texts(opened, hard, notes) | texts
+    text = render_prompt_stats(prompt_stats, texts, num=num)
+    if export_hard is not None:
+        text += f"\n\n{export_rows(opened.read_config(), {*hard.values()}, Path(export_hard))}"
+    return text
 
 
 def complete_section(incomplete: str) -> list[str]:
@@ -110,15 +106,13 @@ def complete_section(incomplete: str) -> list[str]:
 
 
 def list_names(
-    what: Annotated[Literal["settings", "recipes", "tasks"], typer.Argument(help="settings, recipes or tasks")],
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SECTION|RECIPE]",
-            help="settings of one section, or as a recipe sets them all",
-            autocompletion=complete_section,
-        ),
-    ] = None,
+    what: Literal["settings", "recipes", "tasks"] = typer.Argument(help="settings, recipes or tasks"),
+    name: str | None = typer.Argument(
+        None,
+        metavar="[SECTION|RECIPE]",
+        help="settings of one section, or as a recipe sets them all",
+        autocompletion=complete_section,
+    ),
 ) -> None:
     """List settings (name, default, meaning, type), recipes or tasks."""
     if what == "settings":

@@ -12,22 +12,20 @@ from tinyrl.runs.launched import Options
 
 KEY = "TINYRL_KEY"
 Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT")],
-    merge: Annotated[bool, typer.Option("--merge", help="one model, the adapter merged into its base")] = False,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="of a whole model; auto: as the base's files"),
-    ] = "auto",
-    output: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="where to; default RUN/export/adapter, model or merged")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an exported folder")] = False,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="keep a model of which rounding changes over 1 % of greedy tokens")
-    ] = False,
+    run: str = typer.Argument(metavar="RUN|CHECKPOINT"),
+    merge: bool = typer.Option(False, "--merge", help="one model, the adapter merged into its base"),
+    dtype: Dtype = typer.Option("auto", help="of a whole model; auto: as the base's files"),
+    output: str | None = typer.Option(
+        None, metavar="FOLDER", help="where to; default RUN/export/adapter, model or merged"
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="replace an exported folder"),
+    accept_changes: bool = typer.Option(
+        False, "--accept-changes", help="keep a model of which rounding changes over 1 % of greedy tokens"
+    ),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
@@ -40,10 +38,9 @@ def export(
 
 def chat(
     target: Target,
-    settings: Annotated[
-        list[str] | None,
-        settings_argument("settings of task, generation, environment and reward, in place of the run's"),
-    ] = None,
+    settings: list[str] | None = settings_argument(
+        "settings of task, generation, environment and reward, in place of the run's", default=None
+    ),
     *,
     options: Options,
 ) -> None:
@@ -59,12 +56,12 @@ def chat(
 
 def serve(
     target: Target,
-    settings: Annotated[
-        list[str] | None, settings_argument("settings of task and generation, in place of the run's")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
-    host: Annotated[str, typer.Option(help=f"other than this machine's own needs a key, in {KEY}")] = "127.0.0.1",
-    max_rows: Annotated[int, typer.Option(min=1, max=4096, help="completions decoded at a time")] = 32,
+    settings: list[str] | None = settings_argument(
+        "settings of task and generation, in place of the run's", default=None
+    ),
+    port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free"),
+    host: str = typer.Option("127.0.0.1", help=f"other than this machine's own needs a key, in {KEY}"),
+    max_rows: int = typer.Option(32, min=1, max=4096, help="completions decoded at a time"),
     *,
     options: Options,
 ) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from tinyrl.runs.launched import Options, launched
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
+    from tinyrl.training.run import Run
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -24,68 +25,68 @@ def complete_method(incomplete: str) -> list[str]:
 
 
 def train(
-    method: Annotated[str | None, typer.Argument(help=or_list([*METHODS]), autocompletion=complete_method)] = None,
-    settings: Annotated[
-        list[str] | None, settings_argument("a recipe (path or packaged name), settings", before="[RECIPE] ")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="name of the run; default <method>-<task>-<n>")] = None,
-    output_dir: Annotated[
-        str | None, typer.Option(help="where run folders are made; default runs, with --from beside RUN")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of that name")] = False,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a run; needs nothing else")] = None,
-    origin: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="RUN[@STEP]", help="start a new run from a checkpoint (default: the newest) of RUN"
-        ),
-    ] = None,
-    allow_config_change: Annotated[
-        bool, typer.Option("--allow-config-change", help="with --resume: go on with settings that have changed")
-    ] = False,
-    until: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="stop after this step, with a checkpoint to go on from")
-    ] = None,
+    method: str | None = typer.Argument(None, help=or_list([*METHODS]), autocompletion=complete_method),
+    settings: list[str] | None = settings_argument(
+        "a recipe (path or packaged name), settings", before="[RECIPE] ", default=None
+    ),
+    name: str | None = typer.Option(None, help="name of the run; default <method>-<task>-<n>"),
+    output_dir: str | None = typer.Option(
+        None, help="where run folders are made; default runs, with --from beside RUN"
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="replace a run of that name"),
+    resume: str | None = typer.Option(None, metavar="RUN", help="go on with a run; needs nothing else"),
+    origin: str | None = typer.Option(
+        None, "--from", metavar="RUN[@STEP]", help="start a new run from a checkpoint (default: the newest) of RUN"
+    ),
+    allow_config_change: bool = typer.Option(
+        False, "--allow-config-change", help="with --resume: go on with settings that have changed"
+    ),
+    until: int | None = typer.Option(
+        None, min=1, metavar="STEP", help="stop after this step, with a checkpoint to go on from"
+    ),
     *,
     options: Options,
 ) -> Callable[[], int] | None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in a minute or two."""
     words = [word for word in (method, *(settings or [])) if word]
-    refused = [word for word in words if "=" not in word] + ["--overwrite"] * overwrite
+    other = [word for word in words if "=" not in word] + ["--overwrite"] * overwrite
     if resume is not None:
-        refused += ["--name"] * (name is not None) + ["--from"] * (origin is not None)
-        if refused:
-            got = " ".join(refused)
+        other += ["--name"] * (name is not None) + ["--from"] * (origin is not None)
+        if other:
+            got = " ".join(other)
             raise ValueError(f"--resume needs nothing else: config.yaml of the run says everything (got {got!r} too)")
         return _resume(resume, words, changes=allow_config_change, until=until, options=options)
     if allow_config_change:
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
+    how = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]]}
     if origin is not None:
-        if refused:
-            got = " ".join(refused)
+        if other:
+            got = " ".join(other)
             raise ValueError(f"--from takes section.key=value, --name, --output-dir and --until (got {got!r} too)")
         if launched().world_size > 1:
             raise ValueError("--from works in one process, and several were launched")
-    command = ["tinyrl", *sys.argv[1:]]
-    if origin is not None:
         from tinyrl.training.launch import fork
 
-        launch = fork(origin, words, options=options, output_dir=output_dir, name=name, command=command)
+        launch = fork(origin, words, output_dir=output_dir, **how)
     else:
-        from tinyrl.runs.run_dir import check_new_run
-
-        config, folder = config_of(method, settings or []), output_dir or "runs"
-        if launched().rank == 0:
-            check_new_run(folder, name=name, overwrite=overwrite)
-        from tinyrl.training.launch import start
-
-        try:
-            launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
-        except (ExplainedByCheck, OutOfRoom) as error:
-            raise type(error)(f"{error}\n{SEE_CHECK}") from error
+        launch = _start(config_of(method, settings or []), output_dir=output_dir or "runs", overwrite=overwrite, **how)
     from tinyrl.tools.report import write_report
 
     return partial(launch.go, report=write_report, until=until)
+
+
+def _start(config: Config, *, output_dir: str, **how: Any) -> Run:
+    """Start a new run; an error about which `tinyrl check` says more points to it."""
+    from tinyrl.runs.run_dir import check_new_run
+
+    if launched().rank == 0:
+        check_new_run(output_dir, name=how["name"], overwrite=how["overwrite"])
+    from tinyrl.training.launch import start
+
+    try:
+        return start(config, output_dir=output_dir, **how)
+    except (ExplainedByCheck, OutOfRoom) as error:
+        raise type(error)(f"{error}\n{SEE_CHECK}") from error
 
 
 def _resume(

@@ -18,7 +18,7 @@ from tinyrl.config.sections import (
     Text,
 )
 
-Advantage = Literal["group", "leave-one-out", "discounted-return", "baseline-return"]
+Advantage = Literal["group", "leave-one-out", "reinforce++", "reinforce++-baseline"]
 Scale = Literal["std", "batch", "none"]
 Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
 Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask", "none"]
@@ -38,8 +38,8 @@ PRESETS: Presets = {
     "cispo": {},
     "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence-sum", "kl_coef": 0.05,
              "kl_estimator": "k1"},
-    "reinforce++": {"advantage": "discounted-return", "clip_eps_high": 0.2, "kl_coef": 0.01, "kl_estimator": "k1"},
-    "reinforce++-baseline": {"advantage": "baseline-return", "clip_eps_high": 0.2, "kl_coef": 0.01,
+    "reinforce++": {"advantage": "reinforce++", "clip_eps_high": 0.2, "kl_coef": 0.01, "kl_estimator": "k1"},
+    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "clip_eps_high": 0.2, "kl_coef": 0.01,
                              "kl_estimator": "k2"},
 }  # fmt: skip
 PPO_PRESETS: Presets = {
@@ -60,7 +60,7 @@ class PolicyGradientSection(Section):
     num_epochs: Positive = Field(description="passes over one rollout")
     minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
     clip_eps: Rate = Field(description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)")
-    kl_coef: NonNegativeFloat = Field(description="of the KL to the reference; ppo.target_kl adapts it; 0: none")
+    kl_coef: NonNegativeFloat = Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(description="k1: KL in the reward; k3 or k2: KL in the loss")
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
 
@@ -95,10 +95,12 @@ class GrpoConfig(PolicyGradientSection):
     aggregation: Aggregation = Field(
         description="token mean (DAPO), mean of sequence means (GRPO) or sums, or sum / max_new_tokens"
     )
-    mismatch: Mismatch = Field(
+    importance_correction: Mismatch = Field(
         default="token", description="importance weights for inexact sampling: capped (TIS), masked, or none"
     )
-    refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
+    dynamic_sampling_rounds: NonNegative = Field(
+        default=0, description="most rounds of fresh prompts for groups without spread"
+    )
 
     @property
     def batch_size(self) -> int:
@@ -109,16 +111,19 @@ class PpoConfig(PolicyGradientSection):
     presets = PPO_PRESETS
     preset: Literal["ppo", "a2c"] = Field(default="ppo", description="default values of the fields in this section")
     value_clip_eps: PositiveFloat | None = Field(description="value clipping range (PPO2); null: plain squared error")
-    gamma: Share = Field(default=1.0, description="discount of rewards")
+    gamma: Share = Field(default=1.0, description="discount factor")
     gae_lambda: Share = Field(description="GAE lambda")
     target_kl: PositiveFloat | None = Field(
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
     value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
-    ptx_coef: NonNegativeFloat = Field(default=0.0, description="of the next-token loss on ptx_data (InstructGPT)")
+    ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
     ptx_data: Text | None = Field(default=None, description="rows of text as sft reads them: a file, or a hub name")
 
     group_size: ClassVar[int] = 1
+    clip_eps_high: ClassVar[None] = None
+    aggregation: ClassVar[Aggregation] = "token"
+    importance_correction: ClassVar[Mismatch] = "token"
 
     @property
     def batch_size(self) -> int:
@@ -131,9 +136,17 @@ class DistillConfig(Section):
     objective: Literal["divergence", "sampled"] = Field(
         default="divergence", description="distance of the distributions, or a policy gradient on sampled tokens"
     )
-    on_policy: Share = Field(default=1.0, description="share of prompts sampled; others have given answers")
+    on_policy_fraction: Share = Field(
+        default=1.0, description="share of prompts with sampled answers; others use given ones"
+    )
+    preset: ClassVar[str] = ""
     clip_eps: ClassVar[float] = 0.2
+    clip_eps_high: ClassVar[None] = None
+    aggregation: ClassVar[Aggregation] = "token"
+    importance_correction: ClassVar[Mismatch] = "token"
+    entropy_coef: ClassVar[float] = 0.0
     kl_coef: ClassVar[float] = 0.0
+    kl_estimator: ClassVar[str] = "k3"
     kl_in_reward: ClassVar[bool] = False
     num_epochs: ClassVar[int] = 1
     minibatch_size: ClassVar[None] = None
@@ -155,10 +168,10 @@ class RewardModelConfig(Section):
 class DpoConfig(Section):
     loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
     beta: PositiveFloat = Field(description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
-    label_smoothing: Smoothing = Field(default=0.0, description="of sigmoid: share of pairs labelled wrongly (cDPO)")
-    target_margin: NonNegativeFloat = Field(default=1.0, description="of simpo: the margin to win by, its gamma")
+    label_smoothing: Smoothing = Field(default=0.0, description="share of wrong labels (cDPO), for sigmoid")
+    target_margin: NonNegativeFloat = Field(default=1.0, description="SimPO's gamma: target reward margin")
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
-    max_tokens: Positive | None = Field(default=None, description="prompt with answer; null: the model's positions")
+    max_tokens: Positive | None = Field(default=None, description="of prompt and answer together; null: by the model")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,13 +1,12 @@
-"""The configuration of a run: its sections, what depends on several of them, and what cannot go together.
+"""The configuration of a run: its sections, defaults that depend on several of them, and settings that conflict.
 
-Fields, with type, range and default, are in sections.py and method_sections.py. Defaults that depend on other fields (a
-learning rate for LoRA or full fine-tuning) are None there and filled in by `Config`, so that config.yaml never holds a
-blank that code has to guess. Nothing here imports torch, so `tinyrl --help` and a config error are answered at once.
+Nothing here imports torch, so `tinyrl --help` and a config error are answered at once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from pydantic import Field, model_validator
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, Method, MethodName, is_method
 from tinyrl.config.sections import (
-    URL_SETTINGS,
     CriticConfig,
     EnvironmentConfig,
     GenerationConfig,
@@ -33,37 +31,39 @@ from tinyrl.config.sections import (
 from tinyrl.text import is_address, masked, redact, shortened
 
 
-class Config(Section):
-    """Everything a run is a function of. Sections the method does not use keep their defaults and are not written."""
+def _section(kind: type[Section], description: str) -> Any:
+    return Field(default_factory=lambda: kind.model_validate({}), description=description)
 
-    method: MethodName = Field(description="what trains")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the base model")
-    lora: LoraSection = Field(default_factory=LoraSection, description="low-rank adapters on the frozen base")
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="the policy to stay near to")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="the value function of PPO")
-    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="whose distribution is learnt")
-    task: TaskConfig = Field(default_factory=TaskConfig, description="prompts, and where rows come from")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="what scores completions")
-    environment: EnvironmentConfig = Field(
-        default_factory=EnvironmentConfig, description="what answers the policy between its turns"
-    )
-    generation: GenerationConfig = Field(default_factory=GenerationConfig, description="sampling")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and learning rates")
-    grpo: GrpoConfig = Field(default_factory=lambda: GrpoConfig.model_validate({}), description="GRPO and its family")
-    ppo: PpoConfig = Field(default_factory=lambda: PpoConfig.model_validate({}), description="PPO")
-    distill: DistillConfig = Field(default_factory=DistillConfig, description="a policy from a teacher")
-    sft: SftConfig = Field(default_factory=SftConfig, description="supervised fine-tuning")
-    reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="learning a reward model from pairs or labels"
-    )
-    dpo: DpoConfig = Field(
-        default_factory=lambda: DpoConfig.model_validate({}), description="a policy from pairs: DPO and its kin"
-    )
-    run: RunConfig = Field(default_factory=RunConfig, description="length, seed, evaluation, checkpoints")
+
+class Config(Section):
+    """Everything a run is a function of. Sections that the method does not use keep their defaults and are not written.
+
+    Defaults that depend on other fields (a learning rate for LoRA or full fine-tuning) are None in their section and
+    filled in here, so that config.yaml holds every value.
+    """
+
+    method: MethodName = Field(description="training method")
+    model: ModelConfig = _section(ModelConfig, "the base model")
+    lora: LoraSection = _section(LoraSection, "low-rank adapters on the frozen base")
+    reference: ReferenceConfig = _section(ReferenceConfig, "reference policy of the KL")
+    critic: CriticConfig = _section(CriticConfig, "the value function of PPO")
+    teacher: TeacherConfig = _section(TeacherConfig, "teacher of a distillation")
+    task: TaskConfig = _section(TaskConfig, "prompts, and where rows come from")
+    reward: RewardConfig = _section(RewardConfig, "reward of a completion")
+    environment: EnvironmentConfig = _section(EnvironmentConfig, "environment of multi-turn episodes")
+    generation: GenerationConfig = _section(GenerationConfig, "sampling")
+    optim: OptimConfig = _section(OptimConfig, "optimizer and learning rates")
+    grpo: GrpoConfig = _section(GrpoConfig, "GRPO and its family")
+    ppo: PpoConfig = _section(PpoConfig, "PPO")
+    distill: DistillConfig = _section(DistillConfig, "distillation from a teacher")
+    sft: SftConfig = _section(SftConfig, "supervised fine-tuning")
+    reward_model: RewardModelConfig = _section(RewardModelConfig, "reward model from pairs or labels")
+    dpo: DpoConfig = _section(DpoConfig, "DPO and its family")
+    run: RunConfig = _section(RunConfig, "length, seed, evaluation, checkpoints")
 
     @model_validator(mode="before")
     @classmethod
-    def _sections_of_method(cls, data: Any) -> Any:
+    def _drop_unused_sections(cls, data: Any) -> Any:
         """Drop sections the method does not use; one that is used and left blank (`grpo:`) has its defaults."""
         if not isinstance(data, dict) or not is_method(data.get("method")):
             return data
@@ -89,12 +89,11 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        wanted = self.uses("reference") and self.reference.kind == "auto"
-        return wanted and getattr(self.own, "needs_reference", True)
+        needed = getattr(self.own, "needs_reference", True)
+        return needed and self.uses("reference") and self.reference.kind == "auto"
 
     @property
     def trains(self) -> Method:
-        """What the method is: its sections, trainer, kind of rows, and whether it makes a policy."""
         return METHODS[self.method]
 
     @property
@@ -111,22 +110,22 @@ class Config(Section):
 
     @property
     def learns_from_teacher(self) -> bool:
-        """Whether a teacher reads the rollouts."""
-        return self.method == "distill" or (self.uses("teacher") and self.teacher.coef > 0)
+        """Return whether a teacher scores the rollouts."""
+        return self.method == "distill" or (self.uses("teacher") and self.teacher.kl_coef > 0)
 
     @property
     def samples(self) -> bool:
         return self.trains.samples
 
     def written(self) -> dict[str, Any]:
-        """The sections that the method uses, as JSON values without secrets: what config.yaml and checkpoints hold."""
+        """Return the sections that the method uses, as JSON values without secrets: for config.yaml and checkpoints."""
         values = self.model_dump(mode="json")
         return without_secrets({name: value for name, value in values.items() if self.uses(name)})
 
 
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections of settings, with userinfo and queries of URLs masked."""
-    for section, name in URL_SETTINGS:
+    """Mask userinfo and queries of the URLs in sections of settings."""
+    for section, name in (("generation", "url"), ("environment", "corpus")):
         part = values.get(section)
         if isinstance(part, dict) and isinstance(part.get(name), str):
             values = {**values, section: {**part, name: masked(part[name])}}
@@ -134,23 +133,18 @@ def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_written(value: Any) -> str:
-    """A value as an override says it, without secrets."""
+    """Format a value as an override, without secrets."""
     return shortened(redact(value if isinstance(value, str) else json.dumps(value)))
 
 
 # ---- conflicts ----
 
-# What apply_chat_template has as arguments of its own, and what decides how a prompt ends.
-OUR_ARGUMENTS = {
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self",
-}  # fmt: skip
+OUR_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
 def conflicts(config: Config) -> Iterator[str]:
-    """A sentence for each pair of settings that cannot go together, most telling first."""
-    lora, model, environment = config.lora, config.model, config.environment
+    """Yield a sentence for each pair of settings that cannot go together, most telling first."""
+    method, lora, model, environment = config.method, config.lora, config.model, config.environment
     if config.samples and lora.dropout > 0:
         yield f"lora.dropout={lora.dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0"
     if not lora.enabled and model.quantization:
@@ -159,47 +153,53 @@ def conflicts(config: Config) -> Iterator[str]:
         yield f"model.adapter={model.adapter} needs lora.enabled=true; to train all weights, merge it into the base"
     if config.uses("critic") and not lora.enabled and config.critic.kind == "adapter":
         yield "critic.kind=adapter needs lora.enabled=true; else use separate, shared or shared-detached"
-    for name in OUR_ARGUMENTS & {*config.task.chat_template}:
-        yield f"task.chat_template: '{name}' is tinyrl's to set; give what the model's template asks for"
+    for name in OUR_VARIABLES & {*config.task.chat_template_kwargs}:
+        yield f"task.chat_template_kwargs: '{name}' is set by tinyrl; give variables of the model's template"
     if environment.agent is not None:
-        yield from _agent(config)
-    if environment.use and environment.tools:
-        yield f"environment.tools are answered by tinyrl, and environment.use={environment.use} answers itself"
-    if environment.use == "search" and environment.corpus is None:
-        yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
+        yield from _agent_conflicts(config)
+    if environment.name and environment.tools:
+        yield f"environment.tools are answered by tinyrl, and environment.name={environment.name} answers itself"
+    if environment.name == "search" and environment.corpus is None:
+        yield "environment.name=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
     if config.samples:
-        yield from _sampling(config)
-    if config.method in ("grpo", "ppo", "dpo"):
-        yield from _losses(config)
+        yield from _sampling_conflicts(config)
+    if method == "grpo":
+        yield from _grpo_conflicts(config)
+    if method == "ppo" and config.ppo.ptx_coef > 0 and config.ppo.ptx_data is None:
+        yield f"ppo.ptx_coef={config.ppo.ptx_coef} needs ppo.ptx_data: rows of text, as `tinyrl train sft` reads them"
+    if method == "dpo" and config.dpo.needs_reference and config.reference.kind == "none":
+        yield f"reference.kind=none: dpo.loss={config.dpo.loss} needs a reference; auto, or loss=orpo or simpo"
+    if method == "dpo" and config.dpo.loss == "kto" and config.dpo.batch_size == 1:
+        yield "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts for its KL; take 2 or more"
 
 
-def _agent(config: Config) -> Iterator[str]:
-    said, grpo = "environment.agent", config.grpo
-    if config.environment.use or config.environment.tools:
-        yield f"{said} brings its own tools; leave out environment.use and environment.tools"
+def _agent_conflicts(config: Config) -> Iterator[str]:
+    agent, grpo = "environment.agent", config.grpo
+    if config.environment.name or config.environment.tools:
+        yield f"{agent} brings its own tools; leave out environment.name and environment.tools"
     if config.method not in ("grpo", "ppo") and config.uses("environment"):
-        yield f"{said} is trained by grpo or ppo, of which each conversation of an episode has the reward"
+        yield f"{agent} is trained by grpo or ppo, which give each conversation of an episode its reward"
     elif grpo.advantage not in ("group", "leave-one-out"):
-        yield f"{said} needs grpo.advantage=group or leave-one-out: its turns have no rewards of their own"
-    if grpo.refill_rounds:
-        yield f"{said} does not go with grpo.refill_rounds={grpo.refill_rounds}"
+        yield f"{agent} needs grpo.advantage=group or leave-one-out: its turns have no rewards of their own"
+    if grpo.dynamic_sampling_rounds:
+        yield f"{agent} does not go with grpo.dynamic_sampling_rounds={grpo.dynamic_sampling_rounds}"
     if grpo.kl_coef > 0 and grpo.kl_in_reward:
-        yield f"{said} needs grpo.kl_estimator=k3, a KL in the loss: an episode may have several conversations"
+        yield f"{agent} needs grpo.kl_estimator=k3, a KL in the loss: an episode may have several conversations"
     if config.generation.engine == "server":
-        yield f"{said} is served by this process; generation.engine=server samples elsewhere"
+        yield f"{agent} is served by this process; generation.engine=server samples elsewhere"
     if config.teacher.hint is not None:
-        yield f"{said} writes its own prompts, so teacher.hint has no place in them"
+        yield f"{agent} writes its own prompts, so teacher.hint has no place in them"
 
 
-def _sampling(config: Config) -> Iterator[str]:
+def _sampling_conflicts(config: Config) -> Iterator[str]:
     generation, section, method, teacher = config.generation, config.on_policy, config.method, config.teacher
     overlong, longest = config.reward.overlong_tokens, generation.max_new_tokens
     if overlong > longest:
         yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
     size, total = section.minibatch_size, section.batch_size
     if size and total % size:
-        most = min(size, total)
-        fits = next((n for n in range(most, max(0, most - 10_000), -1) if total % n == 0), 1)
+        pairs = ((n, total // n) for n in range(1, math.isqrt(total) + 1) if total % n == 0)
+        fits = max(n for pair in pairs for n in pair if n <= size)
         yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, null: all"
     if section.kl_coef > 0 and config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
@@ -217,29 +217,22 @@ def _sampling(config: Config) -> Iterator[str]:
             yield "teacher.path=start is the reference, and reference.kind=none leaves none"
         if teacher.kind == "server" and generation.temperature != 1.0:
             yield f"generation.temperature={generation.temperature} is not the 1 at which a server's teacher answers"
-        if method == "distill" and config.environment.use and config.distill.on_policy < 1:
-            yield f"distill.on_policy={config.distill.on_policy}: given answers are no episodes of environment.use"
+        if method == "distill" and config.environment.name and config.distill.on_policy_fraction < 1:
+            fraction = config.distill.on_policy_fraction
+            yield f"distill.on_policy_fraction={fraction}: given answers are no episodes of environment.name"
 
 
-def _losses(config: Config) -> Iterator[str]:
-    grpo, ppo, dpo, reward = config.grpo, config.ppo, config.dpo, config.reward
-    if config.method == "grpo":
-        if grpo.group_size == 1 and grpo.advantage != "discounted-return":
-            yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
-        if grpo.preset == "gdpo":
-            if grpo.advantage != "group":
-                yield f"grpo.advantage={grpo.advantage} is not for grpo.preset=gdpo, which compares single rewards"
-            in_sum = {
-                f"reward.truncated={reward.truncated}": reward.truncated == "penalize",
-                f"reward.overlong_tokens={reward.overlong_tokens}": reward.overlong_tokens,
-                f"grpo.kl_estimator={grpo.kl_estimator}": grpo.kl_coef and grpo.kl_in_reward,
-            }
-            for setting in (setting for setting, changes in in_sum.items() if changes):
-                yield f"{setting} changes the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
-    if config.method == "ppo" and ppo.ptx_coef > 0 and ppo.ptx_data is None:
-        yield f"ppo.ptx_coef={ppo.ptx_coef} needs ppo.ptx_data: rows of text, as `tinyrl train sft` reads them"
-    if config.method == "dpo":
-        if dpo.needs_reference and config.reference.kind == "none":
-            yield f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; auto, or orpo or simpo"
-        if dpo.loss == "kto" and dpo.batch_size == 1:
-            yield "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts for its KL; take 2 or more"
+def _grpo_conflicts(config: Config) -> Iterator[str]:
+    grpo, reward = config.grpo, config.reward
+    if grpo.group_size == 1 and grpo.advantage != "reinforce++":
+        yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
+    if grpo.preset == "gdpo":
+        if grpo.advantage != "group":
+            yield f"grpo.advantage={grpo.advantage} is not for grpo.preset=gdpo, which compares single rewards"
+        changes_sum = {
+            f"reward.truncated={reward.truncated}": reward.truncated == "penalize",
+            f"reward.overlong_tokens={reward.overlong_tokens}": reward.overlong_tokens > 0,
+            f"grpo.kl_estimator={grpo.kl_estimator}": grpo.kl_coef > 0 and grpo.kl_in_reward,
+        }
+        for setting in (setting for setting, changes in changes_sum.items() if changes):
+            yield f"{setting} changes the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"

@@ -43,11 +43,10 @@ EMBEDDED = {  # models by name; tinyrl/starter has their weights
     "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"
 }  # fmt: skip
 BUILT_IN_ENVIRONMENTS = ("search", "python")
-URL_SETTINGS = (("generation", "url"), ("environment", "corpus"))  # shown and kept without what is secret in a URL
 
 
 def starter_path(name: str) -> Path | None:
-    """The folder of the embedded model called `name`, one of EMBEDDED; None for every other name."""
+    """Return the folder of the embedded model called `name`, one of EMBEDDED; None for every other name."""
     return Path(__file__).parents[1] / "starter" / EMBEDDED[name] if name in EMBEDDED else None
 
 
@@ -62,46 +61,44 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: Text = Field(default="starter", description="folder with safetensors, hub name, or embedded: starter, lookup")
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub model; null: the newest")
-    dtype: Dtype = Field(default="auto", description="of weights and autocast; auto: float32, on a GPU bfloat16")
+    dtype: Dtype = Field(default="auto", description="of weights and autocast; auto: bfloat16 on a GPU, else float32")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
-    quantization: Literal["4bit"] | None = Field(default=None, description="hold the frozen base in 4 bits; needs LoRA")
+    quantization: Literal["4bit"] | None = Field(default=None, description="load the frozen base in 4 bits; needs LoRA")
     adapter: Text | None = Field(default=None, description="LoRA adapter to start from; a frozen copy is the reference")
-    random_init: bool = Field(default=False, description="draw the weights from run.seed: a model trained from nothing")
+    random_init: bool = Field(default=False, description="random weights by run.seed: training from scratch")
 
 
 class LoraSection(Section):
     enabled: bool = Field(default=True, description="train low-rank adapters; false: train every weight")
     r: Annotated[int, Field(ge=1, le=16_384)] = Field(default=16, description="rank of the adapters")
-    alpha: PositiveFloat = Field(default=32, description="scale: an adapter's output is multiplied by alpha / r")
-    dropout: Dropout = Field(default=0.0, description="in the adapters; only sft, reward and dpo allow it")
+    alpha: PositiveFloat = Field(default=32, description="LoRA alpha: an adapter's output is scaled by alpha / r")
+    dropout: Dropout = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
     target_modules: Modules = Field(default="all-linear", description="modules that get an adapter")
 
 
 class ReferenceConfig(Section):
-    kind: Literal["auto", "none"] = Field(default="auto", description="auto: the policy at the start, frozen")
+    kind: Literal["auto", "none"] = Field(default="auto", description="auto: the initial policy, frozen")
 
 
 class CriticConfig(Section):
-    kind: CriticKind | None = Field(default=None, description="null: as at critic.path, or by lora.enabled")
-    path: Text | None = Field(default=None, description="a ppo or reward run, or a model; null: model.path")
-    warmup: NonNegative = Field(default=1, description="first steps, which train only the critic")
+    kind: CriticKind | None = Field(default=None, description="its architecture; null: that of critic.path, or by lora")
+    path: Text | None = Field(default=None, description="ppo or reward run, or model, to start from; null: model.path")
+    warmup_steps: NonNegative = Field(default=1, description="number of first steps that train only the critic")
 
 
 class TeacherConfig(Section):
-    path: Text | None = Field(default=None, description="a run, adapter or model, a server, self, or start")
-    hint: Text | None = Field(
-        default=None, description="extra text shown to the teacher only, such as 'Answer: {answer}'"
-    )
+    path: Text | None = Field(default=None, description="teacher: a run, adapter, model or server, or self or start")
+    hint: Text | None = Field(default=None, description="extra text for the teacher only, such as 'Answer: {answer}'")
     divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
     top_k: Positive | None = Field(
         default=None, description="distil on its top-k tokens and one bucket for the rest; null: full vocabulary"
     )
-    coef: NonNegativeFloat = Field(default=0.0, description="of the distance to it, in the loss of grpo and ppo")
-    quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="hold its own model in few bits")
+    kl_coef: NonNegativeFloat = Field(default=0.0, description="weight of the teacher loss in grpo and ppo")
+    quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="load the teacher in 4 or 8 bits")
 
     @property
     def kind(self) -> str:
-        """What `path` names: none, self, start, server, adapter or model."""
+        """Return what `path` names: none, self, start, server, adapter or model."""
         if self.path is None or self.path in ("self", "start"):
             return self.path or "none"
         if is_address(self.path):
@@ -117,35 +114,39 @@ class TaskConfig(Section):
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub data set; null: the newest")
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
-    max_samples: Positive | None = Field(default=None, description="use at most so many rows of each split")
-    chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
-    chat_template: Variables = Field(default_factory=dict, description="its variables: {enable_thinking: false}")
-    long_prompts: Literal["error", "drop"] = Field(default="error", description="prompts, or texts, that are too long")
+    max_samples: Positive | None = Field(default=None, description="maximum number of rows of each split")
+    chat: Literal["auto"] | bool = Field(default="auto", description="apply the chat template; auto: if there is one")
+    chat_template_kwargs: Variables = Field(
+        default_factory=dict, description="its variables, such as {enable_thinking: false}"
+    )
+    on_overlong_prompt: Literal["error", "drop"] = Field(
+        default="error", description="refuse too long ones, or leave out"
+    )
     sampler: Literal["uniform", "difficulty"] = Field(
         default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
     )
-    solved_reward: Weight = Field(
-        default=1.0, description="reward from which a prompt is solved, for sampler and teacher.hint"
+    solved_reward: Weight = Field(default=1.0, description="reward of a solved prompt, for sampler and teacher.hint")
+    grading: Literal["task", "math"] = Field(
+        default="task", description="the task's verifier, or math-verify for formulas"
     )
-    grading: Literal["task", "math"] = Field(default="task", description="the verifier; math: formulas, by math-verify")
 
 
 class RewardFunctionConfig(Section):
     use: Text = Field(description="FILE.py:FUNCTION, or judge")
     weight: Weight = Field(default=1.0, description="weight of its score in the sum")
-    url: Text | None = Field(default=None, description="of judge: an OpenAI endpoint, such as http://127.0.0.1:8000/v1")
-    model: Text | None = Field(default=None, description="of judge: its name there")
-    rubric: Text | None = Field(default=None, description="of judge: a text file; {column} stands for the row's own")
-    mode: Literal["score", "rank"] = Field(default="score", description="each answer alone, or a group in order")
+    url: Text | None = Field(default=None, description="judge: OpenAI endpoint, http://127.0.0.1:8000/v1")
+    model: Text | None = Field(default=None, description="judge: name of the model")
+    rubric: Text | None = Field(default=None, description="judge: text file; {column} inserts the row's value")
+    mode: Literal["score", "rank"] = Field(default="score", description="judge: score each answer, or rank a group")
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(
-        default=[0.0, 10.0], description="worst and best score of mode=score; the reward is 0 to 1"
+        default=[0.0, 10.0], description="judge: worst and best score; the reward is 0 to 1"
     )
-    key_env: Text | None = Field(default=None, description="environment variable with the endpoint's key")
-    max_tokens: Positive = Field(default=1024, description="of a judge's reply")
-    at_once: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="requests under way at a time")
-    cache: Text | None = Field(default=None, description="file of replies; null: ~/.cache/tinyrl/judge.sqlite")
-    most_requests: Positive | None = Field(default=None, description="refuse a run that might ask more often")
-    allow_weak: bool = Field(default=False, description="train although it does not tell gold answers from others")
+    key_env: Text | None = Field(default=None, description="judge: environment variable with the API key")
+    max_tokens: Positive = Field(default=1024, description="judge: maximum tokens of a reply")
+    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="judge: concurrent requests")
+    cache: Text | None = Field(default=None, description="judge: cache file; null: ~/.cache/tinyrl/judge.sqlite")
+    max_requests: Positive | None = Field(default=None, description="judge: refuse a run that may need more requests")
+    allow_weak: bool = Field(default=False, description="judge: train even if gold answers do not score best")
 
     @property
     def is_judge(self) -> bool:
@@ -173,79 +174,75 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: list[RewardFunctionConfig] = Field(default_factory=list, description="in place of the task's verifier")
-    model: Text | None = Field(default=None, description="a classifier, or an adapter of `tinyrl train reward`")
+    functions: list[RewardFunctionConfig] = Field(default_factory=list, description="instead of the task's verifier")
+    model: Text | None = Field(default=None, description="a classifier, or a run of `tinyrl train reward`")
     model_label: int | str | None = Field(default=None, description="index or name of the label whose score counts")
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
-    truncated: Truncated = Field(
-        default="keep", description="cut-off completions: keep them, leave them out of the loss, or subtract 1"
-    )
+    truncated: Truncated = Field(default="keep", description="cut-off completions: keep, leave out, or subtract 1")
     overlong_tokens: NonNegative = Field(default=0, description="DAPO's soft penalty over the last N tokens; 0: none")
 
     @property
     def is_verifier(self) -> bool:
-        """Whether the reward is the task's verifier: it is where nothing else is named."""
+        """Return whether the task's verifier is the reward: no function and no model is named."""
         return not self.functions and self.model is None
 
 
 class EnvironmentConfig(Section):
-    use: Text | None = Field(
-        default=None, description="environment of episodes: search, python, FILE.py:NAME; null: the task's own"
-    )
+    name: Text | None = Field(default=None, description="search, python or FILE.py:NAME; null: the task's own")
     tools: list[Text] = Field(default_factory=list, description="FILE.py:FUNCTION of tools that the model may call")
     agent: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
         default=None, description="plays episodes by URL: FILE.py:FUNCTION, or the words of a command"
     )
-    at_once: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="agents that play at a time")
-    max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="turns of the policy in an episode")
-    max_observation_tokens: Positive = Field(default=256, description="an answer is cut after so many tokens")
-    timeout_s: PositiveFloat | None = Field(default=None, description="of a call, cell, agent; null: 30, 5, 300")
-    corpus: Text | None = Field(default=None, description="of search: a .jsonl or .parquet file, or a server's URL")
-    top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="passages that a search gives")
+    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="concurrent agents")
+    max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="maximum turns of an episode")
+    max_observation_tokens: Positive = Field(default=256, description="tokens after which an observation is cut")
+    timeout_s: PositiveFloat | None = Field(default=None, description="of a tool call, cell, agent; null: 30, 5, 300")
+    corpus: Text | None = Field(default=None, description="search: a .jsonl or .parquet file, or a server's URL")
+    top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="search: passages per query")
 
     @property
     def seconds(self) -> float:
-        return self.timeout_s or (300.0 if self.agent is not None else 5.0 if self.use == "python" else 30.0)
+        return self.timeout_s or (300.0 if self.agent is not None else 5.0 if self.name == "python" else 30.0)
 
     @property
     def functions(self) -> list[tuple[str, str]]:
-        """The fields that name people's code, each with what it names."""
-        own = [("environment.use", self.use)] if self.use and self.use not in BUILT_IN_ENVIRONMENTS else []
+        """Return the fields that name people's code, each with its value."""
+        own = [("environment.name", self.name)] if self.name and self.name not in BUILT_IN_ENVIRONMENTS else []
         agent = [("environment.agent", self.agent)] if isinstance(self.agent, str) else []
         return [*own, *(("environment.tools", use) for use in self.tools), *agent]
 
 
 class GenerationConfig(Section):
-    max_new_tokens: Positive = Field(default=256, description="longest completion, in tokens of the policy's own")
-    max_prompt_tokens: Positive = Field(default=1024, description="longest prompt")
-    temperature: Temperature = Field(default=1.0, description="of sampling, and of all log-probabilities")
-    top_p: TopP = Field(default=1.0, description="sample from the likeliest tokens of this total probability; 1: all")
-    top_k: NonNegative = Field(default=0, description="sample from the k likeliest tokens; 0: all")
-    stop: list[Text] = Field(default_factory=list, description="texts that end a completion")
-    engine: Engine = Field(default="auto", description="tinyrl's decoder, the library's modules, or a server")
-    url: Text | None = Field(default=None, description="of engine=server: vLLM on this machine, http://127.0.0.1:8000")
-    server_sleep: bool = Field(default=False, description="a server on the same GPU, which sleeps unless it samples")
-    max_rows: Positive | None = Field(default=None, description="completions decoded at a time; null: all")
+    max_new_tokens: Positive = Field(default=256, description="maximum tokens of a completion, without observations")
+    max_prompt_tokens: Positive = Field(default=1024, description="maximum tokens of a prompt")
+    temperature: Temperature = Field(default=1.0, description="sampling temperature, also of all log-probabilities")
+    top_p: TopP = Field(default=1.0, description="nucleus sampling; 1: off")
+    top_k: NonNegative = Field(default=0, description="top-k sampling; 0: off")
+    stop: list[Text] = Field(default_factory=list, description="stop strings")
+    engine: Engine = Field(default="auto", description="sampling engine: tinyrl's, transformers', or a server")
+    url: Text | None = Field(default=None, description="vLLM server on this machine: http://127.0.0.1:8000")
+    server_sleep: bool = Field(default=False, description="put a server on the same GPU to sleep between rollouts")
+    max_rows: Positive | None = Field(default=None, description="maximum completions decoded at a time; null: all")
 
 
 class OptimConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
     learning_rate: LearningRate | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
     critic_learning_rate: LearningRate | None = Field(default=None, description="null: LoRA 1e-4, full 1e-5")
-    schedule: Schedule = Field(default="constant", description="of the rates, after the warm-up")
-    warmup_steps: NonNegative = Field(default=0, description="steps over which the rates rise from 0")
+    schedule: Schedule = Field(default="constant", description="learning rate schedule after the warm-up")
+    warmup_steps: NonNegative = Field(default=0, description="steps of linear warm-up")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients of each role are scaled down to this norm")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="gradient clipping: maximum norm, for each role")
 
 
 class RunConfig(Section):
     num_steps: Positive = Field(default=200, description="steps of the run: rollout and update, or one batch")
-    seed: Seed = Field(default=0, description="of all random numbers")
-    micro_batch_tokens: AutoOrCount = Field(default="auto", description="of a forward-backward pass; auto: by memory")
+    seed: Seed = Field(default=0, description="seed of all random numbers")
+    micro_batch_tokens: AutoOrCount = Field(default="auto", description="tokens of a forward-backward pass; auto: fits")
     eval_every: NonNegative = Field(default=25, description="evaluate every N steps; always first and last")
-    eval_prompts: NonNegative = Field(default=64, description="held-out prompts an evaluation takes; 0: no evaluation")
+    eval_prompts: NonNegative = Field(default=64, description="held-out prompts per evaluation; 0: no evaluation")
     save_every: NonNegative = Field(default=25, description="save every N steps; always last")
-    keep_checkpoints: Positive = Field(default=3, description="newest checkpoints that are kept, beside the best")
+    keep_checkpoints: Positive = Field(default=3, description="checkpoints to keep, beside the best")
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: list[Text] = Field(default_factory=list, description="tensorboard, trackio, wandb, mlflow ...")

@@ -1,6 +1,6 @@
 """Formats of rows: texts, conversations, preference pairs and labelled answers, by the columns that people have.
 
-A column that is null counts as absent.
+A column that is null counts as absent. Errors are ValueErrors that name the columns.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class Scored:
     value: float = 0.0
 
 
+# ---- usable rows ----
+
+
 def is_empty(answer: Side) -> bool:
     """Return whether the last message of an answer is blank; one with tool calls or thoughts is not."""
     last = {"content": answer} if isinstance(answer, str) else answer[-1]
@@ -67,7 +70,7 @@ def is_empty(answer: Side) -> bool:
 
 def unusable(row: Row, what: Literal["text"] | Objective, *, prompts_count: bool = False) -> str | None:
     """Return why no method can learn from a row; None if one can. `prompts_count`: prompts of texts are learnt too.
-    Raises ValueError for a row that cannot be read.
+    Raises ValueError for a row that cannot be parsed.
     """
     if what == "text":
         learnt = any(not is_empty(each.answer) or (prompts_count and each.prompt) for each in text_examples(row))
@@ -81,12 +84,38 @@ def unusable(row: Row, what: Literal["text"] | Objective, *, prompts_count: bool
 def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> None:
     """Note how many rows have a reason to be left out, and the first of them. Raises ValueError if none is left."""
     why = Counter(filter(None, reasons))
-    what = f"{why.total():,} of {len(rows):,} rows ({', '.join(f'{n:,} with {reason}' for reason, n in why.items())})"
-    if why and why.total() == len(rows):
-        raise ValueError(f"no usable rows: {what}")
     if why:
+        counts = ", ".join(f"{count:,} with {reason}" for reason, count in why.items())
+        what = f"{why.total():,} of {len(rows):,} rows ({counts})"
+        if why.total() == len(rows):
+            raise ValueError(f"no usable rows: {what}")
         first = next(row for row, reason in zip(rows, reasons, strict=True) if reason)
         notes.append(f"warning: {what} are left out; the first is {beginning(first)}")
+
+
+def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
+    """Return a line that counts rows by their columns, and one with what the first row becomes."""
+    if not rows:
+        return ["rows: none"]
+    kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
+    first = text_examples(rows[0])[-1] if what == "text" else judged(rows[0], what)
+    return [
+        f"rows: {'; '.join(f'{count:,} with {kind}' for kind, count in kinds.most_common())}",
+        f"for example: {one_line(repr(first), 300)}",
+    ]
+
+
+@contextmanager
+def quoting(row: Row) -> Iterator[None]:
+    """Append the row to a ValueError that the block raises about it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
+
+
+def beginning(row: Row) -> str:
+    return one_line(str(row)[:500], 100)
 
 
 # ---- texts and conversations ----
@@ -95,8 +124,7 @@ def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> N
 def text_examples(row: Row) -> list[TextExample]:
     """Return the examples of a row: its text, its completion, or each assistant turn behind the messages before it.
 
-    Tool and user turns are context, as is an assistant turn with nothing before it. Raises ValueError naming the
-    columns.
+    Tool and user turns are context, as is an assistant turn with nothing before it.
     """
     _, prompt, answer = _text_of(row)
     if isinstance(answer, str):
@@ -140,9 +168,7 @@ def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
 
 
 def objective_of(row: Row) -> Objective:
-    """Return the objective that a row's columns tell: pairs (`chosen`, `rejected`) or labels (`label`).
-    Raises ValueError where they tell none.
-    """
+    """Return the objective by a row's columns: pairs (`chosen`, `rejected`) or labels (`label`)."""
     for names in ({name for name, value in row.items() if value is not None}, {*row}):
         if names & {"chosen", "rejected"}:
             return "pairs"
@@ -156,7 +182,7 @@ def objective_of(row: Row) -> Objective:
 
 def judged(row: Row, objective: Objective) -> Scored:
     """Parse a row for a reward model: a pair, or a text with its `label`. A conversation is judged by its last message,
-    which must be the assistant's. Raises ValueError naming the columns.
+    which must be the assistant's.
     """
     if objective == "pairs":
         return preference(row)
@@ -171,16 +197,11 @@ def judged(row: Row, objective: Objective) -> Scored:
 
 
 def two_labels(values: Iterable[float]) -> tuple[float, float]:
-    """Return (lower, higher) label of some rows; the higher one is the good one. Raises ValueError unless there are
-    two.
-    """
+    """Return (lower, higher) label of some rows; the higher one is the good one. Raises ValueError for other counts."""
     labels = sorted(set(values))
     if len(labels) != 2:
         shown = listed((f"{value:g}" for value in labels), most=5)
-        raise ValueError(
-            f"the rows have {len(labels)} different labels ({shown}), and a reward model learns from two. Turn ratings "
-            "into pairs (`chosen`, `rejected`, `margin`) or labels of 0 and 1"
-        )
+        raise ValueError(f"the rows have {len(labels)} different labels ({shown}), and a reward model learns from two")
     return labels[0], labels[1]
 
 
@@ -189,10 +210,11 @@ def preference(row: Row) -> Scored:
 
     Messages share whole messages, and each side keeps one. The shared beginning of texts ends after the last
     "Assistant:" of a transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal
-    need not hold a prompt. Raises ValueError naming the columns.
+    need not hold a prompt.
     """
-    for column in {"chosen", "rejected"} - {*row}:
-        _column_of(row, column)
+    for column in ("chosen", "rejected"):
+        if column not in row:
+            _column_of(row, column)
     chosen, rejected = (_side(row, c) if row[c] not in (None, []) else "" for c in ("chosen", "rejected"))
     margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
     given = _prompt(row)
@@ -252,9 +274,8 @@ def _column_of(row: Row, *names: str) -> str:
     if null := next((name for name in names if name in row), None):
         raise ValueError(f"'{null}' is null")
     near = next((meant for name in names if (meant := did_you_mean(name, list(row)))), "")
-    either = or_list([f"'{name}'" for name in names])
-    rename = f"Rename one (of task.data: task.columns.{names[0]}=OLD)"
-    raise ValueError(f"no column {either}.{near} Columns: {listed(row)}. {rename}")
+    either, rename = or_list([f"'{name}'" for name in names]), f"task.columns.{names[0]}=OLD"
+    raise ValueError(f"no column {either}.{near} Columns: {listed(row)}. Rename one (of task.data: {rename})")
 
 
 def _side(row: Row, column: str) -> Side:
@@ -279,46 +300,3 @@ def _number(value: Any, column: str) -> float:
         return found
     what = "true, false or a number" if column == "label" else "a number"
     raise ValueError(f"'{column}' must be {what}, not {value!r:.60} (at most {LARGEST:,})")
-
-
-# ---- notes and errors about rows ----
-
-
-def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
-    """Return a line that counts rows by their columns, and one with what the first row becomes."""
-    if not rows:
-        return ["rows: none"]
-
-    def shown(side: Side) -> str:
-        text = repr(side)
-        if not isinstance(side, str):
-            calls = [f" (calls {m['tool_calls']!r:.80})" if m.get("tool_calls") else "" for m in side]
-            text = " | ".join(f"{m['role']}: {m['content']!r}{call}" for m, call in zip(side, calls, strict=True))
-        return one_line(text if len(text) <= 240 else f"{text[:120]} ... {text[-120:]}", 480)
-
-    kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
-    if what == "text":
-        last = text_examples(rows[0])[-1]
-        prompt, answers, value = last.prompt, (last.answer,), ""
-    else:
-        first = judged(rows[0], what)
-        prompt, answers = first.prompt, first.answers
-        value = f" ({first.value:g})" if first.value or what == "labels" else ""
-    before = "(the beginning)" if prompt is None else shown(prompt)
-    return [
-        f"rows: {'; '.join(f'{count:,} with {kind}' for kind, count in kinds.most_common())}",
-        f"for example: {before} -> {' better than '.join(map(shown, answers))}{value}",
-    ]
-
-
-@contextmanager
-def quoting(row: Row) -> Iterator[None]:
-    """Append the row to a ValueError that the block raises about it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
-
-
-def beginning(row: Row) -> str:
-    return one_line(str(row)[:500], 100)

@@ -61,36 +61,43 @@ def tools_of(value: Any) -> list[Any] | None:
 
 
 def _message(value: Any, column: str) -> Message:
+    def refuse(problem: str) -> ValueError:
+        return ValueError(f"'{column}' has a message {problem}: {value!r:.80}")
+
     if not isinstance(value, dict):
-        raise ValueError(f"'{column}' holds {value!r:.60} where a message (role, content) belongs")
+        raise refuse("that is no object with role and content")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
-    if "role" not in message and "from" in message:
+    if "role" not in message and "from" in message:  # ShareGPT
         sender, text = message.pop("from"), message.pop("value", "")
         if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
-            raise ValueError(f"'{column}' has a message from {sender!r:.60}; known are {', '.join(SHAREGPT_ROLES)}")
+            raise refuse(f"from none of {', '.join(SHAREGPT_ROLES)}")
         message["role"] = SHAREGPT_ROLES[sender]
         if sender == "function_call":
             call = parsed(text, column)
             calls = call if isinstance(call, list) else [call]
             if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
-                raise ValueError(f"'{column}' has a function_call without a `name`: {text!r:.60}")
+                raise refuse("of a function_call without a `name`")
             message["tool_calls"] = [{"type": "function", "function": one} for one in calls]
         else:
             message["content"] = text
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise ValueError(f"'{column}' has a message without a `role`: {value!r:.60}")
+        raise refuse("without a `role`")
     if not {"content", "value"} & {*value} and not {"tool_calls", "reasoning_content"} & {*message}:
-        raise ValueError(f"'{column}' has a message without `content`: {value!r:.60}")
+        raise refuse("without `content`")
     calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls"), column) or []
     if not isinstance(calls, list):
-        raise ValueError(f"'{column}' has a message whose `tool_calls` are no list: {calls!r:.60}")
+        raise refuse("whose `tool_calls` are no list")
     if calls:
         message["tool_calls"] = [_tool_call(call) for call in calls]
     content = message.get("content", "")
     if isinstance(content, list):
-        content = "".join(_part(part, column) for part in content)
-    elif not isinstance(content, str):
-        raise ValueError(f"'{column}' has a message whose `content` is not text: {content!r:.60}")
+        texts = [(part["text"] or "") if isinstance(part, dict) and "text" in part else None for part in content]
+        kinds = [part.get("type", "text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(text, str) for text in texts) or not all(kind in TEXT_PARTS for kind in kinds):
+            raise refuse("with a part that is not text")  # an image
+        content = "".join(map(str, texts))
+    if not isinstance(content, str):
+        raise refuse("whose `content` is not text")
     return {**message, "content": content}
 
 
@@ -110,27 +117,14 @@ def _tool_call(call: Any) -> Any:
     return {**call, "arguments": arguments}
 
 
-def _part(part: Any, column: str) -> str:
-    """Return the text of a content part. Raises ValueError, naming its type, for another part (an image)."""
-    kind = part.get("type", "text") if isinstance(part, dict) else part
-    text = (part.get("text") or "") if isinstance(part, dict) and "text" in part else None
-    if kind not in TEXT_PARTS or not isinstance(text, str):
-        raise ValueError(f"'{column}' has a message with a part that is not text: {kind!r:.60}")
-    return text
-
-
 def _without_nulls(value: Any, column: str) -> Any:
     """Drop null keys at any depth: tables (parquet, Arrow) have them in place of absent ones."""
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: kept(inner) for key, inner in value.items() if inner is not None}
-        return [kept(inner) for inner in value] if isinstance(value, list) else value
-
     try:
-        return kept(value)
+        if isinstance(value, dict):
+            return {key: _without_nulls(inner, column) for key, inner in value.items() if inner is not None}
+        return [_without_nulls(inner, column) for inner in value] if isinstance(value, list) else value
     except RecursionError:
-        raise ValueError(f"'{column}' has too many brackets inside each other") from None
+        raise ValueError(f"'{column}' is nested too deep") from None
 
 
 def as_messages(prompt: Prompt | None) -> list[Message]:

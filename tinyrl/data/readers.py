@@ -1,7 +1,8 @@
 """Readers of rows: .jsonl, .json, .csv and .parquet files, folders of save_to_disk, and the Hugging Face hub.
 
 Every reader yields (place, row) and reads no further than it is asked to, except for .json. An error is a ValueError
-that names the file and, for text, the line. Nothing in a file is executed.
+that names the file and, for text, the line. `datasets` reads folders and the hub, but no text: it turns "007" into 7,
+fills short lines, and turns messages with different keys into JSON text.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ def placed_rows(
 def reader_of(source: str, *, revision: str | None = None) -> Callable[[], Iterator[tuple[str, Row]]]:
     """Return the reader of a source. Raises ValueError for one that does not exist; the hub is not asked yet."""
     path, kinds = Path(source), ", ".join(_READERS)
+    read = _READERS.get(path.suffix.lower())
     if any((path / name).is_file() for name in _SAVED):
-        return partial(_read_dataset, source, revision, saved=True)
-    if read := _READERS.get(path.suffix.lower()):
-        if not path.exists():
-            near = did_you_mean(path.name, [file.name for file in path.parent.glob("*") if file.suffix in _READERS])
-            raise ValueError(f"{source}: no such file.{near}")
+        return partial(_read_dataset, source, revision)
+    if read and path.exists():
         return partial(read, source)
+    if read:
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*") if file.suffix in _READERS])
+        raise ValueError(f"{source}: no such file.{near}")
     if source and path.exists():
         raise ValueError(f"{source}: data is a file ending in {kinds}, a folder of save_to_disk, or a hub name")
     if _HUB.fullmatch(source):
-        return partial(_read_dataset, source, revision, saved=False)
+        return partial(_read_dataset, source, revision)
     raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
 
 
@@ -78,9 +80,6 @@ def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
     return {name: value for name, value in row.items() if name not in {*columns, *columns.values()}} | found
 
 
-# ---- text files ----
-
-
 def _lines(source: str) -> Iterator[tuple[int, str]]:
     """Yield (number, line) of a UTF-8 file, split at \\n only: JSON strings may hold other line separators."""
     try:
@@ -98,8 +97,7 @@ def _lines(source: str) -> Iterator[tuple[int, str]]:
 def _read_jsonl(source: str) -> Iterator[tuple[str, Row]]:
     for number, line in _lines(source):
         if line.strip():
-            value, place = _parse_json(line.rstrip("\n"), source, number), f"{source}:{number}"
-            yield place, _checked(value, place, line)
+            yield f"{source}:{number}", _row(_parse_json(line.rstrip("\n"), source, number), f"{source}:{number}", line)
 
 
 def _read_json(source: str) -> Iterator[tuple[str, Row]]:
@@ -108,8 +106,7 @@ def _read_json(source: str) -> Iterator[tuple[str, Row]]:
     if not isinstance(rows, list):
         raise ValueError(f"{source}: a .json file is a list of objects; one object a line is called .jsonl")
     for number, row in enumerate(rows, start=1):
-        place = f"{source} row {number}"
-        yield place, _checked(row, place, text)
+        yield f"{source} row {number}", _row(row, f"{source} row {number}", text)
 
 
 def _parse_json(text: str, source: str, line: int) -> Any:
@@ -119,16 +116,14 @@ def _parse_json(text: str, source: str, line: int) -> Any:
     try:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        hint = "; one object a line is called .jsonl" if error.msg == "Extra data" else ""
         where = f"{source}:{line + error.lineno - 1}: broken JSON at column {error.colno}"
+        hint = "; one object a line is called .jsonl" if error.msg == "Extra data" else ""
         raise ValueError(f"{where}: {error.msg}{hint}") from None
-    except RecursionError:
-        raise ValueError(f"{source}:{line}: JSON nested too deep to read") from None
-    except ValueError as error:  # from `refuse`, or an integer of thousands of digits
-        raise ValueError(f"{source}:{line}: {error}") from None
+    except (RecursionError, ValueError) as error:  # brackets, a constant, or an integer of thousands of digits
+        raise ValueError(f"{source}:{line}: {first_line(error)}") from None
 
 
-def _checked(value: Any, place: str, text: str) -> Row:
+def _row(value: Any, place: str, text: str) -> Row:
     """Return a row of a JSON text. Raises ValueError unless it is an object with columns, or for a lone surrogate."""
     if not isinstance(value, dict) or not value:
         raise ValueError(f'{place}: a row is an object {{"column": value, ...}}, not {value!r:.40}')
@@ -148,10 +143,9 @@ def _read_csv(source: str) -> Iterator[tuple[str, Row]]:
         if len({*header}) < len(header) or "" in header:
             raise ValueError(f"{source}:1: columns need different names, not {listed(map(repr, header))}")
         for row in reader:
-            place = f"{source}:{reader.line_num}"
             if None in row or None in row.values():
-                raise ValueError(f"{place}: this row has not {len(header)} values ({', '.join(header)}); quote commas")
-            yield place, row
+                raise ValueError(f"{source}:{reader.line_num}: this row has not {len(header)} values; quote commas")
+            yield f"{source}:{reader.line_num}", row
     except csv.Error as error:
         raise ValueError(f"{source}:{reader.reader.line_num}: broken CSV: {error}") from None
 
@@ -165,7 +159,6 @@ def _table_rows(source: str, batches: Any) -> Iterator[tuple[str, Row]]:
 
 
 def _read_parquet(source: str) -> Iterator[tuple[str, Row]]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
@@ -175,10 +168,12 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
 
 
-def _read_dataset(source: str, revision: str | None, *, saved: bool) -> Iterator[tuple[str, Row]]:
+def _read_dataset(source: str, revision: str | None = None) -> Iterator[tuple[str, Row]]:
+    """Read a folder of save_to_disk (of several splits: train) or a hub data set."""
     import datasets
     from datasets.exceptions import DatasetsError
 
+    saved = Path(source).is_dir()
     try:
         if saved:
             data: Any = datasets.load_from_disk(source)
@@ -193,9 +188,8 @@ def _read_dataset(source: str, revision: str | None, *, saved: bool) -> Iterator
             data = datasets.load_dataset(match["id"], match["config"], split=split, revision=revision)
         yield from _table_rows(source, data.with_format("arrow").iter(1024))
     except (DatasetsError, OSError, KeyError, ValueError) as error:
-        what = "a folder of save_to_disk that cannot be read" if saved else "no such file, and the hub does not give it"
-        hint = "" if saved else "\n  A hub name is owner/name:config@split. Without a network: task.data=FILE.jsonl"
-        raise ValueError(f"{source}: {what}: {first_line(error)}{hint}") from error
+        hint = "" if saved else ". A hub name is owner/name:config@split; or give task.data=FILE.jsonl"
+        raise ValueError(f"{source} cannot be read: {first_line(error)}{hint}") from error
 
 
 _READERS: dict[str, Callable[[str], Iterator[tuple[str, Row]]]] = {

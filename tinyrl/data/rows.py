@@ -24,7 +24,7 @@ FEW = 30  # prompts; a score of fewer says little
 
 
 def read_rows(source: str, **options: Any) -> list[Row]:
-    """`placed_rows` without the places."""
+    """Read rows without their places."""
     return [row for _, row in placed_rows(source, **options)]
 
 
@@ -93,8 +93,7 @@ def hold_out(
 def needed_data(config: Config) -> str:
     """Return task.data of a method that learns from rows. Raises ValueError if it is not given."""
     if config.task.data is None:
-        kinds = ".jsonl, .json, .csv, .parquet or a hub name"
-        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from ({kinds})")
+        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name")
     return config.task.data
 
 
@@ -109,7 +108,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     where, kind = config.task, config.trains.rows
     assert kind != "prompts"
     most = rows_needed(where.max_samples, split=where.eval_data is None)
-    sources = [needed_data(config), *([where.eval_data] if where.eval_data is not None else [])]
+    sources = [source for source in (needed_data(config), where.eval_data) if source is not None]
     read = {"columns": where.columns, "revision": where.revision, "most": None if kind == "judged" else most}
     parts = [placed_rows(source, **read) for source in sources]
     what = objective_of(parts[0][0][1]) if kind == "judged" else kind
@@ -123,8 +122,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
                 raise ValueError(f"{place}: {error}") from error
         leave_out([row for _, row in placed], reasons, [] if notes is None else notes)
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
-        order = keyed_order(f"graded {SPLIT_SEED}", len(rows)) if what == "labels" else range(len(rows))
-        return [rows[i] for i in order]
+        return [rows[i] for i in keyed_order(f"graded {SPLIT_SEED}", len(rows))] if what == "labels" else rows
 
     train, *rest = map(usable, parts)
     if rest:

@@ -43,13 +43,13 @@ class Played:
 
 
 class Agents:
-    """The processes of an agent, `environment.at_once` of them, started when needed; in the place of Environment."""
+    """The processes of an agent, `environment.max_concurrency` of them, started when needed; in Environment's place."""
 
     by_agents, built_in, stop, rewards, has_openings, schemas = True, None, (), False, False, None
 
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.agent is not None
-        self.at_once, self.seconds, self.max_turns = config.at_once, config.seconds, config.max_turns
+        self.max_concurrency, self.seconds, self.max_turns = config.max_concurrency, config.seconds, config.max_turns
         self.retried, self.needed_columns = dict[str, str](), list[str]()
         command = config.agent if isinstance(config.agent, list) else []
         self._given = {"command": [command], "seconds": [self.seconds]} if command else {}
@@ -58,10 +58,11 @@ class Agents:
         self.name = os.path.basename(command[0]) if command else source.function
         seconds = self.seconds + GRACE_S * bool(command)  # a program is timed in there
         how = {"setting": setting, "host": f"{worker_service.__name__}:agent", "timeout_s": seconds}
-        self.workers = [WorkerFunction([source], name=self.name, **how) for _ in range(self.at_once)]
+        self.workers = [WorkerFunction([source], name=self.name, **how) for _ in range(self.max_concurrency)]
 
     def describe(self) -> str:
-        return f"agent {self.name}: {self.at_once} at a time, at most {self.max_turns} calls and {self.seconds:g} s"
+        most = f"at most {self.max_turns} calls and {self.seconds:g} s"
+        return f"agent {self.name}: {self.max_concurrency} at a time, {most}"
 
     def start(self) -> None:
         """Load the function once. Raises ValueError if it does not load."""
@@ -89,7 +90,7 @@ class Agents:
                 ended(place)  # before the process plays another, which may have kept this one's key
                 free.put(worker)
 
-        pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="agent")
+        pool = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="agent")
         futures: list[Future[Played]] = [pool.submit(one, place, job) for place, job in enumerate(jobs)]
         try:
             while not all(future.done() for future in futures):

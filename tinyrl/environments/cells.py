@@ -1,7 +1,8 @@
-"""The program in a Python environment's sandbox: run an episode's cells in one namespace; the last one answers.
+"""The program in a Python environment's sandbox: an interpreter that runs an episode's cells in one namespace.
 
-python.py sends this source with a call of `run` under it. The cells may do what they like with this process: an episode
-that forges an answer only deceives itself. Nothing is imported that takes long (`typing`, `ast`, `traceback`).
+python.py sends this source with a call of `answer` under it, and then a line for each cell: the repr of its code and
+its seconds. The cells may do what they like with this process: an episode that forges an answer only deceives itself.
+Nothing is imported that takes long (`typing`, `ast`, `traceback`).
 """
 
 import os
@@ -10,38 +11,40 @@ import sys
 import time
 from _ast import Expr, Expression, Module, PyCF_ONLY_AST
 
-FINISHED = "finished\n"  # on the error pipe, where a cell cannot print by mistake; the value or error comes after it
 
-
-def run(cells: list[str], *, seed: int, timeout_s: float) -> None:
-    """Run the cells; the last one's output goes to stdout, its value or error to stderr. Ends the process."""
-    stdout, stderr, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
+def answer(seed: int) -> None:
+    """Run cells until standard input ends: what one prints goes to stdout, its value or error to stderr."""
+    requests, *outputs = os.dup(0), os.dup(1), os.dup(2)
+    nothing, seeded = os.open(os.devnull, os.O_RDWR), False
     module = sys.modules["__main__"] = type(sys)("__main__")  # for pickle, dataclasses and the like
-    printed = os.fdopen(1, "w", errors="backslashreplace", closefd=False)  # half a surrogate is shown as it is written
-    if any("random" in cell for cell in cells):
-        import random
+    for number, line in enumerate(os.fdopen(requests, "rb"), start=1):
+        cell, timeout_s = eval(line)  # noqa: S307
+        for stream, source in enumerate((nothing, outputs[0], outputs[0])):  # the last cell may have closed them
+            os.dup2(source, stream)
+        # half a surrogate is shown as it is written
+        sys.stdout = sys.stderr = printed = os.fdopen(1, "w", errors="backslashreplace", closefd=False)
+        if "random" in cell and not seeded:
+            import random
 
-        random.seed(seed)  # a cell that is run again draws the same numbers
-    shown = ""
-    for number, cell in enumerate(cells, start=1):
-        new = number == len(cells)
-        for stream in (1, 2):
-            os.dup2(stdout if new else nowhere, stream)
-        sys.stdout = sys.stderr = printed
-        if new and number > 1:  # it may compute so long from now on, in whole seconds rounded up
-            soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-            resource.setrlimit(resource.RLIMIT_CPU, (min(soft, int(time.process_time() + timeout_s) + 1), hard))
+            random.seed(seed)  # cells that are run again draw the same numbers
+            seeded = True
+        # it may compute so long from now on, in whole seconds rounded up
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (min(hard, int(time.process_time() + timeout_s) + 1), hard))
         try:
             shown = run_cell(cell, f"<cell {number}>", vars(module))
         except MemoryError:
-            os.write(stderr, b"MemoryError\n")
+            os.write(outputs[1], b"MemoryError\n")
             os._exit(1)
         except BaseException as error:  # noqa: BLE001  whatever a cell raises is its answer
             shown = describe(error, f"<cell {number}>")
-        printed.flush()
-    with os.fdopen(stderr, "w", errors="backslashreplace") as pipe:
-        pipe.write(FINISHED + shown)
-    os._exit(0)  # threads that a cell has left behind are not waited for
+        with open(outputs[1], "w", errors="backslashreplace", closefd=False) as pipe:
+            pipe.write(shown)
+        try:  # noqa: SIM105  contextlib takes long to import
+            printed.flush()
+        except (OSError, ValueError):  # it is full, or the cell has closed it
+            pass
+        os.write(requests, b"\n")
 
 
 def run_cell(cell: str, file: str, namespace: dict[str, object]) -> str:

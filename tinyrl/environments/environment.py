@@ -41,20 +41,21 @@ class Environment:
         stop: tuple[str, ...],
         length: Callable[[str], int],
     ) -> None:
-        """`respond`, `stop` and `use` are the task's own, for a configuration that names none; `length`: tokens of a
-        text.
+        """`respond`, `stop` and `use`: the task's own, for a configuration that names none; `length`: tokens of a text.
+
+        Raises ValueError for code that is not there, and a built-in environment that cannot be opened.
         """
         self.max_turns, self.max_observation_tokens = config.max_turns, config.max_observation_tokens
-        use = config.use or (None if config.tools or respond is not None else use)
+        use = config.name or (None if config.tools or respond is not None else use)
         self.built_in = use if use in BUILT_IN_ENVIRONMENTS else None
-        self.name, self.stop = self.built_in or ("tools" if config.tools else task), stop
+        self.name, self.stop, self._about, self._respond = self.built_in or task, stop, "", respond
         self.retried: dict[str, str] = {}
         self.schemas: list[dict[str, Any]] | None = None
         self.rewards = self.has_openings = self._has_final_rewards = False
-        self._about, self._respond = "", respond
         self.workers: list[WorkerFunction] = []  # one if the code is a person's
+        self._close: Callable[[], None] | None = None
         if config.functions:
-            setting, served = ("environment.tools", "tools") if config.tools else ("environment.use", "environment")
+            setting, served = ("environment.tools", "tools") if config.tools else ("environment.name", "environment")
             worker = WorkerFunction(
                 [parse_use(use, setting=setting, classes=True) for _, use in config.functions],
                 setting=setting,
@@ -65,7 +66,7 @@ class Environment:
             self.workers, self.name, self.stop, self._respond = [worker], worker.name, (), None
         elif self.built_in:
             module = importlib.import_module(f"{__package__}.{self.built_in}")
-            self.stop, (self._respond, self._about) = module.STOP, module.opened(config, length=length)
+            self.stop, (self._respond, self._about, self._close) = module.STOP, module.opened(config, length=length)
         assert self.workers or self._respond is not None, "there is nothing that answers"
 
     @property
@@ -91,23 +92,30 @@ class Environment:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        if self._close is not None:
+            self._close()
 
     def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
         """Return what the environment writes at the end of each prompt, before the first turn; None: nothing."""
         if not self.has_openings:
             return [None] * len(prompts)
-        columns = {"seed": list(range(len(prompts))), **columns}
-        rows = self.workers[0].rows({**columns, "prompts": prompts}, len(prompts), call="opening")
+        columns = {"seed": list(range(len(prompts))), **columns, "prompts": prompts}
+        rows = self.workers[0].rows(columns, len(prompts), call="opening")
         if rows.failures:
             first = rows.failures[0]
-            raise ValueError(f"environment.use: row {first.row + 1}: {first.reason}")
+            raise ValueError(f"environment.name: row {first.row + 1}: {first.reason}")
         return rows.values
 
     def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
         """Return the replies to episodes whose last turn has ended; None: it is over, or has failed. Raises Interrupted
         once a stop was requested.
         """
-        rows = self._rows("respond", prompts, transcripts, columns)
+        arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
+        if self._respond is None:
+            rows = self._worker_rows("respond", arguments)
+        else:
+            values, problems = worker_service.checked(self._respond(**arguments), len(prompts))
+            rows = Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
         replies = [None if value is None else Reply(encodable(value[0]), *value[1:]) for value in rows.values]
         return Rows(replies, rows.failures)
 
@@ -115,20 +123,13 @@ class Environment:
         """Return the rewards of episodes that were cut off, of an environment that has them; else zeros."""
         if not self._has_final_rewards:
             return Rows([0.0] * len(prompts))
-        return self._rows("final_rewards", prompts, transcripts, columns)
+        return self._worker_rows("final_rewards", {**columns, "prompts": prompts, "transcripts": list(transcripts)})
 
-    def _rows(
-        self, call: str, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]
-    ) -> Rows:
-        arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
-        if self.workers:
-            rows = self.workers[0].rows(arguments, len(prompts), call=call)
-            if rows.retried:
-                self.retried.setdefault(self.name, rows.retried)
-            return rows
-        assert self._respond is not None
-        values, problems = worker_service.checked(self._respond(**arguments), len(prompts))
-        return Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
+    def _worker_rows(self, call: str, arguments: dict[str, list[Any]]) -> Rows:
+        rows = self.workers[0].rows(arguments, len(arguments["prompts"]), call=call)
+        if rows.retried:
+            self.retried.setdefault(self.name, rows.retried)
+        return rows
 
 
 @dataclass
@@ -172,7 +173,7 @@ NONSENSE = "qzx vvk # ~~ jjq"
 UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
 NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
 FIRST_WORDS = 8
-SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
+SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "array": [], "null": None}
 
 
 def asking_turn(built_in: str | None, schemas: list[dict[str, Any]] | None, question: str) -> str | None:
@@ -186,20 +187,14 @@ def asking_turn(built_in: str | None, schemas: list[dict[str, Any]] | None, ques
 
 def tool_call(schema: dict[str, Any], question: str) -> str:
     """Call a tool with an argument for each required parameter; texts are the question's first words."""
-
-    def sample(kind: dict[str, Any]) -> Any:
-        if kind.get("enum"):
-            return kind["enum"][0]
-        types = kind.get("type", "string")
-        name = types[0] if isinstance(types, list) else types
-        if name == "array":
-            return [sample(kind.get("items", {}))]
-        return SAMPLES[name] if name in SAMPLES else _first_words(question)
-
     function = schema["function"]
     parameters = function.get("parameters", {})
-    known = parameters.get("properties", {})
-    arguments = {name: sample(known.get(name, {})) for name in parameters.get("required", [])}
+    arguments: dict[str, Any] = {}
+    for name in parameters.get("required", []):
+        kind = parameters["properties"][name]
+        types = kind.get("type", "string")
+        value = SAMPLES.get(types if isinstance(types, str) else types[0], _first_words(question))
+        arguments[name] = kind["enum"][0] if "enum" in kind else value
     call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 

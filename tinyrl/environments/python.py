@@ -5,16 +5,17 @@ A turn calls it with a ```python block (the last one counts), or with
 the episode. As in a notebook, names stay from turn to turn, and the value of a trailing expression is shown; an error
 is its last line with the line of the cell. There is the standard library and no installed package.
 
-Nothing lives between two turns: each answer comes from a fresh sandbox in which the episode's earlier cells are run
-again, their output discarded, before the new one. To reach the same state, `random` is seeded with the episode's seed;
-the clock and os.urandom are not. A cell that was stopped (its answer is one of the sentences STOPPED) is not run again.
+The interpreter of an episode stays from turn to turn, frozen while the policy writes. It is only a cache: where it is
+gone (its cell had to be stopped, there were too many, a run was resumed), the earlier cells are run again in another.
+To reach the same state, `random` is seeded with the episode's seed; the clock and os.urandom are not. A cell that was
+stopped (its answer is one of the sentences STOPPED) is not run again.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -23,17 +24,21 @@ from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.environments.cells import FINISHED
 from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import excerpt, name_unseen
-from tinyrl.workers.sandbox import Limits, python_block, run_program, why_not_isolated
+from tinyrl.workers.calls import memory_limit
+from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 
 PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
 STOP, ASKS = (), "```python\nprint(1 + 1)\n```\n"
 MEMORY_GB = 0.5
 CHARS_A_TOKEN = 2  # of an output: more of it are numbers than words
 MAX_WORKERS = 32
+MAX_CELLS = 1000  # of an episode, as environment.max_turns
+MOST_LIVE = 1024  # interpreters that wait for their next cell
+FILES_A_PROCESS = 8  # of those that we may open; 3 are needed
+LIVE_SHARE = 0.25  # of the memory that a worker may use, for all that wait
 OUTPUT_BYTES = 8 << 20  # that a cell may print before it is stopped
 
 TIMED_OUT = "Timed out: the code ran too long and was stopped. Nothing of it was kept."
@@ -51,13 +56,17 @@ KNOWN_BY = 24  # characters at the start of each, which remain when an answer is
 NO_OUTPUT = "(no output)"
 UNREADABLE = 'The call could not be read. It has to be JSON: {"name": "python", "arguments": {"code": "..."}}'
 
+Cells = tuple[int | str, ...]  # an episode's seed, and the cells that its interpreter has run
 
-def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
-    """Return the function that answers, and its description."""
+
+def opened(
+    config: EnvironmentConfig, *, length: Callable[[str], int]
+) -> tuple[Callable[..., Any], str, Callable[[], None]]:
+    """Return the function that answers, its description, and what ends its processes."""
     check_available()
     most = CHARS_A_TOKEN * config.max_observation_tokens
-    about = f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell"
-    return functools.partial(respond, timeout_s=config.seconds, max_output_chars=most), about
+    python = Python(timeout_s=config.seconds, max_output_chars=most, max_turns=config.max_turns)
+    return python.respond, f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell", python.close
 
 
 def check_available() -> None:
@@ -69,53 +78,104 @@ def check_available() -> None:
         )
 
 
-def respond(
-    prompts: Sequence[Any],
-    transcripts: Sequence[Transcript],
-    *,
-    seed: Sequence[int] | None = None,
-    timeout_s: float = 5.0,
-    memory_gb: float = MEMORY_GB,
-    max_output_chars: int = 1000,
-    **columns: Any,
-) -> list[Reply | None]:
-    """Answer the last turn of each transcript; None where it calls nothing. One process each, one per core at a time.
-
-    timeout_s is for the new cell, and as much again for each cell that is run before it; memory_gb for the process; of
-    an output, max_output_chars remain, from its head and its tail. A batch of endless first cells takes
-    timeout_s * episodes / cores. Raises ValueError for a limit that cannot be kept, and without the sandbox.
+class Python:
+    """Interpreters of the episodes in flight. timeout_s: of a cell; of an output, max_output_chars remain, from its
+    head and its tail. State: the interpreters that wait for a cell, the oldest first.
     """
-    calls = [call_in(last_turn(transcript)) for transcript in transcripts]
-    if any(call and call[0] is not None for call in calls):
-        check_available()
 
-    def answer(place: int) -> Reply | None:
-        check_stop()
-        prompt, transcript, call = prompts[place], transcripts[place], calls[place]
-        if call is None:
-            return None
-        code, in_block = call
-        if code is None:
-            return Reply(UNREADABLE, invalid=True)
-        cells, seeded = [*kept_cells(transcript), code], int(seed[place] if seed else 0)
-        wall_s = timeout_s * len(cells)
-        limits = Limits(wall_s, math.ceil(wall_s), memory_bytes=int(memory_gb * (1 << 30)), output_bytes=OUTPUT_BYTES)
-        # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
-        run = f"run({cells!a}, seed={seeded}, timeout_s={float(timeout_s)})"
-        outcome = run_program(f"{PROGRAM}\n{run}\n", limits=limits)
-        if outcome.ok and outcome.stderr.startswith(FINISHED):
-            parts = outcome.stdout.replace("\r\n", "\n").removesuffix("\n"), outcome.stderr.removeprefix(FINISHED)
-            output = "\n".join(filter(None, parts))
-            output = cut(output if output.strip() else NO_OUTPUT, max_output_chars)
+    def __init__(self, *, timeout_s: float = 5.0, max_output_chars: int = 1000, max_turns: int = MAX_CELLS) -> None:
+        import resource  # Windows has none
+
+        self._timeout_s, self._max_output_chars, self._max_turns = timeout_s, max_output_chars, max_turns
+        self._most_live = min(MOST_LIVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_A_PROCESS)
+        self._limits = Limits(
+            cpu_s=MAX_CELLS * math.ceil(timeout_s),  # together; a cell's are limited in there
+            memory_bytes=int(MEMORY_GB * (1 << 30)),
+            output_bytes=OUTPUT_BYTES,
+            threads=Limits.threads + (self._most_live if os.geteuid() else 0),  # are counted by user
+        )
+        self._most_bytes = int(LIVE_SHARE * memory_limit())
+        self._live: dict[Cells, tuple[Session, int]] = {}  # by seed and cells, with their bytes
+        self._lock = threading.Lock()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # The kernel ends a program with the thread that started it, so the threads stay.
+        self._pool = ThreadPoolExecutor(min(cores, MAX_WORKERS), thread_name_prefix="python")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for session, _ in self._live.values():
+            session.end()
+        self._live.clear()
+
+    def respond(
+        self, prompts: Sequence[Any], transcripts: Sequence[Transcript], *, seed: Sequence[int] | None = None, **_: Any
+    ) -> list[Reply | None]:
+        """Answer the last turn of each transcript; None where it calls nothing. One cell per core at a time: a batch of
+        endless ones takes timeout_s * episodes / cores. Raises ValueError without the sandbox.
+        """
+        calls = [call_in(last_turn(transcript)) for transcript in transcripts]
+        if any(call and call[0] is not None for call in calls):
+            check_available()
+
+        def answer(place: int) -> Reply | None:
+            check_stop()
+            prompt, transcript, call = prompts[place], transcripts[place], calls[place]
+            if call is not None and call[0] is None:
+                return Reply(UNREADABLE, invalid=True)
+            before: Cells = (int(seed[place] if seed else 0), *kept_cells(transcript))
+            if call is None:
+                if waiting := self._take(before):
+                    waiting.end()
+                return None
+            code, in_block = call
+            turns = sum(message["role"] == "assistant" for message in transcript)
+            output = self._run(before, str(code), last=turns >= self._max_turns)
+            if not in_block:
+                return Reply(output)
+            line_is_open = isinstance(prompt, str) and not last_turn(transcript).endswith("\n")
+            return Reply("\n" * line_is_open + fenced(output))
+
+        return list(self._pool.map(answer, range(len(calls))))
+
+    def _run(self, before: Cells, code: str, *, last: bool) -> str:
+        """Run a cell after others; keep the interpreter unless it is the last one."""
+        session, missed = self._take(before), ()
+        if session is None:
+            session, missed = Session(f"{PROGRAM}\nanswer({before[0]})\n", self._limits), before[1:]
+        outcome = None
+        for cell in (*missed, code):
+            # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
+            outcome = session.ask(ascii((cell, float(self._timeout_s))).encode(), wall_s=self._timeout_s)
+            if not outcome.ok:
+                return STOPPED.get(outcome.reason, CRASHED)  # whole, since it marks the cell
+        assert outcome is not None
+        if last:
+            session.end()
         else:
-            output = STOPPED.get(outcome.reason, CRASHED)  # whole, since it marks the cell
-        if not in_block:
-            return Reply(output)
-        line_is_open = isinstance(prompt, str) and not last_turn(transcript).endswith("\n")
-        return Reply("\n" * line_is_open + fenced(output))
+            self._keep((*before, code), session)
+        parts = outcome.stdout.replace("\r\n", "\n").removesuffix("\n"), outcome.stderr
+        output = "\n".join(filter(None, parts))
+        return cut(output if output.strip() else NO_OUTPUT, self._max_output_chars)
 
-    with ThreadPoolExecutor(max_workers=_workers()) as pool:
-        return list(pool.map(answer, range(len(calls))))
+    def _take(self, cells: Cells) -> Session | None:
+        with self._lock:
+            session, _ = self._live.pop(cells, (None, 0))
+        if session is not None and not session.alive():
+            session.end()
+            return None
+        return session
+
+    def _keep(self, cells: Cells, session: Session) -> None:
+        """Keep an interpreter for the next cell; end the oldest ones where there are too many, or too large ones."""
+        over = []
+        with self._lock:
+            if cells in self._live:  # that of an identical episode, in the same state
+                over.append(self._live.pop(cells)[0])
+            self._live[cells] = session, session.memory_bytes()
+            while len(self._live) > self._most_live or sum(size for _, size in self._live.values()) > self._most_bytes:
+                over.append(self._live.pop(next(iter(self._live)))[0])
+        for one in over:
+            one.end()
 
 
 def call_in(turn: str) -> tuple[str | None, bool] | None:
@@ -159,8 +219,3 @@ def cut(output: str, limit: int) -> str:
     part = excerpt(output, limit, lines=limit)
     head, tail = ("".join("\ufffd" if name_unseen(c) else c for c in piece) for piece in (part.head, part.tail))
     return f"{head}\n[{part.omitted:,} characters left out]\n{tail}" if part.omitted else head
-
-
-def _workers() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_WORKERS)

@@ -14,7 +14,6 @@ stemmed (Porter); Lucene's stop words are left out of a query.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -37,14 +36,13 @@ from tinyrl.runs.signals import watched
 from tinyrl.text import is_address, listed, masked, shortened, whole_address
 
 STOP, ASKS = ("</search>", "</answer>"), "<search>{words}</search>"
-OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
+OPENING, CLOSING, CUT = "\n\n<information>", "</information>\n\n", " ..."
 NOTHING_FOUND = f"{OPENING}No passage matches this query.{CLOSING}"
 INVALID = (
     "\n\nThat turn neither searched nor answered. To search, write the query between <search> and </search>. "
     "To give the final answer, write it between <answer> and </answer>.\n\n"
 )
 MAX_PASSAGE_CHARS, MAX_QUERY_CHARS, MAX_WORDS = 20_000, 1000, 64  # a policy may ask anything
-CUT = " ..."
 WAITS_S, TRY_AGAIN = (0.5, 1.0), (408, 425, 429, 500, 502, 503, 504)  # before the second and the third try of a server
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 # Lucene's English list, and what the apostrophes of "it's" and "don't" leave behind
@@ -64,41 +62,45 @@ def passage_of(row: Row, place: str) -> str:
     if contents is None and isinstance(title, str) and isinstance(text, str):
         contents = f'"{" ".join(title.split())}"\n{text}'
     if not isinstance(contents, str):
-        found = f"one with the columns {listed(row)}" if contents is None else f"the contents {repr(contents)[:60]}"
-        what = "a passage is a row with a text 'contents', or texts 'title' and 'text'"
-        raise ValueError(f"{place}: {what}; not {found}")
+        wanted = "a passage is a row with a text 'contents', or texts 'title' and 'text'"
+        raise ValueError(f"{place}: {wanted}; not one with the columns {listed(row)}")
     return contents
 
 
 class Corpus:
     """A file of passages, searched from any thread. Raises ValueError for a file that cannot be used, and OSError if
-    the index can be written neither beside it nor in the user's cache.
+    the index cannot be written beside it.
     """
 
     def __init__(self, path: str | Path) -> None:
         source = Path(path).expanduser()
-        if source.suffix.lower() not in (".jsonl", ".parquet"):
+        if source.suffix.lower() not in (".jsonl", ".parquet") or not source.is_file():
             raise ValueError(f"{source}: a corpus is a file ending in .jsonl or .parquet")
-        if not source.is_file():
-            raise ValueError(f"{source}: cannot be read: no such file")
-        state = f"{TOKENIZER} {source.stat().st_size} {source.stat().st_mtime_ns}"
-        known = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinyrl"
-        places = (source.with_name(f"{source.name}.fts5"), cache / f"{known}-{source.name}.fts5")
-        problems = []
-        found = next((index for place in places if (index := _opened(place, state))), None)
-        for place in () if found else places:
-            size = f"{source.stat().st_size / 1e6:,.0f} MB"  # a large corpus takes minutes
-            print(f"{source}: {size} of passages are indexed, once; the index is {place}", file=sys.stderr, flush=True)
+        size, self._lock, self.index = source.stat().st_size, threading.Lock(), source.with_name(f"{source.name}.fts5")
+        state = f"{TOKENIZER} {size} {source.stat().st_mtime_ns}"
+        if not self._open(state):
+            where = f"once, in {self.index}"  # a large corpus takes minutes
+            print(f"{source}: {size / 1e6:,.0f} MB of passages are indexed, {where}", file=sys.stderr, flush=True)
             try:
-                _write(place, source, state)
-                found = _opened(place, state)
-                break
+                _write(self.index, source, state)
             except (OSError, sqlite3.OperationalError) as error:
-                problems.append(f"{place}: {error}")
-        if found is None:
-            raise OSError(f"{source}: no place for the index of this corpus ({'; '.join(problems)})")
-        (self.index, self._connection, self.num_passages), self._lock = found, threading.Lock()
+                raise OSError(
+                    f"{self.index}: cannot be written: {error}; put a link to the corpus into a folder of your own"
+                ) from error
+            assert self._open(state), self.index
+
+    def _open(self, state: str) -> bool:
+        """Open the index for reading; return whether it is of this state of the corpus."""
+        with suppress(sqlite3.Error):
+            address = f"{self.index.absolute().as_uri()}?mode=ro&immutable=1"  # it is only ever replaced as a whole
+            self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            with suppress(sqlite3.Error):
+                about = self._connection.execute("SELECT state, passages FROM about").fetchone()
+                if about and about[0] == state:
+                    self.num_passages = about[1]
+                    return True
+            self._connection.close()
+        return False
 
     def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
         """Return at most `top_k` passages for each query, the best first; of equal ones the earlier in the file. Raises
@@ -127,31 +129,16 @@ def match_expression(query: str) -> str:
     return " OR ".join(f'"{word}"' for word in list(telling.values())[:MAX_WORDS])
 
 
-def _opened(place: Path, state: str) -> tuple[Path, sqlite3.Connection, int] | None:
-    """Open an index for reading, if it is of this state of the corpus."""
-    with suppress(sqlite3.Error):
-        address = f"{place.absolute().as_uri()}?mode=ro&immutable=1"  # it is only ever replaced as a whole
-        connection = sqlite3.connect(address, uri=True, check_same_thread=False)
-        with suppress(sqlite3.Error):
-            about = connection.execute("SELECT state, passages FROM about").fetchone()
-            if about and about[0] == state:
-                return place, connection, about[1]
-        connection.close()
-    return None
-
-
 def _write(place: Path, source: Path, state: str) -> None:
     """Write the index of a file beside its place and move it there, so that a kill leaves no half of one."""
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as folder:
-        new = Path(folder, place.name)
+        new, count = Path(folder, place.name), 0
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
-            for setting in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
-                connection.execute(f"PRAGMA {setting}")
-            connection.execute(f"CREATE VIRTUAL TABLE passages USING fts5(contents, tokenize = '{TOKENIZER}')")
-            connection.execute("CREATE TABLE about (state, passages)")
-            connection.execute("BEGIN")
-            count = 0
+            connection.executescript(
+                "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA locking_mode = EXCLUSIVE;"
+                f"CREATE VIRTUAL TABLE passages USING fts5(contents, tokenize = '{TOKENIZER}');"
+                "CREATE TABLE about (state, passages); BEGIN"
+            )
             for where, row in watched(reader_of(str(source))()):
                 passage, count = passage_of(row, where), count + 1
                 if not passage.strip():
@@ -200,13 +187,13 @@ class SearchServer:
         return [[passage for passage in of_query if passage.strip()][:top_k] for of_query in passages]
 
 
-def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
+def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str, None]:
     """Open environment.corpus; return the function that answers, and its description. A server must answer a first
     question. `length`: tokens of a text.
     """
     if config.corpus is None:
         raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", config.corpus):
+    if "://" in config.corpus:
         retriever, size = SearchServer(config.corpus, timeout_s=config.seconds), ""
         try:
             retriever.search(["test"], top_k=1)
@@ -217,7 +204,7 @@ def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[
         size = f" (passages: {retriever.num_passages:,})"
     how = {"top_k": config.top_k, "max_length": config.max_observation_tokens, "length": length}
     about = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
-    return functools.partial(respond, retriever=retriever, **how), about
+    return functools.partial(respond, retriever=retriever, **how), about, None
 
 
 def respond(
@@ -239,14 +226,13 @@ def respond(
     over = [_between(turn, "answer") is not None for turn in turns]
     queries = [None if done else _between(turn, "search") for turn, done in zip(turns, over, strict=True)]
     asked = list(dict.fromkeys(query for query in queries if query))  # a group often asks the same
-    answers: dict[str | None, Reply | SearchFailed] = {None: Reply(INVALID, invalid=True)}
+    answers: dict[str | None, Reply | SearchFailed] = {None: Reply(INVALID, invalid=True), "": Reply(NOTHING_FOUND)}
     try:
         found = retriever.search(asked, top_k=top_k) if asked else []
         answers |= {q: Reply(_quoted(p, max_length, length)) for q, p in zip(asked, found, strict=True)}
     except SearchFailed as error:
         answers |= dict.fromkeys(asked, error)
-    pairs = zip(queries, over, strict=True)
-    return [None if done else answers.get(query, Reply(NOTHING_FOUND)) for query, done in pairs]
+    return [None if done else answers[query] for query, done in zip(queries, over, strict=True)]
 
 
 def _between(turn: str, tag: str) -> str | None:
@@ -267,19 +253,18 @@ def _quoted(passages: list[str], max_length: int | None, length: Callable[[str],
         title, _, text = encodable(passage[:MAX_PASSAGE_CHARS]).partition("\n")
         document = f"Doc {number}(Title: {title}) {text}{CUT if len(passage) > MAX_PASSAGE_CHARS else ''}".strip()
         documents.append(_TAG.sub(r"[\1]", document))
+
+    def cut(document: str) -> str:
+        if len(document) <= limit:
+            return document
+        start = document[: max(limit - len(CUT), 0)]
+        start = start.rpartition(" ")[0] or start  # half a name reads like a whole one
+        return start and start + CUT
+
     limit = max(map(len, documents))
     while True:
-        shown = filter(None, (_cut(document, limit) for document in documents))
-        text = f"{OPENING}{chr(10).join(shown)}{CLOSING}"
+        text = f"{OPENING}{chr(10).join(filter(None, map(cut, documents)))}{CLOSING}"
         size = length(text)
         if max_length is None or size <= max_length or limit == 0:
             return text
         limit = min(limit - 1, limit * max_length // size)
-
-
-def _cut(document: str, limit: int) -> str:
-    if len(document) <= limit:
-        return document
-    start = document[: max(limit - len(CUT), 0)]
-    start = start.rpartition(" ")[0] or start  # half a name reads like a whole one
-    return start and start + CUT

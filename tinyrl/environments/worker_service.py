@@ -20,7 +20,6 @@ import inspect
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -39,7 +38,7 @@ MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later
 
 
 def environment(objects: list[Any]) -> Service:
-    """Make the service of `environment.use`: a respond function, an environment class as TRL's trainers take it, or a
+    """Make the service of `environment.name`: a respond function, an environment class as TRL's trainers take it, or a
     function that makes an instance of one. Raises ValueError for anything else.
     """
     found = objects[0]
@@ -55,61 +54,14 @@ def environment(objects: list[Any]) -> Service:
     made = ClassEnvironment(found)
     has = {"opening": True, "final_rewards": made.has_reward, "rewards": made.has_reward}
     service = _service(made.respond, tools=made.tools(), **has)
-    service.calls["opening"] = lambda arguments, _: ([text and _cut(text) for text in made.opening(**arguments)], [])
-    service.calls["final_rewards"] = lambda arguments, _: (made.final_rewards(**arguments), [])
+    service.calls["opening"] = lambda given, _: ([text and text[:MAX_TEXT_CHARS] for text in made.opening(**given)], [])
+    service.calls["final_rewards"] = lambda given, _: (made.final_rewards(**given), [])
     return service
 
 
 def tools(objects: list[Any]) -> Service:
     """Make the service of `environment.tools`."""
     return _service(respond_with(objects), tools=[_without_episode(tool) for tool in objects])
-
-
-def agent(objects: list[Any]) -> Service:
-    """Make the service of `environment.agent`: a function that plays an episode against an endpoint."""
-    function = objects[0]
-    if not callable(function):
-        raise TypeError(f"is a {type(function).__name__}, not a function")
-    known = parameters_of(function)
-    missing = [name for name in known["required"] if name not in GIVEN]
-    if missing:
-        raise TypeError(f"takes {', '.join(missing)}; an agent is given row, base_url, api_key and model")
-
-    def run(arguments: dict[str, list[Any]], _: int) -> Checked:
-        given = {name: values[0] for name, values in arguments.items()}
-        if known["parameters"] is not None:
-            given = {name: value for name, value in given.items() if name in known["parameters"]}
-        value = awaited([function(**given)])[0]
-        if isinstance(value, BaseException):
-            raise value
-        return [_cut("" if value is None else text_of(value))], []
-
-    return Service({"run": run}, {"whole_batch": True})
-
-
-def run_command(row: Any, base_url: str, api_key: str, model: str, command: list[str], seconds: float) -> str:
-    """Play an episode with a program, and end what it started."""
-    from tinyrl.workers.calls import ending, supervised  # more than a worker needs for tools
-
-    program = shutil.which(command[0])
-    if program is None:
-        raise FileNotFoundError("it could not be started: there is no such program")
-    given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MAX_TEXT_CHARS, 64 * MAX_TEXT_CHARS))  # what it prints is a file
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        how: dict[str, Any] = {"stdout": out, "stderr": errors, "env": {**os.environ, **given}, "timeout": seconds}
-        try:  # memory_bytes: the limit of this process is its own
-            supervisor = supervised([program, *command[1:]], memory_bytes=0)
-            code = subprocess.run(supervisor, input=json.dumps(row).encode(), check=False, **how).returncode
-        except subprocess.TimeoutExpired:  # all that is left ends with this process
-            raise TimeoutError(f"it took longer than {seconds:g} s (environment.timeout_s)") from None
-        out.seek(0)
-        errors.seek(0)
-        text, wrote = (file.read(MAX_TEXT_CHARS).decode(errors="replace").strip() for file in (out, errors))
-    if code:
-        why = f": {visible(shortened(wrote.splitlines()[-1], 200))}" if wrote else ""
-        raise RuntimeError(f"it {ending(code)}{why}")
-    return text
 
 
 def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = (), **facts: Any) -> Service:
@@ -142,11 +94,56 @@ def _reply(value: Any) -> tuple[list[Any] | None, str]:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         shown = reward if isinstance(reward, float) and not math.isfinite(reward) else type(reward).__name__
         return None, f"gave the reward {shown}, not a number up to {MAX_REWARD:g}"
-    return [_cut(text), done, float(reward), bool(getattr(value, "invalid", False))], ""
+    return [text[:MAX_TEXT_CHARS], done, float(reward), bool(getattr(value, "invalid", False))], ""
 
 
-def _cut(text: str) -> str:
-    return text[:MAX_TEXT_CHARS]
+# ---- agents ----
+
+
+def agent(objects: list[Any]) -> Service:
+    """Make the service of `environment.agent`: a function that plays an episode against an endpoint."""
+    function = objects[0]
+    if not callable(function):
+        raise TypeError(f"is a {type(function).__name__}, not a function")
+    known = parameters_of(function)
+    if missing := [name for name in known["required"] if name not in GIVEN]:
+        raise TypeError(f"takes {', '.join(missing)}; an agent is given row, base_url, api_key and model")
+
+    def run(arguments: dict[str, list[Any]], _: int) -> Checked:
+        names = arguments if known["parameters"] is None else arguments.keys() & known["parameters"]
+        value = awaited([function(**{name: arguments[name][0] for name in names})])[0]
+        if isinstance(value, BaseException):
+            raise value
+        return ["" if value is None else text_of(value)[:MAX_TEXT_CHARS]], []
+
+    return Service({"run": run}, {"whole_batch": True})
+
+
+def run_command(row: Any, base_url: str, api_key: str, model: str, command: list[str], seconds: float) -> str:
+    """Play an episode with a program, and end what it started."""
+    import resource  # Windows has none
+
+    from tinyrl.workers.calls import ending, supervised  # more than a worker needs for tools
+
+    program = shutil.which(command[0])
+    if program is None:
+        raise FileNotFoundError("it could not be started: there is no such program")
+    given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MAX_TEXT_CHARS, 64 * MAX_TEXT_CHARS))  # what it prints is a file
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        how: dict[str, Any] = {"stdout": out, "stderr": errors, "env": {**os.environ, **given}, "timeout": seconds}
+        try:  # memory_bytes: the limit of this process is its own
+            supervisor = supervised([program, *command[1:]], memory_bytes=0)
+            code = subprocess.run(supervisor, input=json.dumps(row).encode(), check=False, **how).returncode
+        except subprocess.TimeoutExpired:  # all that is left ends with this process
+            raise TimeoutError(f"it took longer than {seconds:g} s (environment.timeout_s)") from None
+        out.seek(0)
+        errors.seek(0)
+        text, wrote = (file.read(MAX_TEXT_CHARS).decode(errors="replace").strip() for file in (out, errors))
+    if code:
+        why = f": {visible(shortened(wrote.splitlines()[-1], 200))}" if wrote else ""
+        raise RuntimeError(f"it {ending(code)}{why}")
+    return text
 
 
 # ---- tools ----
@@ -191,7 +188,7 @@ def _named(functions: Sequence[Callable[..., Any]]) -> Tools:
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
         if inspect.isclass(function) or not callable(function):
-            raise ValueError(f"tool '{name}': a tool is a function; an environment class goes to environment.use.")
+            raise ValueError(f"tool '{name}': a tool is a function; an environment class goes to environment.name.")
         if name in tools:
             raise ValueError(f"tool '{name}': there are two of this name.")
         for each in inspect.signature(function).parameters.values():

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
@@ -30,26 +31,26 @@ from tinyrl.evaluation.targets import (
     prompt_keys,
     trained_on,
 )
-from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.components import Options, SamplingParts, resolve_threads, trainer_of
+from tinyrl.rollout.collect import Collector, template_warnings
+from tinyrl.rollout.load import load_collector, load_method, resolve_threads
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks.prompts import PreparedPrompt
 
 FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
 
 
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: its parts, the role it samples as, its name."""
+class Side(NamedTuple):
+    """One side of a comparison: its collector, the role it samples as, its name."""
 
-    parts: SamplingParts
+    collector: Collector
     role: Role
     name: str
 
     def prompts(self, split: str) -> list[PreparedPrompt]:
         """Return the prompts of a split, in this side's tokens. Raises ValueError where there are none."""
-        found = self.parts.eval_prompts if split == "eval" else self.parts.train_prompts
+        found = self.collector.eval_prompts if split == "eval" else self.collector.train_prompts
         if not found:
             hint = "evaluate those of training (--split train), or other rows (--data FILE)"
             raise ValueError(f"{self.name} has no prompts of split {split}: {hint}")
@@ -63,14 +64,12 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
     left out and counted ("left_out"); ValueError where too few remain. With split "train" none is left out: neither
     side need be new to them.
     """
-    first = locate(find(target, asked))
+    first, others = locate(find(target, asked)), [] if vs is None else [vs]
     result: dict[str, Any] = {"target": first.name}
     if first.sampled is not None:
-        others = [] if vs is None else [vs]
-        results, prompts = _compare(first, others, asked, new_to=others, sign=1, options=options)
-        result = results[0]
-        if vs is not None:
-            result |= {name: results[1].pop(name) for name in ("difference", "win_rate")} | {"other": results[1]}
+        (result, *rest), prompts = _compare(first, others, asked, new_to=others, sign=1, options=options)
+        for other in rest:
+            result |= {name: other.pop(name) for name in ("difference", "win_rate")} | {"other": other}
         if asked.data is not None:  # the run's own split would have held them out
             seen = trained_on(first.path)
             result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
@@ -101,7 +100,7 @@ def _compare(
     on; return their results and the prompts. sign: 1 for the first less the other, -1 for the other less the first.
     """
     ours = _load(first, options=options)
-    try:
+    with closing(ours.collector):
         available = ours.prompts(asked.split)
         seen = frozenset[str]() if asked.split == "train" else frozenset[str]().union(*map(trained_on, new_to))
         prompts = [p for p in available if prompt_key(p.prompt) not in seen]
@@ -109,21 +108,18 @@ def _compare(
         if left_out and len(prompts) < min(FEWEST_LEFT, asked.num_prompts):
             raise ValueError(
                 f"{' or '.join(others)} was trained on {left_out} of the {len(available)} held-out prompts of "
-                f"{ours.name}; the {len(prompts)} others are too few to compare on. Hold out the same rows in all runs "
+                f"{ours.name}, and {len(prompts)} others are too few. Hold out the same rows in all runs "
                 "(task.eval_data), or compare on training prompts: --split train"
             )
         prompts = prompts[: asked.num_prompts]
         sides = [(ours.name, _evaluated(ours, prompts, asked))]
         for path in others:
-            theirs = _other(path, ours, asked=asked, options=options)
-            try:
+            with ExitStack() as stack:
+                theirs = _other(path, ours, asked=asked, options=options)
+                if theirs.collector is not ours.collector:
+                    stack.enter_context(closing(theirs.collector))
                 sides.append((theirs.name, _evaluated(theirs, prompts, asked)))
-            finally:
-                if theirs.parts is not ours.parts:
-                    theirs.parts.close()
-    finally:
-        ours.parts.close()
-    if asked.save_samples is not None and ours.parts.world.is_main:
+    if asked.save_samples is not None and ours.collector.world.is_main:
         lines = [{"target": name, **line} for name, evaluation in sides for line in evaluation.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in finite(lines))
@@ -137,38 +133,37 @@ def _compare(
 
 def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
     """Evaluate a side on the prompts it has room for, in its own tokens; the others have no value."""
-    resolve_threads(side.parts)
+    resolve_threads(side.collector.policy)
     readable = {p.index: p for p in side.prompts(asked.split)}
     own = [readable[p.index] for p in prompts if p.index in readable]
     if not own:
         raise ValueError(f"{side.name} has no room for any of the prompts: all are too long for it")
-    found = evaluate(side.parts, role=side.role, prompts=own, num_prompts=len(own), samples=asked.samples)
-    place = {p.index: i for i, p in enumerate(own)}
-    at = [place.get(p.index) for p in prompts]
-    by_prompt = [math.nan if i is None else found.by_prompt[i] for i in at]
-    values = {name: [[] if i is None else column[i] for i in at] for name, column in found.values.items()}
+    found = evaluate(side.collector, role=side.role, prompts=own, num_prompts=len(own), samples=asked.samples)
+    at = {p.index: i for i, p in enumerate(own)}
+    by_prompt = [found.by_prompt[at[p.index]] if p.index in at else math.nan for p in prompts]
+    values = {name: [of[at[p.index]] if p.index in at else [] for p in prompts] for name, of in found.values.items()}
     return replace(found, by_prompt=by_prompt, values=values)
 
 
 def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
     """Load the policy of a target; judged by another side's scorer where one is given."""
-    parts = SamplingParts(target.config, options=options, judge=judge)
-    for line in parts.template_warnings() if parts.world.is_main else ():
+    collector = load_collector(target.config, options=options, judge=judge)
+    for line in template_warnings(collector.policy) if collector.world.is_main else ():
         print(f"{target.name}: {line}", file=sys.stderr)
     if target.checkpoint is not None:
-        load_policy(parts.roles, target.checkpoint)
-    return Side(parts, "base" if target.checkpoint is None else "policy", target.name)
+        collector.policy.load(target.checkpoint, only="policy")
+    return Side(collector, "base" if target.checkpoint is None else "policy", target.name)
 
 
 def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     """Load another side: base, start or teacher of ours, or a target. Raises ValueError where ours has none such."""
-    roles, config, judge = ours.parts.roles, ours.parts.config, ours.parts.scorer
-    if path == "base" and roles.peft is not None:
-        return Side(ours.parts, "base", path)
+    policy, config, judge = ours.collector.policy, ours.collector.config, ours.collector.scorer
+    if path == "base" and policy.peft is not None:
+        return Side(ours.collector, "base", path)
     if path in ("base", "start"):
-        if not roles.has_reference:
-            raise ValueError(f"--vs {path}: not at hand, since this run has no reference (reference.kind=none)")
-        return Side(ours.parts, "reference", path)
+        if not policy.has_reference:
+            raise ValueError(f"--vs {path}: this run has no reference (reference.kind=none)")
+        return Side(ours.collector, "reference", path)
     if path == "teacher":
         kind, teacher = config.teacher.kind, config.teacher.path
         if not config.uses("teacher") or teacher is None or kind not in ("adapter", "model"):
@@ -176,13 +171,12 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         model = {"path": teacher, "adapter": None, "revision": None}
         model = {"adapter": str(starter_path(teacher) or teacher)} if kind == "adapter" else model
         sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
-        return Side(SamplingParts(sampled, options=options, judge=judge), "policy", "teacher")
+        return Side(load_collector(sampled, options=options, judge=judge), "policy", path)
     target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
     side = _load(replace(target, sampled=judged_by(config, target.config)), options=options, judge=judge)
-    own = side.parts.config.run.model_copy(
-        update={"seed": config.run.seed}
-    )  # the first one's uniforms, its own weights
-    side.parts.config = side.parts.config.model_copy(update={"run": own})
+    own = side.collector.config
+    run = own.run.model_copy(update={"seed": config.run.seed})  # the first one's uniforms, its own weights
+    side.collector.policy.config = own.model_copy(update={"run": run})
     return side
 
 
@@ -192,19 +186,16 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
 def _measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
     """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
-    trainer = trainer_of(config.method)(config.model_copy(update={"run": run}), options=options)
-    try:
+    with closing(load_method(config.model_copy(update={"run": run}), options=options)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
-            load_policy(trainer.roles, checkpoint)
+            trainer.policy.load(checkpoint, only="policy")
         elif checkpoint is not None:
-            trainer.load_models(checkpoint)
-        resolve_threads(trainer)
+            trainer.load(checkpoint)
+        resolve_threads(trainer.policy)
         if asked.split == "train":
             trainer.held_out = trainer.train_rows
             trainer.forget()
         return trainer.evaluate().metrics
-    finally:
-        trainer.close()
 
 
 def _measure_other(config: Config, vs: str, asked: Asked, *, options: Options) -> dict[str, Any]:

@@ -9,15 +9,17 @@ import math
 import statistics
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
-from tinyrl.rollout.collector import completion_text, sample_and_score, sample_lines
-from tinyrl.rollout.components import SamplingParts
+from tinyrl.rollout.records import completion_text, sample_lines
 from tinyrl.rollout.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
-from tinyrl.tasks.prompts import PreparedPrompt
+
+if TYPE_CHECKING:
+    from tinyrl.rollout.collect import Collector
+    from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
 Role = Literal["policy", "reference", "base"]
@@ -40,7 +42,7 @@ class Evaluation:
 
 
 def evaluate(
-    parts: SamplingParts,
+    collector: Collector,
     *,
     num_prompts: int,
     samples: int = 1,
@@ -48,20 +50,21 @@ def evaluate(
     prompts: list[PreparedPrompt] | None = None,
 ) -> Evaluation:
     """Sample and score completions of the first held-out prompts, and one greedy completion of each."""
-    prompts = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
-    sampled = _evaluate(parts, prompts, samples, role=role)
-    greedy = _evaluate(parts, prompts, 1, role=role, greedy=True)
+    prompts = (collector.eval_prompts if prompts is None else prompts)[:num_prompts]
+    sampled = _evaluate(collector, prompts, samples, role=role)
+    greedy = _evaluate(collector, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
     sampled.metrics["greedy"] = {name: value for name, value in greedy.metrics.items() if name not in shared}
     sampled.samples += greedy.samples
+    collector.scorer.forget()
     return sampled
 
 
 def _evaluate(
-    parts: SamplingParts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool = False
+    collector: Collector, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool = False
 ) -> Evaluation:
-    scorer, task = parts.scorer, parts.task
-    answers = sample_and_score(prompts, parts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
+    scorer, task = collector.scorer, collector.task
+    answers = collector.collect(prompts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
     texts = [completion_text(answer, scorer) for answer in answers]
     rewards = [answer.reward for answer in answers]
     columns = [[answer.scores[i] for answer in answers] for i in range(len(scorer.names))]
@@ -82,14 +85,14 @@ def _evaluate(
         "num_samples": len(texts) // max(1, len(by_prompt)),
     }
     if not greedy:
-        metrics |= _divergence(parts, whole, role)
+        metrics |= _divergence(collector, whole, role)
     judges = {"reward": rewards} | (each if len(each) > 1 else {})
     verdicts = columns[0] if scorer.uses_verifier else None
     if verdicts is None and task.verify is not None:
         repeated = [p for p in prompts for _ in range(samples)]
         transcripts = [answer.played.transcript for answer in answers if answer.played is not None]
         tokens = [answer.response for answer in answers]
-        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=parts.world).scores
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=collector.world).scores
         judges["verifier"] = verdicts
     if verdicts is not None:
         final = None if task.answer is None else [task.answer(text) for text in texts]
@@ -106,18 +109,18 @@ def _evaluate(
     return Evaluation(metrics, by_prompt, lines, values)
 
 
-def _divergence(parts: SamplingParts, samples: list[Sample], role: Role) -> dict[str, float]:
+def _divergence(collector: Collector, samples: list[Sample], role: Role) -> dict[str, float]:
     """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token."""
-    roles, temperature = parts.roles, parts.config.generation.temperature
+    policy, temperature = collector.policy, collector.config.generation.temperature
 
     def run(who: Role) -> tuple[torch.Tensor, ...]:
         named = "reference" if who == "reference" else "policy"
-        compute = partial(roles.logprobs, named, temperature=temperature)
-        return parts.over(samples, compute, role=who, tokens="all")  # also samples without a reward
+        compute = partial(policy.logprobs, named, temperature=temperature)
+        return collector.policy.map_samples(compute, samples, role=who, tokens="all")  # also samples without a reward
 
     logprobs, entropy = run(role)
     mean_entropy = {"entropy": float(entropy.sum() / sum(sample.num_actions for sample in samples))}
-    if not roles.has_reference:
+    if not policy.has_reference:
         return mean_entropy
     ref_logprobs, _ = run("reference")
     return {"kl": float(by_episode(samples, (logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}

@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
+from tinyrl.rewards.functions import mean
 
 TAIL = 0.025  # beyond either end of a 95 % interval
 MANY = 50  # values from which on the percentile bootstrap covers as much as it says; of 3 it covers 74 %, of 8 89 %
@@ -24,12 +25,6 @@ EQUAL = 1e-9  # relative difference up to which values are equal but for roundin
 
 def numbers(values: Sequence[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN of no values."""
-    valid = numbers(values)
-    return float(sum(valid) / len(valid)) if valid else math.nan
 
 
 def grouped(values: list[Any], size: int) -> list[list[Any]]:
@@ -92,15 +87,15 @@ def verdict_metrics(
     if not judged:
         return {}
     passed = [[is_pass(verdict) for verdict in groups[i]] for i in judged]
+    given = [] if answers is None else [grouped(answers, samples)[i] for i in judged]
     out: dict[str, Any] = {"pass@1": mean([1.0 - group.count(False) / len(group) for group in passed])}
     out["verifier_mean"] = mean(verdicts)
     if samples > 1:
         out[f"pass@{samples}"] = mean([float(any(group)) for group in passed])
-    if answers is not None:
-        given = [grouped(answers, samples)[i] for i in judged]
+    if given:
         out["distinct_answers"] = len({answer for group in given for answer in group} - {None})
-        if samples > 1:
-            out[f"majority@{samples}"] = mean([majority_passes(a, g) for a, g in zip(given, passed, strict=True)])
+    if given and samples > 1:
+        out[f"majority@{samples}"] = mean([majority_passes(a, g) for a, g in zip(given, passed, strict=True)])
     return out
 
 

@@ -26,7 +26,11 @@ from tinyrl.text import shortened
 OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
-RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that belong to the model, whatever the task
+RENDERING = (
+    "chat",
+    "system_prompt",
+    "chat_template_kwargs",
+)  # task settings that belong to the model
 OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is sampled
 
 
@@ -70,8 +74,7 @@ class Target:
 
     @property
     def config(self) -> Config:
-        """Return the configuration it is sampled with (a target that is only measured has none)."""
-        assert self.sampled is not None
+        assert self.sampled is not None, "a target that is only measured"
         return self.sampled
 
     @property
@@ -92,19 +95,19 @@ def find(path: str, asked: Asked) -> Target:
     run, judged = run_of(Path(path)), asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
-            where = "--task NAME (see `tinyrl list tasks`) or --data FILE"
-            raise ValueError(f"{path} is not a run.{nearest_run(path)} To evaluate a model, say what on: {where}")
+            hint = "To evaluate a model, say what on: --task NAME (see `tinyrl list tasks`) or --data FILE"
+            raise ValueError(f"{path} is not a run.{nearest_run(path)} {hint}")
         return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked))
     config = open_run(run).read_config()
     if config.trains.samples:
         return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked))
     if not config.trains.policy and (judged or asked.settings):
-        hint = f"a policy is judged by it with tinyrl eval POLICY reward.model={path}"
-        raise ValueError(f"{path} is a reward model, which writes nothing that could be judged; {hint}")
+        hint = f"it judges a policy: tinyrl eval POLICY reward.model={path}"
+        raise ValueError(f"{path} is a reward model, which writes nothing; {hint}")
     if judged:
         return Target(path, run, _as_asked(_as_policy(config), asked), config)
     if asked.settings:
-        hint = f"beside {shortened(asked.settings[0])} name {A_JUDGE}"
+        hint = f"with {shortened(asked.settings[0])} name {A_JUDGE}"
         raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {hint}")
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
@@ -135,7 +138,7 @@ def policy_at(path: str, settings: list[str]) -> Target:
 def check_asked(first: Target, asked: Asked) -> None:
     """Check options that depend on the target. Raises ValueError for those that nothing would read."""
     if asked.data is not None and asked.split == "train":
-        raise ValueError("--data FILE says which rows; --split train chooses among those of a run")
+        raise ValueError("--data FILE replaces the held-out rows; --split train is of a run's own")
     if asked.save_samples is None:
         return
     if first.sampled is None:
@@ -191,8 +194,7 @@ def measured_by(first: Config, other: Target) -> Config:
 def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, ...]) -> None:
     for setting in settings:
         if setting.partition(".")[0] not in sections:
-            known = f"settings of {and_list([*sections])} are taken here; the others are the run's own"
-            raise ValueError(f"override '{shortened(setting)}': {known}")
+            raise ValueError(f"override '{shortened(setting)}': here only settings of {and_list([*sections])}")
 
 
 def _a_model(path: str) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Episodes of agents that speak to the policy by URL: every call is recorded token by token, as it was sampled.
+"""Episodes of agents that call the policy by URL: every call is recorded token by token, as it was sampled.
 
     an agent asks     1. its key names the episode that the call belongs to
-                      2. where what it sends continues an earlier answer of the episode, that answer's own tokens stay,
-                         and only what follows is tokenised: what is trained is what was sampled
+                      2. if it continues an earlier answer of the episode, that answer's own tokens stay, and only what
+                         follows is tokenised: what is trained is what was sampled
                       3. otherwise it begins a conversation of its own: edited history, another system prompt, a
                          sub-agent
-    it returns        4. its text is what rewards judge; each conversation is a row with the episode's reward
+    it returns        4. rewards judge its text; each conversation is a row with the episode's reward
 
-How tokens are drawn is the run's: temperature, top_p and top_k of a request are ignored, since log-probabilities must
-be those of the trained distribution. generation.max_new_tokens is for an episode's calls together.
+Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
+those of the trained distribution. generation.max_new_tokens is for an episode's calls together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import json
 import secrets
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.messages import Message, messages_of
 from tinyrl.data.readers import Row
-from tinyrl.environments.agent import Agents, Job, Played
+from tinyrl.environments.agent import Agents, Job
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import (
     Completion,
@@ -50,21 +51,21 @@ if TYPE_CHECKING:  # it needs the extra `serve`
     from tinyrl.generation.endpoint import Listening
 
 MODEL = "policy"  # its name at the endpoint
-AT_ONCE = 256  # completions decoded together where generation.max_rows says nothing else
+AT_ONCE = 256  # completions decoded together where generation.max_rows is not set
 FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
 
 
 class Refused(Exception):
-    """A request that is answered with an error: its status, and the parameter that is wrong."""
+    """A request that is answered with an error of this status."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status = status
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a client has sent before the answer: messages and the variables of their template, or text, or tokens."""
+    """What a client sent: messages and the variables of their template, or text, or (neither) tokens."""
 
     messages: list[Message] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
@@ -73,23 +74,19 @@ class Given:
 
 @dataclass(kw_only=True)
 class Conversation(Response):
-    """A row: a prompt, and what was sampled and prefilled behind it. known: all up to its last answer, as the agent has
-    it; None until that is sent.
+    """A row: a prompt, and the tokens sampled and prefilled behind it. known: all up to the last answer as the agent
+    has it (None until that is sent); pending: the call under way.
     """
 
     prompt: list[int]
     last: Completion | None = None
     known: Given | None = None
-    pending: Sequence | None = None  # the call under way
+    pending: Sequence | None = None
 
     def answer(self, given: Given, message: Message) -> None:
         """Record the message in which the last answer is sent, as it will come back."""
         added = messages_of([{"role": "assistant", **message}], "messages")
         self.known = Given([*(given.messages or []), *added], given.variables)
-
-    def as_completion(self) -> Completion:
-        assert self.last is not None
-        return self.ended(self.last.finish_reason)
 
 
 @dataclass
@@ -109,15 +106,15 @@ class AgentEpisode:
     positions: int
     calls: int = 0
     over: bool = False
+    conversations: list[Conversation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.conversations, self.sequences = list[Conversation](), list[Sequence]()
-        self.lock, self._seen = threading.RLock(), dict[str, int]()
+        self.lock, self._seen = threading.RLock(), Counter[str]()
 
     def call(
         self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]
     ) -> tuple[Sequence, Conversation]:
-        """Begin a call: its sequence, to be submitted, and the conversation that it goes on in. Raises Refused where
+        """Begin a call; return its sequence, to be submitted, and the conversation that it continues. Raises Refused if
         the episode has no calls or tokens left.
         """
         with self.lock:
@@ -127,32 +124,31 @@ class AgentEpisode:
                 raise Refused(400, "the episode has no calls left (environment.max_turns)")
             conversation, read = self._continued(prompt, given)
             context = prompt if conversation is None else [*conversation.prompt, *conversation.tokens, *read]
-            room = self.positions - len(context)
-            if room < 1:
-                raise Refused(400, f"the prompt has {len(context)} tokens, and the model {self.positions} positions")
-            most = min(limit or self.left, self.left, room)
+            most = min(limit or self.left, self.left, self.positions - len(context))
             if most < 1:
-                raise Refused(400, "the episode has no tokens left (generation.max_new_tokens)", param="max_tokens")
+                room = f"{len(context)} of the model's {self.positions} positions are taken"
+                raise Refused(
+                    400, f"no tokens left: {self.left} of the episode (generation.max_new_tokens), and {room}"
+                )
             if conversation is None:
                 conversation = Conversation(prompt=context)
                 self.conversations.append(conversation)
-            # The call's offset among the episode's random numbers is a function of its prompt, and of how often that
-            # was asked before, so that it does not depend on which of several calls comes first.
+            # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
+            # sent before, so that it does not depend on which of several calls comes first.
             digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
-            again = self._seen[digest] = self._seen.get(digest, -1) + 1
-            first = int(hashlib.sha256(f"{digest} {again}".encode()).hexdigest(), 16) % (1 << FIRST_BITS)
-            [key] = advanced(np.array([self.key]), np.array([first]))
+            offset = hashlib.sha256(f"{digest} {self._seen[digest]}".encode()).hexdigest()
+            self._seen[digest] += 1
+            [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
             conversation.pending = sequence
-            self.sequences.append(sequence)
             self.calls, self.calls_left = self.calls + 1, self.calls_left - 1
 
         def end(result: Completion | Exception) -> None:
             with self.lock:
-                if conversation.pending is not sequence or sequence.cancelled:  # another call may go on from there
+                if conversation.pending is not sequence or sequence.cancelled:  # another call may continue from there
                     return
                 conversation.pending = None
-                if isinstance(result, Completion) and not self.over:
+                if isinstance(result, Completion):
                     conversation.add(read)
                     conversation.add(result.tokens, result.logprobs)
                     conversation.last, conversation.known = result, None
@@ -167,15 +163,16 @@ class AgentEpisode:
     def end(self) -> None:
         with self.lock:
             self.over = True
-            for sequence in self.sequences:
-                sequence.cancelled = True
+            for conversation in self.conversations:
+                if conversation.pending is not None:
+                    conversation.pending.cancelled = True
 
-    def rows(self) -> list[Conversation]:
-        """Those with an answer, in the order in which they were begun."""
-        return [conversation for conversation in self.conversations if conversation.last is not None]
+    def rows(self) -> list[tuple[list[int], Completion]]:
+        """Return (prompt, completion) of the conversations with an answer, in the order in which they began."""
+        return [(c.prompt, c.ended(c.last.finish_reason)) for c in self.conversations if c.last is not None]
 
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
-        """The conversation that a call continues, and the tokens that it adds; None: it begins one."""
+        """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
         for conversation in reversed(self.conversations):
             pending, known, added = conversation.pending, conversation.known, None
             if conversation.last is None or (pending is not None and not pending.cancelled):
@@ -192,17 +189,18 @@ class AgentEpisode:
         return None, []
 
     def _added(self, last: Completion, known: Given, given: Given) -> list[int] | None:
-        """Tokens that the template writes after an answer for the messages behind it. None where they are not behind
-        it, where tools or variables of the template are others, or where the template writes earlier turns otherwise
-        once more follow (it may leave out their thinking).
+        """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
+        variables of the template differ, or if the template writes earlier turns otherwise once more follow (it may
+        leave out their thinking).
         """
-        ours, theirs = known.messages, given.messages
-        if not ours or not theirs or len(theirs) <= len(ours) or known.variables != given.variables:
+        ours, theirs = known.messages or [], given.messages or []
+        before = theirs[: len(ours)]
+        if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
-        if [*map(_content, ours)] != [*map(_content, theirs[: len(ours)])]:
+        if [*map(_content, ours)] != [*map(_content, before)]:
             return None
         try:
-            first = template_text(self.tokenizer, theirs[: len(ours)], variables=given.variables)
+            first = template_text(self.tokenizer, before, variables=given.variables)
             whole = template_text(self.tokenizer, theirs, variables=given.variables, add_generation_prompt=True)
         except ValueError:
             return None
@@ -215,14 +213,14 @@ class AgentEpisode:
 
 
 def _content(message: Message) -> tuple[Any, ...]:
-    """What must be the same of a message that comes back; ids of calls are the client's business."""
+    """Return what must be the same of a message that comes back; ids of calls may differ."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     named = [(call.get("name"), call.get("arguments")) for call in calls]
     return message["role"], (message.get("content") or "").strip(), named
 
 
 def closing_of(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
-    """What a chat template writes behind an answer; nothing without one."""
+    """Return what a chat template writes behind an answer; nothing without one."""
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = template_text(tokenizer, turn, variables=variables) if tokenizer.chat_template else ""
@@ -233,7 +231,7 @@ def closing_of(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class Other:
-    """A further conversation of an episode: whose (a row of the rollout), its prompt, and what was sampled there."""
+    """A further conversation of an episode (a row of the rollout): its prompt and completion."""
 
     episode: int
     prompt: list[int]
@@ -241,11 +239,10 @@ class Other:
 
 
 class AgentRunner:
-    """Plays episodes by handing them to agents. State: the endpoint and its thread, from the first call on."""
+    """Plays episodes by handing them to agents. The endpoint and its thread start with the first call."""
 
     def __init__(self, config: Config, *, positions: int) -> None:
-        self.config, self.positions = config, positions
-        self.variables = config.task.chat_template
+        self.config, self.positions, self.variables = config, positions, config.task.chat_template_kwargs
         self.environment = Agents(config.environment)
         self.environment.start()
         self._listening: Listening | None = None
@@ -267,53 +264,45 @@ class AgentRunner:
         engine: SamplingEngine,
         options: SampleOptions,
     ) -> tuple[list[Completion], list[list[int]], list[Episode], list[Other]]:
-        """`group_size` episodes for each request, in order: the first conversation of each, the prompt it had, the
+        """Play `group_size` episodes for each request, in order; return the first conversation of each, its prompt, the
         episode, and further conversations. An episode that failed, or asked nothing, has one token that is not chosen.
         """
         from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 
-        if (listening := self._listening) is None:
+        settings, max_turns = self.config.generation, self.config.environment.max_turns
+        if self._listening is None:
             assert isinstance(engine, LocalEngine), "the configuration has checked it"
-            scheduler = LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE)
-            own: Any = {
-                "positions": self.positions,
-                "variables": self.variables,
-                "max_new_tokens": 0,
-            }  # an episode's own
-            opened = Endpoint(scheduler, {MODEL: "policy"}, defaults=SamplingParams(), hosts=LOCAL, episodes={}, **own)
-            listening = self._listening = Listening(opened)
-        settings, greedy, endpoint = self.config.generation, options.get("greedy", False), listening.endpoint
+            scheduler = LiveScheduler(engine, max_rows=settings.max_rows or AT_ONCE)
+            shape: Any = {"max_new_tokens": 0, "positions": self.positions, "variables": self.variables}
+            of_agents = Endpoint(
+                scheduler, {MODEL: "policy"}, defaults=SamplingParams(), hosts=LOCAL, episodes={}, **shape
+            )
+            self._listening = Listening(of_agents)
+        listening, endpoint = self._listening, self._listening.endpoint
         keys, _ = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
+        greedy, role = options.get("greedy", False), options.get("role", "policy")
         params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
-        limits = settings.max_new_tokens, self.config.environment.max_turns
         read = endpoint.tokenizer, closing_of(endpoint.tokenizer, self.variables), self.positions
-        order = [AgentEpisode(key, params, options.get("role", "policy"), *limits, *read) for key in keys]
+        episodes = [AgentEpisode(key, params, role, settings.max_new_tokens, max_turns, *read) for key in keys]
         each = [prompt for prompt in prompts for _ in range(group_size)]
-        names = [f"episode-{secrets.token_urlsafe(24)}" for _ in each]
-        jobs = [Job({"prompt": p.prompt, **p.row}, listening.url, k, MODEL) for p, k in zip(each, names, strict=True)]
-        assert endpoint.episodes is not None
-        endpoint.episodes.update(zip(names, order, strict=True))
+        named = {f"episode-{secrets.token_urlsafe(24)}": episode for episode in episodes}
+        jobs = [Job({"prompt": p.prompt, **p.row}, listening.url, k, MODEL) for p, k in zip(each, named, strict=True)]
+        endpoint.episodes = named
         try:
-            played = self.environment.play(jobs, ended=lambda place: order[place].end())
+            played = self.environment.play(jobs, ended=lambda place: episodes[place].end())
         finally:
-            for episode in order:
+            for episode in episodes:
                 episode.end()
-            endpoint.episodes.clear()
+            endpoint.episodes = {}
             endpoint.scheduler.release()
-        return self._gathered(each, order, played)
-
-    def _gathered(
-        self, prompts: list[PreparedPrompt], episodes: list[AgentEpisode], played: list[Played]
-    ) -> tuple[list[Completion], list[list[int]], list[Episode], list[Other]]:
         completions, first_prompts, gathered, others = [], [], [], []
-        for place, (prompt, episode, result) in enumerate(zip(prompts, episodes, played, strict=True)):
+        for place, (prompt, episode, result) in enumerate(zip(each, episodes, played, strict=True)):
             rows = episode.rows()
             failure = result.failure or (None if rows else f"`{self.environment.name}` asked the policy nothing")
-            if failure is None:
-                completion, tokens = rows[0].as_completion(), rows[0].prompt
-                others += [Other(place, row.prompt, row.as_completion()) for row in rows[1:]]
-            else:
-                completion, tokens = Completion([0], [0.0], "length", [False]), prompt.tokens
+            if failure is not None:
+                rows = [(prompt.tokens, Completion([0], [0.0], "length", [False]))]
+            tokens, completion = rows[0]
+            others += [Other(place, *row) for row in rows[1:]]
             mask, calls = completion.action_mask or [], max(1, episode.calls)
             ends = [i for i, chosen in enumerate(mask) if chosen][-1:] or [0]
             gathered.append(

@@ -4,13 +4,13 @@ For Llama, Qwen2, Qwen3 and models built like them. While decoding, the library'
 arithmetic: LoRA branches at every token, the whole cache copied at every token, a dozen small operations a layer.
 Here projections that share an input are one matrix. The base itself is never merged in place, which would round it.
 
-`Held` says how the weights stand there:
+Layouts of the weights:
 
-    merged   private copies with the adapter merged in: float32, where they fit
-    apart    LoRA is a product of its own, W h + (alpha / r) B (A h), since merging in half precision would round small
-             updates away. A frozen base of the same dtype is not copied: its own q, k and v, and gate and up, become
-             views of the joined matrices. Of a 4-bit base there is a dense copy
-    packed   as apart, but the weights of a 4-bit base are made dense again at every use
+    merged          private copies with the adapter merged in: float32, where they fit
+    separate_lora   LoRA is a product of its own, W h + (alpha / r) B (A h), since merging in half precision would round
+                    small updates away. A frozen base of the same dtype is not copied: its own q, k and v, and gate and
+                    up, become views of the joined matrices. Of a 4-bit base there is a dense copy
+    quantized       as separate_lora, but the weights of a 4-bit base are made dense again at every use
 """
 
 from __future__ import annotations
@@ -26,15 +26,141 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.layers import apply_rope
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
-from tinyrl.models.roles import weight_bytes
+from tinyrl.models.policy import weight_bytes
+from tinyrl.models.states import backbone_of
 
 RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast kernels want
-Held = Literal["merged", "apart", "packed"]
+WeightLayout = Literal["merged", "separate_lora", "quantized"]
+
+# ---- weights ----
+
+
+@dataclass
+class Projection:
+    """h -> W h + b, where W (out, in) may have a low-rank branch: lora_a (k, in), lora_b (out, k).
+
+    W h is added to the branch in float32 before that is rounded: a first update is smaller than the steps between
+    numbers of half precision, and added to a rounded W h it would be rounded away again.
+    """
+
+    weight: Tensor | list[Tensor]  # of a 4-bit base, one behind another, made dense at every use
+    bias: Tensor | None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def matrix(self) -> Tensor:
+        w = self.weight
+        return w if isinstance(w, Tensor) else torch.cat([*map(dense_weight, w)]).to(self.dtype)
+
+    def __call__(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(N, in) -> (N, out), plus the residual (N, out)."""
+        if self.lora_a is None or self.lora_b is None:
+            if residual is None:
+                return linear(h, self.matrix, self.bias)
+            return torch.addmm(residual if self.bias is None else residual + self.bias, h, self.matrix.t())
+        out = linear(linear(h, self.lora_a), self.lora_b).addmm_(h, self.matrix.t())
+        out = out if self.bias is None else out.add_(self.bias)
+        return out if residual is None else out.add_(residual)
+
+
+@dataclass
+class LayerWeights:
+    """One decoder layer: q, k and v in one matrix, merged by kv heads (queries, key, value of each), else one behind
+    another; gate and up in one. Norms are None where merged into the matrix behind them; q_norm, k_norm: Qwen3's.
+    """
+
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
+    attention_norm: Tensor | None
+    mlp_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+def merged_projection(
+    modules: list[nn.Module], adapter: str | None, *, parts: int = 1, norm: Tensor | None = None
+) -> Projection:
+    """Join linear layers that share their input in float32; outputs are the first of `parts` equal parts of each
+    layer's, the second, and so on. norm (in,): multiplied into the matrix.
+
+    On a CPU the matrix stands in memory input by input, where products with a few rows are up to twice as fast.
+    """
+
+    def one(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1).float()
+
+    weights, biases = zip(*(merged_weight(module, adapter) for module in modules), strict=True)
+    weight, bias = one([*weights]), None if biases[0] is None else one([*biases])  # pyright: ignore
+    if weight.device.type != "cpu":
+        return Projection(weight if norm is None else weight * norm, bias)
+    by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
+    return Projection((by_inputs if norm is None else by_inputs.mul_(norm.unsqueeze(1))).t(), bias)
+
+
+def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, quantized: bool = False) -> Projection:
+    """Join linear layers that share their input, with their branches. The shapes are those of the layers' largest
+    adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA graph is captured once for
+    all of them.
+    """
+    weights, biases = zip(*(merged_weight(module, None) for module in modules), strict=True)
+    matrix: Tensor | list[Tensor] | None = [*weights] if quantized else None
+    if matrix is None and can_share(weights, dtype):
+        matrix = matrix_of(weights)
+    if matrix is None:
+        matrix = torch.cat([dense_weight(w) for w in weights]).to(dtype)
+    bias = None if biases[0] is None else torch.cat(biases).to(dtype)
+    rank = sum(map(lora_rank, modules))
+    if not rank:
+        return Projection(matrix, bias, dtype=dtype)
+    sizes: list[int] = [module.out_features for module in modules]  # pyright: ignore[reportAssignmentType]
+    columns, column, device = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0, weights[0].device
+    lora_a = torch.zeros(columns, int(modules[0].in_features), dtype=dtype, device=device)  # pyright: ignore
+    lora_b = torch.zeros(sum(sizes), columns, dtype=dtype, device=device)
+    for module, branch in zip(modules, lora_b.split(sizes), strict=True):
+        if (matrices := lora_matrices(module, adapter)) is not None:
+            lora_a[column : column + len(matrices[0])], branch[:, column : column + len(matrices[0])] = matrices
+        column += lora_rank(module)
+    return Projection(matrix, bias, lora_a, lora_b, dtype)
+
+
+def can_share(weights: Iterable[Tensor], dtype: torch.dtype) -> bool:
+    """Return whether sampling in `dtype` can read a layer's own weights: frozen ones in that dtype."""
+    return all(w.dtype == dtype and not w.requires_grad for w in weights)
+
+
+def matrix_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the matrix that these are one behind another in memory; None where they are not."""
+    first, at = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or not weight.is_contiguous() or weight.data_ptr() != at:
+            return None
+        at += weight.nbytes
+    return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
+    values = [getattr(weights, field.name) for field in fields(weights)]
+    nested = [tensors(v) if isinstance(v, Projection) else [v] for v in values]
+    return [t for each in nested for t in each if isinstance(t, Tensor)]
+
+
+def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
+    """Return `fresh` in the memory of `old`, if any (a CUDA graph holds the address); shared weights as they are."""
+    if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
+        return fresh
+    return old.copy_(fresh)
+
+
+# ---- cache ----
 
 
 class RowCache:
@@ -43,21 +169,13 @@ class RowCache:
     of its half, each (width, 1, queries + 2, head size), 1 and 0 for the value, which is not rotated.
     """
 
-    def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> None:
-        self.entries, self.cos, self.sin, self.heads = entries, cos, sin, heads
-        self.width, self.size = cos.shape[0], entries.shape[-1]
-
-    def mask(self, position: Tensor, width: int) -> Tensor:
-        """Additive, (R * kv heads, 1, width): nothing behind `position` of a row is seen."""
-        rows, device = len(position), position.device
-        ahead = torch.arange(width, device=device) > position.unsqueeze(1)
-        mask = torch.zeros(rows, 1, width, dtype=self.entries.dtype, device=device)
-        mask = mask.masked_fill_(ahead.unsqueeze(1), -torch.inf)
-        return mask.repeat_interleave(self.heads, 0, output_size=rows * self.heads)
+    def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self.entries, self.cos, self.sin = entries, cos, sin
+        self.lanes, self.width, self.size = 2 * entries.shape[2], *entries.shape[-2:]
 
     def places(self, row: Tensor, position: Tensor) -> Tensor:
         """Flat index in a layer of the key and the value of each kv head, for N new tokens."""
-        lanes = torch.arange(2 * self.heads, device=row.device) + row.unsqueeze(1) * (2 * self.heads)
+        lanes = torch.arange(self.lanes, device=row.device) + row.unsqueeze(1) * self.lanes
         return (lanes * self.width + position.unsqueeze(1)).view(-1)
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
@@ -65,7 +183,6 @@ class RowCache:
         self.entries[layer].view(-1, self.size).index_copy_(0, places, kv.reshape(-1, self.size))
 
     def copy(self, source: int, to: int, tokens: int) -> None:
-        """Row `to` now holds what `source` does."""
         self.entries[:, to, ..., :tokens, :] = self.entries[:, source, ..., :tokens, :]
 
     def exchange(self, a: int, b: int, tokens: int) -> None:
@@ -87,150 +204,23 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: 
     return torch.bmm(scores.softmax(-1), values)
 
 
-@dataclass
-class Projection:
-    """h -> W h + b, where W (out, in) may have a low-rank branch: lora_a (k, in), lora_b (out, k).
-
-    The branch is what W h is added to, in float32, before that is rounded: a first update is smaller than the steps
-    between numbers of half precision, and added to a rounded W h it would be rounded away again.
-    """
-
-    weight: Tensor | list[Tensor]  # of a 4-bit base, one behind another, made dense at every use
-    bias: Tensor | None
-    lora_a: Tensor | None = None
-    lora_b: Tensor | None = None
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def matrix(self) -> Tensor:
-        packed = self.weight
-        return packed if isinstance(packed, Tensor) else torch.cat([*map(dense_weight, packed)]).to(self.dtype)
-
-    def __call__(self, h: Tensor) -> Tensor:
-        """(N, in) -> (N, out)."""
-        if self.lora_a is None or self.lora_b is None:
-            return linear(h, self.matrix, self.bias)
-        product = linear(linear(h, self.lora_a), self.lora_b).addmm_(h, self.matrix.t())
-        return product if self.bias is None else product.add_(self.bias)
-
-    def added(self, x: Tensor, h: Tensor) -> Tensor:
-        """x + W h + b; x (N, out)."""
-        if self.lora_a is not None:
-            return self(h).add_(x)
-        return torch.addmm(x if self.bias is None else x + self.bias, h, self.matrix.t())
-
-
-@dataclass
-class LayerWeights:
-    """One decoder layer: q, k and v in one matrix, merged by kv heads (queries, key, value of each), else one behind
-    another; gate and up in one.
-    """
-
-    qkv: Projection
-    out: Projection
-    gate_up: Projection
-    down: Projection
-    attention_norm: Tensor | None  # None where it is multiplied into the matrix behind it (merged)
-    mlp_norm: Tensor | None
-    q_norm: Tensor | None  # Qwen3: over each head
-    k_norm: Tensor | None
-
-
-def merged_projection(
-    modules: list[nn.Module], adapter: str | None, *, parts: int = 1, norm: Tensor | None = None
-) -> Projection:
-    """Linear layers that share their input as one in float32, whose outputs are the first of `parts` equal parts of
-    each layer's, the second, and so on. norm (in,): what the input is to be multiplied with.
-
-    On a CPU the matrix stands in memory input by input, where products with a few rows are up to twice as fast; GPUs do
-    not mind.
-    """
-
-    def one(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1).float()
-
-    weights, biases = zip(*(merged_weight(module, adapter) for module in modules), strict=True)
-    weight, bias = one([*weights]), None if biases[0] is None else one([*biases])  # pyright: ignore
-    if weight.device.type != "cpu":
-        return Projection(weight if norm is None else weight * norm, bias)
-    by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
-    return Projection((by_inputs if norm is None else by_inputs.mul_(norm.unsqueeze(1))).t(), bias)
-
-
-def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, packed: bool = False) -> Projection:
-    """Linear layers that share their input as one, with their branches. Its shapes are those of the layers' largest
-    adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA graph is recorded once for
-    all of them.
-    """
-    weights, biases = zip(*(merged_weight(module, None) for module in modules), strict=True)
-    matrix: Tensor | list[Tensor] | None = [*weights] if packed else None
-    if matrix is None and can_share(weights, dtype):
-        matrix = matrix_of(weights)
-    if matrix is None:
-        matrix = torch.cat([dense_weight(w) for w in weights]).to(dtype)
-    bias = None if biases[0] is None else torch.cat(biases).to(dtype)
-    rank = sum(lora_rank(module) for module in modules)
-    if not rank:
-        return Projection(matrix, bias, dtype=dtype)
-    sizes: list[int] = [module.out_features for module in modules]  # pyright: ignore[reportAssignmentType]
-    columns, column, device = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0, weights[0].device
-    lora_a = torch.zeros(columns, int(modules[0].in_features), dtype=dtype, device=device)  # pyright: ignore
-    lora_b = torch.zeros(sum(sizes), columns, dtype=dtype, device=device)
-    for module, branch in zip(modules, lora_b.split(sizes), strict=True):
-        if (matrices := lora_matrices(module, adapter)) is not None:
-            a, b = matrices
-            lora_a[column : column + len(a)] = a
-            branch[:, column : column + len(a)] = b
-        column += lora_rank(module)
-    return Projection(matrix, bias, lora_a, lora_b, dtype)
-
-
-def can_share(weights: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    """Whether sampling in `dtype` can read a layer's own weights: frozen ones in that dtype."""
-    return all(w.dtype == dtype and not w.requires_grad for w in weights)
-
-
-def matrix_of(weights: Sequence[Tensor]) -> Tensor | None:
-    """The matrix that these are one behind another in memory; None where they are not."""
-    first, at = weights[0], weights[0].storage_offset()
-    for weight in weights:
-        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or not weight.is_contiguous() or weight.storage_offset() != at:
-            return None
-        at += weight.numel()
-    return first.detach().as_strided((sum(len(w) for w in weights), first.shape[1]), first.stride())
-
-
-def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
-    values = [getattr(weights, field.name) for field in fields(weights)]
-    nested = [tensors(v) if isinstance(v, Projection) else [v] for v in values]
-    return [t for each in nested for t in each if isinstance(t, Tensor)]
-
-
-def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
-    """`fresh`, in the memory of `old` if it has any (a CUDA graph holds the address); shared weights as they are."""
-    if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
-        return fresh
-    return old.copy_(fresh)
+# ---- the decoder ----
 
 
 class Decoder:
     """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, held: Held) -> None:
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout) -> None:
         self.model, self.dtype = model, dtype
-        self.held: Held = held
+        self.layout: WeightLayout = layout
         self.backbone: Any = backbone_of(model)
-        config = model.config.get_text_config()
-        attention = self.backbone.layers[0].self_attn
-        self.num_layers, self.num_heads = len(self.backbone.layers), config.num_attention_heads
-        self.num_kv_heads, self.head_dim = config.num_key_value_heads, attention.head_dim
+        config, first = model.config.get_text_config(), self.backbone.layers[0]
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.queries = self.num_heads // self.num_kv_heads  # of a kv head: grouped-query attention (2305.13245)
-        self.scaling: float = attention.scaling
-        self.eps: float = config.rms_norm_eps
-        self.least = torch.tensor(self.eps)
-        self.activation = self.backbone.layers[0].mlp.act_fn
-        for layer in self.backbone.layers if held != "merged" else []:
+        self.head_dim, self.scaling = first.self_attn.head_dim, float(first.self_attn.scaling)
+        self.eps, self.least = float(config.rms_norm_eps), torch.tensor(config.rms_norm_eps)
+        self.activation, self.device = first.mlp.act_fn, self.backbone.embed_tokens.weight.device
+        for layer in self.backbone.layers if layout != "merged" else []:
             # Weights that sampling can read as they are, and multiplies with one input, go into one matrix, of which
             # the layer's own become views; a layer's are moved at a time, so memory grows by no more than one.
             for modules in self._joint(layer):
@@ -250,7 +240,7 @@ class Decoder:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token of one sequence."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * len(self.backbone.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
@@ -262,20 +252,19 @@ class Decoder:
     @torch.no_grad()
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
-        embedding = self.backbone.embed_tokens.weight
-        self.embedding = renewed(self.embedding, embedding.to(self.dtype))
-        self.norm = renewed(self.norm, self.backbone.norm.weight.to(self.dtype))
-        head = head_of(self.model)
-        tied = head.weight is embedding or head.weight.data_ptr() == embedding.data_ptr() != 0  # 0: has no numbers
-        weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(self.dtype))
-        bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
+        embedding, head, dtype = self.backbone.embed_tokens.weight, head_of(self.model), self.dtype
+        self.embedding = renewed(self.embedding, embedding.to(dtype))
+        self.norm = renewed(self.norm, self.backbone.norm.weight.to(dtype))
+        tied = head.weight.data_ptr() == embedding.data_ptr()
+        weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(dtype))
+        bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
-        merged, packed, dtype = self.held == "merged", self.held == "packed", self.dtype
+        merged, quantized = self.layout == "merged", self.layout == "quantized"
 
         def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
             if merged:
                 return merged_projection(modules, adapter, parts=parts, norm=norm)
-            return joined(modules, adapter, dtype=dtype, packed=packed)
+            return joined(modules, adapter, dtype=dtype, quantized=quantized)
 
         for i, layer in enumerate(self.backbone.layers):
             qkv, gate_up = self._joint(layer)
@@ -295,17 +284,16 @@ class Decoder:
                 renewed(old, fresh)
 
     def release(self) -> None:
-        """Give the memory of the copy back; `sync` takes it again."""
+        """Free the copy; `sync` makes it again."""
         self.layers: list[LayerWeights] = []
         self.embedding, self.norm = torch.empty(0), torch.empty(0)
-        # Never the model's own, which `sync` would write into.
-        self.head = Head(torch.empty(0), None)
+        self.head = Head(torch.empty(0), None)  # never the model's own, which `sync` would write into
 
     def new_cache(self, rows: int, width: int) -> RowCache:
-        """A stretch for each row, all zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only
-        where written.
+        """Return a cache of zeros, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where
+        written.
         """
-        shape = (self.num_layers, rows, self.num_kv_heads, 2, width, self.head_dim)
+        shape = (len(self.backbone.layers), rows, self.num_kv_heads, 2, width, self.head_dim)
         if self.device.type == "cpu":
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
@@ -316,15 +304,11 @@ class Decoder:
         lanes = (width, 1, self.queries + 2, self.head_dim)
         all_cos, all_sin = cos.new_ones(lanes), sin.new_zeros(lanes)
         all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
-        return RowCache(entries.view(shape), all_cos, all_sin, heads=self.num_kv_heads)
-
-    @property
-    def device(self) -> torch.device:
-        return self.backbone.embed_tokens.weight.device
+        return RowCache(entries.view(shape), all_cos, all_sin)
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: RowCache, rows: list[range]) -> Tensor:
-        """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of
-        the cache. Returns the hidden state of each prompt's last token, (P, H).
+        """Prefill prompts ids (P, L), padded on the right: keys and values of prompt p go into each of rows[p] of the
+        cache. Returns the hidden state of each prompt's last token, (P, H).
         """
         (prompts, width), (shared, size) = ids.shape, (self.queries, self.head_dim)
         rotation = (cache.cos[:width].repeat(prompts, 1, 1, 1), cache.sin[:width].repeat(prompts, 1, 1, 1))
@@ -344,7 +328,7 @@ class Decoder:
     def extend(
         self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: RowCache, rows: Sequence[int], width: int
     ) -> Tensor:
-        """Read on in `rows` of the cache: ids (R, L), padded on the right, token j of row r at position start[r] + j,
+        """Continue `rows` of the cache by ids (R, L), padded on the right: token j of row r at position start[r] + j,
         below `width`. A token sees what its row held before `start` and the new ones up to itself; nothing is written
         for padding. Returns the hidden state of each row's last token, (R, H).
         """
@@ -375,46 +359,46 @@ class Decoder:
         return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 
     def step(self, token: Tensor, position: Tensor, *, cache: RowCache, width: int) -> Tensor:
-        """Hidden states (R, H) after one more token in each of the first R rows of the cache, at `position` (R,), which
-        is also where its key and value go. It is below `width` in every row whose state counts.
+        """Return hidden states (R, H) after one more token in each of the first R rows of the cache, at `position`
+        (R,), where its key and value go. It is below `width` in every row whose state counts.
         """
-        rows, shared = len(token), self.queries
+        rows, shared, heads = len(token), self.queries, self.num_kv_heads
         places = cache.places(torch.arange(rows, device=token.device), position)
-        mask = cache.mask(position, width)
+        ahead = torch.arange(width, device=token.device) > position.unsqueeze(1)
+        mask = torch.zeros(rows, 1, width, dtype=self.dtype, device=token.device)
+        mask = mask.masked_fill_(ahead.unsqueeze(1), -torch.inf).repeat_interleave(heads, 0, output_size=rows * heads)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[token]
         for i, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotation)  # (R, kv heads, queries + 2, d)
             cache.write(i, places, qkv[:, :, shared:])
-            keys, values = cache.entries[i].flatten(0, 1)[: rows * self.num_kv_heads, :, :width].unbind(1)
+            keys, values = cache.entries[i].flatten(0, 1)[: rows * heads, :, :width].unbind(1)
             seen = attended(qkv[:, :, :shared].flatten(0, 1), keys, values, mask=mask, scaling=self.scaling)
             x = self._rest(layer, x, seen.reshape(rows, -1))
         return self._normed(x, self.norm)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Of flat tokens x (N, H), for each kv head its rotated queries and key, and its value: (N, kv heads,
+        """Return rotated queries and key, and the value, for each kv head of flat tokens x (N, H): (N, kv heads,
         queries + 2, d).
         """
-        h = self._normed(x, layer.attention_norm)
-        qkv = layer.qkv(h)
-        if self.held == "merged":
-            qkv = qkv.view(len(x), self.num_kv_heads, -1, self.head_dim)
+        qkv, shape = layer.qkv(self._normed(x, layer.attention_norm)), (len(x), self.num_kv_heads, -1, self.head_dim)
+        if self.layout == "merged":
+            qkv = qkv.view(shape)
             if layer.q_norm is None:
                 return apply_rope(qkv, *rotation)
             q, k, v = qkv.split([self.queries, 1, 1], 2)
         else:
             by_kind = qkv.split([size * self.num_kv_heads * self.head_dim for size in (self.queries, 1, 1)], -1)
-            q, k, v = (t.view(len(x), self.num_kv_heads, -1, self.head_dim) for t in by_kind)
+            q, k, v = (t.view(shape) for t in by_kind)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
         return apply_rope(torch.cat([q, k, v], 2), *rotation)
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """Attention's output projection and the feed-forward block, each added to its residual."""
-        x = layer.out.added(x, attended)
-        h = self._normed(x, layer.mlp_norm)
-        gate, up = layer.gate_up(h).chunk(2, -1)
-        return layer.down.added(x, self.activation(gate).mul_(up))
+        x = layer.out(attended, x)
+        gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, -1)
+        return layer.down(self.activation(gate).mul_(up), x)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """RMS norm over the last dimension (1910.07467, Eq. 4); weight None: it is in the matrix that comes next. GPUs

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict, U
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config import sections
-from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
-from tinyrl.models.roles import Roles
+from tinyrl.models.policy import Policy
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
@@ -31,18 +32,13 @@ if TYPE_CHECKING:
     from tinyrl.generation.engines import LibraryScheduler
     from tinyrl.generation.scheduler import Scheduler
 
-
-from torch import Tensor
-
-from tinyrl.models.device import to_device
-
-LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have ended
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have ended: a GPU waits for each look
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
 SampledRole = Literal["policy", "reference", "base"]
 
 
 class SampleOptions(TypedDict, total=False):
-    """How a call of `sample` draws: (seed, step) key its random numbers. Without the others: sampled, by the policy."""
+    """Options of `sample`: (seed, step) key its random numbers; by default the policy samples, not greedily."""
 
     seed: Required[int]
     step: Required[int]
@@ -52,7 +48,7 @@ class SampleOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. Its i-th sample draws by the key (seed, step, prompt_row, first_sample + i), prompt_row
+    """A prompt to continue. Its i-th sample draws by the key (seed, step, prompt_row, first_sample + i), prompt_row
     being the prompt's row in the data.
 
     first_token: offset of its first new token among those numbers, so that a later turn of a conversation does not
@@ -65,22 +61,17 @@ class Request:
     first_token: int = 0
     max_new_tokens: int | None = None
 
-    def further(self, sample: int, tokens: list[int], most: int) -> Request:
-        """Continue its sample of this number, `tokens` so far, by at most `most` new tokens."""
-        first_sample, first_token = self.first_sample + sample, self.first_token + len(tokens)
-        return Request(self.prompt_tokens + tokens, self.prompt_row, first_sample, first_token, most)
-
     def limit(self, settings: SamplingSettings) -> int:
         return min(settings.max_new_tokens, self.max_new_tokens or settings.max_new_tokens)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled: tokens (EOS and stop string included), the log-probability of each under softmax(logits /
-    temperature), before any top-k or top-p, and why it ended.
+    """Sampled tokens (EOS and stop string included), the log-probability of each under softmax(logits / temperature)
+    before any top-k or top-p, and the finish reason.
 
-    action_mask: which of them the policy sampled (None: all). Others, such as a tool's answer, were only prefilled, and
-    their log-probabilities mean nothing.
+    action_mask: tokens that the policy sampled (None: all). Others, such as a tool's answer, were only prefilled; their
+    log-probabilities are 0.
     """
 
     tokens: list[int]
@@ -91,14 +82,14 @@ class Completion:
 
 @dataclass
 class Response:
-    """A completion under way, of several parts: tokens that the policy sampled, and those it only read."""
+    """A completion under way, of several parts: tokens that the policy sampled, and tokens that were prefilled."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     action_mask: list[bool] = field(default_factory=list)
 
     def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        """logprobs: None where the policy only reads these tokens."""
+        """Append tokens; logprobs: None for tokens that the policy did not sample."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.action_mask += [logprobs is not None] * len(tokens)
@@ -109,10 +100,7 @@ class Response:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are drawn, the same for every request of a run.
-
-    max_new_tokens: may be lowered by a request; max_rows: sequences decoded at a time (None: as memory allows).
-    """
+    """Sampling settings of a run. max_rows: sequences decoded at a time (None: as memory allows)."""
 
     temperature: float
     max_new_tokens: int
@@ -122,14 +110,24 @@ class SamplingSettings:
     max_rows: int | None = None
 
 
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a sequence are drawn. greedy: the likeliest, scored at this temperature all the same."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = False
+
+
 @dataclass(eq=False)
 class Sequence:
     """A sequence that a scheduler decodes: its prompt, how its tokens are drawn, and the tokens so far.
 
     key: its t-th new token is drawn by the key's uniform t. after: what becomes of its row in the cache when it has
     ended: free; cached, until another sequence needs the room; or held, until it is continued or dropped. row: the row
-    in the cache that it goes on in. on_tokens: called with new tokens as they come; on_end: called by the thread of
-    scheduler.py. cancelled: nobody waits for it any more.
+    in the cache that it continues. on_tokens: called with new tokens as they come; on_end: called by the thread of
+    LiveScheduler. cancelled: nobody waits for it any more.
     """
 
     prompt: list[int]
@@ -151,8 +149,8 @@ class Sequence:
     def append(
         self, tokens: list[int], logprobs: list[float], *, eos: set[int], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Append new tokens up to the one that ends it: EOS, the last of a stop string, or the last within the limit.
-        The rest was decoded before anybody looked, and is dropped.
+        """Append new tokens up to the one that ends the sequence: EOS, the last of a stop string, or the last within
+        the limit. Later ones, decoded between two looks, are dropped.
         """
         # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
         window = max((len(s.encode()) for s in self.stop), default=0) + 8
@@ -161,17 +159,20 @@ class Sequence:
                 break
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            text = str(tokenizer.decode(self.tokens[-window:])) if self.stop else ""
             if token in eos:
                 self.finish_reason = "eos"
-            elif self.stop and any(
-                s in text for text in [str(tokenizer.decode(self.tokens[-window:]))] for s in self.stop
-            ):
+            elif any(s in text for s in self.stop):
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
         if self.on_tokens is not None and not self.cancelled and len(self.tokens) > self.reported:
             new, self.reported = self.tokens[self.reported :], len(self.tokens)
             self.on_tokens(new)
+
+    @property
+    def over(self) -> bool:
+        return self.finish_reason is not None or self.cancelled
 
     @property
     def completion(self) -> Completion:
@@ -190,7 +191,7 @@ class Sequence:
 
 class SamplingEngine(Protocol):
     """Samples completions. `exact`: in float32 its log-probabilities are those of a training pass, to rounding;
-    copy_bytes: size of the private copy of weights that it samples from, if any; the base itself is never merged.
+    copy_bytes: size of its private copy of weights, if any. The base itself is never merged.
     """
 
     name: str
@@ -198,43 +199,38 @@ class SamplingEngine(Protocol):
     copy_bytes: int = 0
 
     def start(self, prompts: list[list[int]]) -> list[str]:
-        """Check once, before the first step, what only `prompts` (tokens) can show; returns lines worth showing.
-
-        Raises ValueError if it would sample from other weights than the run's.
+        """Check before the first step, by some prompts (tokens), that it samples from the run's weights; return notes.
+        Raises ValueError if not.
         """
         return []
 
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
-        """`samples_per_request` completions for every request, in order, from the role's weights as they are now.
+        """Sample that many completions for every request, in order, from the role's weights as they are now.
 
         Raises torch.OutOfMemoryError when a single row does not fit.
         """
         ...
 
     def release(self) -> bool:
-        """Free the memory kept from one call to the next; returns whether there was any."""
+        """Free the memory kept from one call to the next; return whether there was any."""
         return False
 
     def close(self) -> None:
-        """Take away what it left outside this process."""
+        """Remove what it left outside this process."""
 
 
 class LocalEngine(SamplingEngine):
-    """An engine that decodes here, through a scheduler of at most `max_rows` rows (None: all that are asked for), and
-    at the last attempt no more than `capacity`, where memory allowed fewer than that.
+    """An engine that decodes here, through a scheduler of at most `max_rows` rows (None: all that are asked for)."""
 
-    look_every: tokens between two looks at which rows have ended, since a GPU waits for each look.
-    """
-
-    capacity: int | None = None
+    capacity: int | None = None  # rows that memory allowed at the last attempt
     on_tokens: Callable[[list[int]], None] | None = None  # called with the tokens of every row as they come
 
-    def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
-        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
-        self.eos, self.max_rows = eos_token_ids(roles, tokenizer), settings.max_rows
-        self.look_every = LOOK_EVERY[roles.device.type]
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
+        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.eos, self.max_rows = eos_token_ids(policy, tokenizer), settings.max_rows
+        self.look_every = LOOK_EVERY[policy.device.type]
 
     def scheduler(
         self, role: SampledRole, *, rows: int, width: int, serving: bool = False
@@ -275,7 +271,7 @@ class LocalEngine(SamplingEngine):
         ]
 
     def in_fewer_rows(self, wanted: int, attempt: Callable[[int], Any]) -> Any:
-        """`attempt(rows)` with as many rows at a time as wanted or allowed; when memory runs out, again with half.
+        """Call `attempt(rows)` with as many rows at a time as wanted or allowed; when memory runs out, with half.
 
         Keyed random numbers give the same samples again, and later calls begin with the lower limit. Raises
         torch.OutOfMemoryError where a single row does not fit.
@@ -298,20 +294,12 @@ def grouped(completions: list[Completion], group: int) -> list[list[Completion]]
     return [completions[i : i + group] for i in range(0, len(completions), group)]
 
 
-def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The keys of every sample's random numbers, (R,) with R = requests * group, and the index of its first token."""
-    prompts = np.repeat(np.array([r.prompt_row for r in requests]), group)
-    samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
-    first = np.repeat(np.array([r.first_token for r in requests]), group)
-    return sample_keys(seed, step, prompts=prompts, samples=samples), first
-
-
 # ---- which tokens end a completion, and what the model's own generation configuration says ----
 
 
-def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that end a completion: the tokenizer's EOS and the generation config's (chat models list several)."""
-    listed, vocabulary = [tokenizer.eos_token_id, *_listed_eos(roles.causal)], embedding_rows(roles.causal)
+    listed, vocabulary = [tokenizer.eos_token_id, *_listed_eos(policy.causal)], embedding_rows(policy.causal)
     return {i for i in listed if isinstance(i, int) and i < vocabulary}
 
 
@@ -321,12 +309,12 @@ def _listed_eos(model: PreTrainedModel) -> list[int]:
 
 
 def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: sections.TaskConfig) -> None:
-    """Where prompts go through the chat template, have the model's generation configuration list the token that ends
-    a turn there: every engine ends completions at it, and so do the programs that read a saved model.
+    """Where prompts go through the chat template, add the token that ends a turn there to the model's generation
+    configuration: every engine ends completions at it, and so do programs that load a saved model.
     """
     if not in_chat(tokenizer, task.chat) or not model.can_generate():
         return
-    end = answer_end(tokenizer, chat=task.chat, variables=task.chat_template)
+    end = answer_end(tokenizer, chat=task.chat, variables=task.chat_template_kwargs)
     if model.generation_config is None:
         model.generation_config = GenerationConfig()
     if end not in (listed := _listed_eos(model)):
@@ -342,76 +330,51 @@ NEUTRAL: dict[str, Any] = {
 
 
 def unused_defaults(model: PreTrainedModel, generation: sections.GenerationConfig) -> str | None:
-    """A line that names what the model's generation_config.json sets and sampling here does not use; None: nothing."""
+    """Return a line that names what generation_config.json sets and sampling here does not use; None: nothing."""
     given = {} if model.generation_config is None else model.generation_config.to_diff_dict()
-    own = {name: (None, neutral, getattr(generation, name, neutral)) for name, neutral in NEUTRAL.items()}
-    unused = [f"{name}={given[name]}" for name, values in own.items() if given.get(name) not in values]
-    if not unused:
-        return None
-    listed = shortened(", ".join(unused))
-    return f"generation_config.json sets {listed}, which sampling here does not use (section generation)"
+    used = {name: (None, neutral, getattr(generation, name, neutral)) for name, neutral in NEUTRAL.items()}
+    unused = ", ".join(f"{name}={given[name]}" for name in used if given.get(name) not in used[name])
+    note = "which sampling here does not use (section generation)"
+    return f"generation_config.json sets {shortened(unused)}, {note}" if unused else None
 
 
-# ---- keyed draws ----
+# ---- drawing a token ----
 
 ALL = 2.0  # as a top-p: rounding of cumulative probabilities drops no token
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of a request are drawn. greedy: the likeliest, scored at this temperature all the same."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    greedy: bool = False
-
-
-@dataclass
-class RowParams:
-    """SamplingParams of R rows, (R,) each; None where no row needs it. all_greedy: nothing is drawn."""
-
-    temperature: Tensor | None
-    top_p: Tensor | None
-    top_k: Tensor | None
-    greedy: Tensor | None
-    all_greedy: bool
-
-    @classmethod
-    def of(cls, rows: list[SamplingParams], device: torch.device) -> RowParams:
-        def tensor(values: list, dtype: torch.dtype) -> Tensor:
-            return to_device(torch.tensor(values, dtype=dtype), device)
-
-        greedy, tempered = [p.greedy for p in rows], any(p.temperature != 1 for p in rows)
-        truncated, mixed = any(p.top_k or p.top_p < 1 for p in rows if not p.greedy), any(greedy) and not all(greedy)
-        return cls(
-            tensor([p.temperature for p in rows], torch.float32) if tempered else None,
-            tensor([p.top_p if p.top_p < 1 else ALL for p in rows], torch.float32) if truncated else None,
-            tensor([p.top_k or 1 << 40 for p in rows], torch.int64) if truncated else None,
-            tensor(greedy, torch.bool) if mixed else None,
-            all(greedy),
-        )
+def row_params(rows: list[SamplingParams], device: torch.device) -> dict[str, Tensor]:
+    """Return the parameters of R rows, (R,) each, without those that none of them needs."""
+    greedy, truncated = [p.greedy for p in rows], any(p.top_k or p.top_p < 1 for p in rows if not p.greedy)
+    columns: dict[str, tuple[bool, list[Any], torch.dtype]] = {
+        "temperature": (any(p.temperature != 1 for p in rows), [p.temperature for p in rows], torch.float32),
+        "top_p": (truncated, [p.top_p if p.top_p < 1 else ALL for p in rows], torch.float32),
+        "top_k": (truncated, [p.top_k or 1 << 40 for p in rows], torch.int64),
+        "greedy": (any(greedy) and not all(greedy), greedy, torch.bool),
+        "all greedy": (all(greedy), greedy, torch.bool),
+    }
+    needed = {name: (values, dtype) for name, (needed, values, dtype) in columns.items() if needed}
+    return {name: to_device(torch.tensor(values, dtype=dtype), device) for name, (values, dtype) in needed.items()}
 
 
-def sample_tokens(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability under softmax(logits / temperature), before any truncation.
+def sample_tokens(logits: Tensor, u: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Draw one token a row; return it and its log-probability under softmax(logits / temperature), before truncation.
 
     logits (R, V) float32, overwritten; u (R,) uniforms. Returns (R,) int64 and (R,) float32.
     """
-    z = logits if params.temperature is None else logits.div_(params.temperature.unsqueeze(-1))
-    likeliest = z.argmax(-1) if params.all_greedy or params.greedy is not None else None
+    z = logits.div_(params["temperature"].unsqueeze(-1)) if "temperature" in params else logits
+    likeliest = z.argmax(-1) if "all greedy" in params or "greedy" in params else None
     weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
-    if params.all_greedy and likeliest is not None:
+    if "all greedy" in params and likeliest is not None:
         token, total = likeliest, weights.sum(-1, dtype=torch.float64)
-    elif params.top_p is not None and params.top_k is not None:
+    elif "top_p" in params:
         total = weights.sum(-1, dtype=torch.float64)
         probs = weights / total.unsqueeze(-1).float()
-        token = draw(truncate(probs, top_k=params.top_k, top_p=params.top_p), u)[0]
+        token = draw(truncate(probs, top_k=params["top_k"], top_p=params["top_p"]), u)[0]
     else:
         token, total = draw(weights, u)
-    if params.greedy is not None and likeliest is not None:
-        token = torch.where(params.greedy, likeliest, token)
+    if "greedy" in params and likeliest is not None:
+        token = torch.where(params["greedy"], likeliest, token)
     chosen = weights.gather(-1, token.unsqueeze(-1)).squeeze(-1).double()
     return token, (chosen / total).log().float()
 
@@ -425,22 +388,24 @@ def truncate(probs: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One index a row by inverse CDF, the smallest j with cumulative weight above u times the row's total, (R,) int64;
-    and the totals (R,) float64. weights (R, V) float32, not necessarily normalised; u (R,) in [0, 1).
+    """Draw one index a row by inverse CDF, the smallest j with cumulative weight above u times the row's total, (R,)
+    int64; return it and the totals (R,) float64. weights (R, V) float32, not necessarily normalised; u (R,) in [0, 1).
 
     Sums run in two levels (blocks, then inside one block): a single float32 running sum over 150,000 entries is off
     by several percent of a mean probability.
     """
     rows, vocabulary = weights.shape
-    width = block_width(vocabulary)
-    blocks = -(-vocabulary // width)
-    missing = blocks * width - vocabulary
-    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights  # a pad of nothing is a copy
-    padded = padded.view(rows, blocks, width)
+    # A block's width divides the vocabulary if a divisor is near its square root: padding is a copy.
+    root = max(1, round(vocabulary**0.5))
+    near = (w for d in range(root) for w in (root - d, root + d) if root / 4 <= w <= root * 4 and vocabulary % w == 0)
+    width = next(near, root)
+    missing = -vocabulary % width
+    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
+    padded = padded.view(rows, -1, width)
     sums = padded.sum(-1).double()
     ends = sums.cumsum(-1)
     target = (u.to(ends.dtype) * ends[:, -1]).unsqueeze(-1)
-    block = torch.searchsorted(ends, target, right=True).clamp_(max=blocks - 1)
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     inside = padded.gather(1, block.unsqueeze(-1).expand(-1, 1, width)).squeeze(1).double().cumsum(-1)
     # Rounding may leave the target just before the block or at its end; clamping keeps the draw inside the block.
     left = (target - (ends - sums).gather(-1, block)).clamp_(min=0.0)
@@ -449,11 +414,9 @@ def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(-1).clamp_(max=vocabulary - 1), ends[:, -1]  # only NaN gets past the end
 
 
-def block_width(vocabulary: int) -> int:
-    """A divisor of the vocabulary near its square root, so that no block is padded; the root where there is none."""
-    root = max(1, round(vocabulary**0.5))
-    near = (w for d in range(root) for w in (root - d, root + d) if root / 4 <= w <= root * 4 and vocabulary % w == 0)
-    return next(near, root)
+# ---- keyed uniforms ----
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -473,15 +436,22 @@ def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarra
     return key
 
 
+def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys of every sample's random numbers, (R,) with R = requests * group, and the index of its first token (R,)."""
+    prompts = np.repeat(np.array([r.prompt_row for r in requests]), group)
+    samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
+    first = np.repeat(np.array([r.first_token for r in requests]), group)
+    return sample_keys(seed, step, prompts=prompts, samples=samples), first
+
+
 def advanced(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Keys (R,) whose uniform t is that of `keys` at tokens[r] + t."""
     with np.errstate(over="ignore"):
         return keys + _GOLDEN * tokens.astype(np.uint64)
 
 
-def uniforms(keys: np.ndarray, *, num_tokens: int, first: np.ndarray | None = None) -> Tensor:
-    """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and first[r] + t (None: t)."""
-    keys = keys if first is None else advanced(keys, first)
+def uniforms(keys: np.ndarray, *, num_tokens: int) -> Tensor:
+    """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and t."""
     with np.errstate(over="ignore"):
         words = _mix(keys[:, None] + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)

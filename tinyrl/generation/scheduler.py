@@ -2,7 +2,7 @@
 OSDI 2022). A training rollout, episodes of several turns, `serve` and agents are four ways of adding to it.
 
     add(sequences)    they wait until there is room for them
-    step()            1. sequences that go on in a row of the cache are prefilled behind what it holds; or
+    step()            1. sequences that continue a row of the cache are prefilled behind what it holds; or
                       2. waiting ones are prefilled, a prompt once for its group, a common start once for all; or
                       3. every live row is decoded, by one token or, on a GPU, by a few
                       returned are the sequences that have ended
@@ -12,9 +12,6 @@ each step the last token of a live row is not in the cache yet: its position is 
 
 Tensors that a step reads and writes keep their addresses, since a CUDA graph holds them. A graph may compute rows
 behind the live ones as well. That does a cached row no harm: its position is behind the tokens that count.
-
-For callers who come one by one (`serve`, agents) it runs in a thread of its own. Requests to other weights (another
-role), or for longer rows than there are, wait until those before them have ended.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -34,26 +32,25 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import no_memory
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import LocalEngine, RowParams, SampledRole, Sequence, sample_tokens, uniforms
-from tinyrl.models.batches import backbone_of
+from tinyrl.generation.engine import LocalEngine, SampledRole, Sequence, advanced, row_params, sample_tokens, uniforms
 from tinyrl.models.device import HALVES, as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
+from tinyrl.models.states import backbone_of
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens of a prefill
 EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one behind cached rows, where each token attends to a whole row
 ADMIT_BELOW = 0.75  # share of the rows in use: prompts that are prefilled a few at a time cost more
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # of CUDA graphs
 FURTHER = 256  # between buckets of still more rows
-DRAWN_BY = ("temperature", "top_p", "top_k", "greedy")  # tensors of RowParams
 
 
 class StepGraphs:
-    """Calls `step(*shape)` through a CUDA graph that is captured the first time a shape is seen.
+    """Calls `step(*shape)` through a CUDA graph that is captured the first time a shape is seen: an eager step launches
+    some twenty kernels a layer, which on a small model takes longer than the work.
 
-    An eager step launches some twenty kernels a layer, which on a small model takes longer than the work. `state`: the
-    tensors that a step advances, which never move. Capturing runs the step once to warm up, and then restores them.
+    state: tensors that a step advances, which never move. Capturing runs the step once to warm up, and restores them.
     """
 
     def __init__(self, step: Callable[..., None], *, state: tuple[Tensor, ...]) -> None:
@@ -64,8 +61,8 @@ class StepGraphs:
         self.fails = False
 
     def __call__(self, *shape: Any) -> None:
-        """Replay the step; where it cannot be captured, warn once and run it as it is from then on. Raises an error
-        that reports a lack of memory.
+        """Replay the step; where it cannot be captured, warn once and run it eagerly from then on. Raises an error that
+        reports a lack of memory.
         """
         if not self.fails and shape not in self.graphs:
             try:
@@ -93,7 +90,7 @@ class StepGraphs:
 
 @dataclass(eq=False)
 class CachedRow:
-    """A row behind the live ones: the tokens that it holds, in order. held: it waits for its sequence to go on."""
+    """A row behind the live ones and the tokens it holds, in order. held: it waits for its sequence to be continued."""
 
     slot: int
     tokens: list[int]
@@ -103,7 +100,7 @@ class CachedRow:
 class Scheduler:
     """Rows of `width` tokens for at most `capacity` sequences. look_every: tokens between two looks at which rows have
     ended. by_graphs: steps are replayed from CUDA graphs. admit_below: share of the rows in use up to which waiting
-    sequences are let in.
+    sequences are admitted.
     """
 
     admit_below = ADMIT_BELOW
@@ -128,8 +125,7 @@ class Scheduler:
         self.drawn = torch.zeros(capacity, look_every, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(capacity, look_every, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
-        ones = torch.ones(capacity, device=device)
-        self.buffers = RowParams(ones, ones.clone(), ones.long(), ones.bool(), False)  # those that graphs read
+        self.buffers: dict[str, Tensor] = {}  # sampling parameters that graphs read
         state = self.token, self.position, self.column
         self.graphs = StepGraphs(self._graph_step, state=state) if by_graphs else None
         self.clear()
@@ -138,10 +134,8 @@ class Scheduler:
         self.live: list[Sequence] = []
         self.cached: list[CachedRow] = []  # the oldest first
         self.waiting: deque[Sequence] = deque()
-        self.resuming: deque[Sequence] = deque()  # which go on in a row of the cache
+        self.resuming: deque[Sequence] = deque()  # which continue a row of the cache
         self._admitting, self._changed = False, True
-
-    # ---- for callers ----
 
     def add(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -149,35 +143,34 @@ class Scheduler:
             assert sequence.room + self.look_every - 1 <= self.width
             (self.waiting if sequence.row is None else self.resuming).append(sequence)
 
+    def drop(self, sequence: Sequence) -> None:
+        """Free the row that is held for this sequence."""
+        self.cached.remove(sequence.row)
+
     @property
     def busy(self) -> bool:
         return bool(self.live or self.resuming or self.waiting)
 
     @property
-    def used(self) -> int:
-        """Rows that are not to be had."""
-        return len(self.live) + sum(row.held for row in self.cached)
+    def free(self) -> int:
+        """Rows that are neither live nor held."""
+        return self.capacity - len(self.live) - sum(row.held for row in self.cached)
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing can be done before a sequence that is held goes on."""
-        return not self.live and not self.resuming and not (self.waiting and self.used < self.capacity)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Free the row that is held for this sequence."""
-        self.cached.remove(sequence.row)
+        """Whether nothing can be done before a sequence that is held is continued."""
+        return not self.live and not self.resuming and not (self.waiting and self.free)
 
     def step(self) -> list[Sequence]:
         if not (self._resume() or self._admit()) and self.live:
             self._decode()
-        ended = [slot for slot, s in enumerate(self.live) if s.finish_reason is not None or s.cancelled]
-        return self._take_out(ended) if ended else []
+        return self._take_out([slot for slot, sequence in enumerate(self.live) if sequence.over])
 
     # ---- prefill ----
 
     def _resume(self) -> bool:
-        """Prefill what sequences add to the rows that they go on in; False: there are none."""
-        part, longest = list[Sequence](), 0
+        """Prefill what sequences add to the rows that they continue; return whether there were any."""
+        part, longest, first = list[Sequence](), 0, len(self.live)
         while self.resuming:
             longest = max(longest, len(self.resuming[0].prompt) - len(self.resuming[0].row.tokens))
             if part and (len(part) + 1) * longest > EXTEND_TOKENS[self.device.type]:
@@ -185,14 +178,9 @@ class Scheduler:
             part.append(self.resuming.popleft())
         if not part:
             return False
-        first = len(self.live)
-        for slot, row in enumerate((sequence.row for sequence in part), first):
-            self.cached.remove(row)  # and another that is cached where it is to be live moves to its slot
-            if (other := next((other for other in self.cached if other.slot == slot), None)) is not None:
-                self.cache.exchange(row.slot, slot, max(len(row.tokens), len(other.tokens)))
-                other.slot = row.slot
-            elif row.slot != slot:
-                self.cache.copy(row.slot, slot, len(row.tokens))
+        for slot, sequence in enumerate(part, first):
+            self.cached.remove(sequence.row)
+            self._move(sequence.row, slot)
         known = [len(s.row.tokens) for s in part]
         new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
@@ -202,13 +190,14 @@ class Scheduler:
         return True
 
     def _admit(self) -> bool:
-        """Prefill waiting sequences, in order, as many as there are rows for and fit into a prefill; False: none."""
-        free = self.capacity - self.used
-        enough = self._admitting or self.used <= self.admit_below * self.capacity or not self.live
-        if not self.waiting or not free or not enough:
-            self._admitting = False
+        """Prefill waiting sequences, in order, as many as there are rows for and fit into a prefill; return whether
+        there were any. One that has a long prefix with a cached row in common continues that.
+        """
+        free = self.free
+        enough = self._admitting or self.capacity - free <= self.admit_below * self.capacity or not self.live
+        self._admitting = bool(self.waiting and free and enough)
+        if not self._admitting:
             return False
-        self._admitting = True
         groups, longest = list[list[Sequence]](), 0  # sequences with the same prompt
         while self.waiting and free:
             sequence = self.waiting[0]
@@ -234,9 +223,7 @@ class Scheduler:
         unused = (slot for slot in range(self.capacity - 1, end - 1, -1) if slot not in taken)
         for row in self.cached:
             if row.slot < end:
-                to = next(unused)
-                self.cache.copy(row.slot, to, len(row.tokens))
-                row.slot = to
+                self._move(row, next(unused))
         starts = list(accumulate(counts, initial=len(self.live)))
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
         states = self._prefill([group[0].prompt for group in groups], rows)
@@ -277,7 +264,7 @@ class Scheduler:
     def _begin(self, part: list[Sequence], logits: Tensor) -> None:
         """Draw the first token of sequences that are live from now on, from their logits (R, V)."""
         u = uniforms(np.array([s.key for s in part], dtype=np.uint64), num_tokens=1)[:, 0]
-        params = RowParams.of([s.params for s in part], self.device)
+        params = row_params([s.params for s in part], self.device)
         token, logprob = sample_tokens(logits, to_device(u, self.device), params)
         for sequence, t, p in zip(part, token.tolist(), logprob.tolist(), strict=True):
             sequence.append([t], [p], eos=self.eos, tokenizer=self.tokenizer)
@@ -295,7 +282,7 @@ class Scheduler:
         live = len(self.live)
         if self._changed:
             self._place()
-        drawn = uniforms(self.keys, num_tokens=self.look_every, first=self.counts)
+        drawn = uniforms(advanced(self.keys, self.counts), num_tokens=self.look_every)
         self.counts += self.look_every
         self.uniforms[:live] = to_device(drawn, self.device)
         self.column.zero_()
@@ -305,8 +292,7 @@ class Scheduler:
                 self._step(live, min(longest + i, self.width), self.params)
             else:
                 rows = next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)
-                given = tuple(name for name in DRAWN_BY if getattr(self.params, name) is not None)
-                self.graphs(min(rows, self.capacity), given, self.params.all_greedy)
+                self.graphs(min(rows, self.capacity), *self.params)
         tokens, logprobs = self.drawn[:live].tolist(), self.logprobs[:live].tolist()
         for sequence, t, p in zip(self.live, tokens, logprobs, strict=True):
             sequence.append(t, p, eos=self.eos, tokenizer=self.tokenizer)
@@ -320,20 +306,20 @@ class Scheduler:
             self.position[ends[:, 0]] = ends[:, 1]
         self.keys = np.array([s.key for s in self.live], dtype=np.uint64)
         self.counts = np.array([len(s.tokens) for s in self.live])
-        self.params = RowParams.of([s.params for s in self.live], self.device)
-        for name in DRAWN_BY if self.graphs is not None else ():
-            if (value := getattr(self.params, name)) is not None:
-                getattr(self.buffers, name)[: len(rows)] = value
+        self.params = row_params([s.params for s in self.live], self.device)
+        for name, values in self.params.items() if self.graphs is not None else ():
+            if name not in self.buffers:
+                self.buffers[name] = torch.ones(self.capacity, dtype=values.dtype, device=self.device)
+            self.buffers[name][: len(rows)] = values
         self._changed = False
 
-    def _graph_step(self, rows: int, given: tuple[str, ...], all_greedy: bool) -> None:
-        """A step of a graph, which depends on its rows and on which parameters differ between them."""
-        own = {name: getattr(self.buffers, name)[:rows] if name in given else None for name in DRAWN_BY}
-        self._step(rows, self.width, RowParams(**own, all_greedy=all_greedy))
+    def _graph_step(self, rows: int, *params: str) -> None:
+        """A step of a graph, which depends on its rows and on the parameters that they need."""
+        self._step(rows, self.width, {name: self.buffers[name][:rows] for name in params})
 
-    def _step(self, rows: int, width: int, params: RowParams) -> None:
-        """One token in each of the first `rows` rows, attending to `width` columns of the cache. Only tensors: a CUDA
-        graph can hold it. Rows past the live ones may be computed too; their results are never used.
+    def _step(self, rows: int, width: int, params: dict[str, Tensor]) -> None:
+        """Decode one token in each of the first `rows` rows, attending to `width` columns of the cache. Only tensors: a
+        CUDA graph can hold it. Rows past the live ones may be computed too; their results are never used.
         """
         position = self.position[:rows].clamp(max=self.width - 1)
         states = self.decoder.step(self.token[:rows], position, cache=self.cache, width=width)
@@ -347,17 +333,24 @@ class Scheduler:
 
     # ---- rows of the cache ----
 
+    def _move(self, row: CachedRow, slot: int) -> None:
+        """Move a cached row to a slot; another that is cached there moves to the slot of this one."""
+        there = next((other for other in self.cached if other.slot == slot), None)
+        if there is not None:
+            self.cache.exchange(row.slot, slot, max(len(row.tokens), len(there.tokens)))
+            there.slot = row.slot
+        elif row.slot != slot:
+            self.cache.copy(row.slot, slot, len(row.tokens))
+        row.slot = slot
+
     def _take_out(self, slots: list[int]) -> list[Sequence]:
         """Take the sequences at `slots` out of the live ones: rows from the end move into the gaps."""
-        ended, gone = [self.live[slot] for slot in slots], set(slots)
-        stay, keeps = len(self.live) - len(gone), any(s.after != "free" for s in ended)
-        movers = [slot for slot in range(stay, len(self.live)) if slot not in gone]
+        if not slots:
+            return []
+        ended, stay = [self.live[slot] for slot in slots], len(self.live) - len(slots)
+        movers = sorted({*range(stay, len(self.live))} - {*slots})
         for gap, mover in zip((slot for slot in slots if slot < stay), movers, strict=True):
-            lengths = self.live[gap].length, self.live[mover].length
-            if keeps:
-                self.cache.exchange(mover, gap, max(lengths))
-            else:
-                self.cache.copy(mover, gap, lengths[1])
+            self.cache.exchange(mover, gap, max(self.live[gap].length, self.live[mover].length))
             self.live[gap], self.live[mover] = self.live[mover], self.live[gap]
         for slot, sequence in enumerate(self.live[stay:], stay):
             if sequence.after != "free":  # its last token is not in the cache
@@ -381,7 +374,8 @@ Result = TypeVar("Result")
 
 
 class LiveScheduler:
-    """A queue before an engine's scheduler, and the thread that works it off. max_rows: sequences decoded together.
+    """A queue before an engine's scheduler, and the thread that works it off; max_rows: sequences decoded together.
+    Requests to other weights (another role), or for longer rows than there are, wait until those before have ended.
 
     on_tokens and on_end of a sequence are called in that thread.
     """
@@ -389,13 +383,13 @@ class LiveScheduler:
     def __init__(self, engine: LocalEngine, *, max_rows: int) -> None:
         self.engine, self.max_rows = engine, max_rows
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
-        self.vocabulary = embedding_rows(engine.roles.causal)  # ids that may be read; some have no text
+        self.vocabulary = embedding_rows(engine.policy.causal)  # ids that may be read; some have no text
         self._waiting: deque[Sequence] = deque()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._alone: set[Sequence] = set()  # that were in a batch which failed
-        self._changed, self._closed, self._runs = threading.Condition(), False, 0
-        self._idle = threading.Lock()  # held while a round is in hand, or a function runs
-        self._threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
+        self._changed, self._closed = threading.Condition(), False
+        threads = torch.get_num_threads()  # a thread has a number of its own
+        self._thread = threading.Thread(target=self._work, args=[threads], name="scheduler", daemon=True)
         self._thread.start()
 
     def submit(self, sequences: Iterable[Sequence]) -> bool:
@@ -409,21 +403,18 @@ class LiveScheduler:
         return True
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Run a function between two rounds; the round in hand takes nobody in meanwhile."""
+        """Run a function between two rounds; until then the round in hand admits nobody."""
+        result: Future[Result] = Future()
         with self._changed:
-            self._runs += 1
-        try:
-            with self._idle:
-                torch.set_num_threads(self._threads)  # a thread has a number of its own
-                return function()
-        finally:
-            with self._changed:
-                self._runs -= 1
-                self._changed.notify()
+            if self._closed:
+                raise RuntimeError("the scheduler is closed")
+            self._jobs.append((function, result))
+            self._changed.notify()
+        return result.result()
 
     def release(self) -> None:
-        """Free the copies of weights; the next round copies them as they then are. Requests that still wait end with an
-        error.
+        """Free the copies of weights, so that the next round copies them as they then are. Requests that still wait end
+        with an error.
         """
         self.run(lambda: (self._turn_away("the episode is over"), self.engine.forget()))
 
@@ -441,20 +432,22 @@ class LiveScheduler:
         for sequence in waiting:
             sequence.on_end(RuntimeError(why))
 
-    # ---- the thread ----
-
-    def _work(self) -> None:
-        torch.set_num_threads(self._threads)
+    def _work(self, threads: int) -> None:
+        torch.set_num_threads(threads)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._waiting and not self._runs))
-                if self._closed:
+                self._changed.wait_for(lambda: self._closed or self._jobs or self._waiting)
+                if self._closed and not self._jobs:
                     return
-            with self._idle:
-                with self._changed:
-                    first = self._waiting.popleft() if self._waiting else None
-                if first is not None and not first.cancelled:
-                    self._round(first)
+                job, first = (self._jobs.popleft(), None) if self._jobs else (None, self._waiting.popleft())
+            if job is not None:
+                function, result = job
+                try:
+                    result.set_result(function())
+                except Exception as error:  # noqa: BLE001 raised where the function was handed in
+                    result.set_exception(error)
+            elif first is not None and not first.cancelled:
+                self._round(first)
 
     def _round(self, first: Sequence) -> None:
         """Decode the first that waits, and those that come until none is left that can join. Where that fails, each of
@@ -474,7 +467,7 @@ class LiveScheduler:
                 scheduler.add(going)
                 while scheduler.busy:
                     with self._changed:  # the first that wait join, as long as they can
-                        while self._waiting and not (self._closed or self._runs) and len(going) < scheduler.capacity:
+                        while self._waiting and not (self._closed or self._jobs) and len(going) < scheduler.capacity:
                             s = self._waiting[0]
                             fits = s.role == first.role and s.room <= scheduler.width - beyond
                             if not s.cancelled and (not fits or self._alone & {s, first}):
@@ -515,10 +508,10 @@ class TokenScores:
 @torch.inference_mode()
 def score(engine: Any, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1) -> TokenScores:
     """Score tokens under softmax(logits / temperature) by one forward pass."""
-    roles, dtype = engine.roles, getattr(engine, "dtype", engine.roles.causal.dtype)
+    policy, dtype = engine.policy, getattr(engine, "dtype", engine.policy.causal.dtype)
     logprobs, places = list[float | None]([None]), list[list[tuple[int, float]]]([[]])
-    ids = torch.tensor([tokens], device=roles.device)
-    with roles.acting(role) as model, torch.autocast(roles.device.type, dtype=dtype, enabled=dtype in HALVES):
+    ids = torch.tensor([tokens], device=policy.device)
+    with policy.acting(role) as model, torch.autocast(policy.device.type, dtype=dtype, enabled=dtype in HALVES):
         states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
         for part, following in zip(states[:-1].split(SCORED), ids[0, 1:].split(SCORED), strict=True):
             log_p = (head_of(model).logits(part).float() / temperature).log_softmax(-1).clamp_min(LEAST)

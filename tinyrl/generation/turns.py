@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat
 from typing import Any, Unpack
 
@@ -32,7 +33,7 @@ from tinyrl.generation.engine import (
     eos_token_ids,
     row_keys,
 )
-from tinyrl.models.roles import Roles
+from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import readable, token_ids, tokens_behind
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
@@ -48,8 +49,8 @@ SHOWN_TOKENS = 64  # of each side, each time
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with; form: how
-    the policy writes tool calls (None: the chat template shows no tools).
+    """max_new_tokens: of the policy's own, over all turns; variables: those of the chat template; form: how the policy
+    writes tool calls (None: the chat template shows no tools).
     """
 
     environment: Environment
@@ -67,43 +68,35 @@ class EpisodeRunner:
         self.environment.close()
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
-        """What the environment says at the end of each row's prompt."""
+        """Texts of the environment at the end of each row's prompt."""
         return self.environment.openings([task.prompt(row) for row in rows], row_columns(rows))
 
 
-def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, roles: Roles) -> EpisodeRunner | None:
-    """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
-    nothing answers. Raises ValueError where that cannot be done.
+def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> EpisodeRunner | None:
+    """Start the configuration's environment, or the task's, and find out how its replies become tokens; None without
+    one. Raises ValueError where they cannot.
     """
-    section, task = config.environment, load_task(config.task.name or "rows")
-    if section.agent is not None or not (section.use or section.tools or task.respond or task.environment):
-        return None
-    environment = Environment(
-        section,
-        task=task.name,
-        respond=task.respond,
-        use=task.environment,
-        stop=task.stop,
-        length=lambda text: len(token_ids(tokenizer, text)),
+    section, task, template = (
+        config.environment,
+        load_task(config.task.name or "rows"),
+        config.task.chat_template_kwargs,
     )
+    if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
+        return None
+    own: Any = {"task": task.name, "respond": task.respond, "use": task.environment, "stop": task.stop}
+    environment = Environment(section, **own, length=lambda text: len(token_ids(tokenizer, text)))
     environment.start()
-    schemas = environment.schemas
-    chat = in_chat(tokenizer, config.task.chat)
+    schemas, chat = environment.schemas, in_chat(tokenizer, config.task.chat)
     if schemas and (not chat or "tools" not in str(tokenizer.chat_template)):
         raise ValueError(
             "environment.tools are shown to the model by its chat template, and this model "
             f"{'has none that shows them' if chat else 'is prompted without one'}; describe them in the prompt and "
-            "answer with environment.use=FILE.py:FUNCTION"
+            "answer with environment.name=FILE.py:FUNCTION"
         )
-    variables = {**config.task.chat_template, **({"tools": schemas} if schemas else {})}
-    observations = ObservationTokens(
-        tokenizer,
-        chat=chat,
-        variables=variables,
-        eos=eos_token_ids(roles, tokenizer),
-        max_tokens=environment.max_observation_tokens,
-    )
-    form = call_form(tokenizer, config.task.chat_template) if schemas else None
+    variables, eos = {**template, **({"tools": schemas} if schemas else {})}, eos_token_ids(policy, tokenizer)
+    most = environment.max_observation_tokens
+    observations = ObservationTokens(tokenizer, chat=chat, variables=variables, eos=eos, max_tokens=most)
+    form = call_form(tokenizer, template) if schemas else None
     return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables, form)
 
 
@@ -116,15 +109,16 @@ def play(
     runner: EpisodeRunner,
     **options: Unpack[SampleOptions],
 ) -> tuple[list[Completion], list[Episode]]:
-    """`group_size` episodes for each request, in order, as completions (action_mask: the policy's own) and as episodes.
+    """Play `group_size` episodes for each request; return them, in order, as completions (action_mask: the policy's
+    own tokens) and as episodes.
 
     Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
     """
     key = {"seed": options["seed"], "step": options["step"]}
     with Episodes(prompts, requests, group_size, runner=runner, **key) as episodes:
-        play_on: Any = getattr(engine, "play", None)  # goes on with rows where they are, instead of reading them again
-        if play_on is not None:
-            play_on(requests, group_size, episodes=episodes, **options)
+        continues: Any = getattr(engine, "play", None)  # rows where they are, instead of prefilling them again
+        if continues is not None:
+            continues(requests, group_size, episodes=episodes, **options)
         else:
             play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
         return episodes.finalized(), episodes.episodes
@@ -133,12 +127,18 @@ def play(
 def play_plainly(
     requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: SampleOptions
 ) -> None:
-    """Turn by turn: each episode that goes on is a request of its own, with its transcript so far as the prompt."""
+    """Play turn by turn: each episode that goes on is a request of its own, with its tokens so far as the prompt."""
     episodes.restart()
     going = list(range(len(requests) * group_size))
     while going:
         following = [
-            requests[i // group_size].further(i % group_size, episodes.responses[i].tokens, episodes.limit(i))
+            replace(
+                request := requests[i // group_size],
+                prompt_tokens=request.prompt_tokens + episodes.responses[i].tokens,
+                first_sample=request.first_sample + i % group_size,
+                first_token=request.first_token + len(episodes.responses[i].tokens),
+                max_new_tokens=episodes.limit(i),
+            )
             for i in going
         ]
         for sample, [turn] in zip(going, engine.sample(following, 1, **options), strict=True):
@@ -149,11 +149,11 @@ def play_plainly(
         going = [sample for sample in going if answered[sample] is not None]
 
 
-class Episodes:
+class Episodes(AbstractContextManager):
     """The episodes of one call while they are played: given the end of each turn, it returns what is prefilled next.
 
-    Answers are worked out on a thread, a batch of waiting episodes at a time, so that an engine may go on meanwhile. An
-    episode's answers are a function of its transcript, so which episodes share a batch changes nothing.
+    Replies are computed on a thread, for a batch of waiting episodes at a time, so that an engine may go on meanwhile.
+    A reply is a function of its transcript, so which episodes share a batch changes nothing.
     """
 
     def __init__(
@@ -172,12 +172,8 @@ class Episodes:
         rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
-        # The samples that were asked about, and the replies.
-        self._call: Future[tuple[list[int], list[Reply | None]]] | None = None
+        self._call: Future[tuple[list[int], list[Reply | None]]] | None = None  # samples, and their replies
         self.restart()
-
-    def __enter__(self) -> Episodes:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -192,21 +188,21 @@ class Episodes:
         self._waiting, self._ready = list[int](), list[tuple[int, list[int] | None]]()
 
     def limit(self, sample: int) -> int:
-        """How many tokens the next turn of an episode may have, at least one."""
+        """The most tokens of an episode's next turn, at least one."""
         return self.runner.max_new_tokens - self.episodes[sample].num_actions
 
     def ended(self, sample: int, turn: Completion) -> None:
-        episode, tokens = self.episodes[sample], turn.tokens
+        episode, response, tokens = self.episodes[sample], self.responses[sample], turn.tokens
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
             opened = self.runner.observations.opened if episode.ended_at is not None else ""
-        said = opened + str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
-        message: Message = {"role": "assistant", "content": said}
+        text = opened + str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
+        message: Message = {"role": "assistant", "content": text}
         if (form := self.runner.form) is not None:
-            before = [*self.prompts[sample].tokens, *self.responses[sample].tokens]
-            message = form.message(said, tokens, before=before, tools=self.runner.variables["tools"])
+            before = [*self.prompts[sample].tokens, *response.tokens]
+            message = form.message(text, tokens, before=before, tools=self.runner.variables["tools"])
         episode.transcript.append(message)
-        self.responses[sample].add(tokens, turn.logprobs)
+        response.add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)
         episode.num_actions += len(tokens)
         episode.turn_ends.append(episode.num_tokens - 1)
@@ -219,10 +215,8 @@ class Episodes:
             self._waiting.append(sample)
 
     def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
-        """The episodes whose answers have come since: the tokens to be prefilled next, which their responses have from
-        now on, or None for one that is over.
-
-        wait: for one at least, where any is asked for.
+        """The episodes whose replies have come since: the tokens to be prefilled next, which their responses have from
+        now on, or None for one that is over. wait: for one at least, where any is asked for.
         """
         while True:
             if self._call is None and self._waiting:
@@ -234,31 +228,32 @@ class Episodes:
             call, self._call = self._call, None
             while not wait_for([call], timeout=POLL_S).done:
                 check_stop()
-            for sample, reply in zip(*call.result(), strict=True):
-                episode, runner = self.episodes[sample], self.runner
-                if reply is None:  # the environment has nothing more to say, or has failed
-                    episode.over = True
-                    self._ready.append((sample, None))
-                    continue
-                episode.turn_rewards[-1] += reply.reward
-                episode.invalid += reply.invalid
-                last = len(episode.turn_ends) == runner.environment.max_turns
-                if reply.done or last or episode.num_actions >= runner.max_new_tokens:
-                    if reply.text:
-                        episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
-                    episode.over = reply.done
-                    if not reply.done:
-                        episode.finish_reason = "turns" if last else "length"
-                    self._ready.append((sample, None))
-                    continue
-                observed = runner.observations(reply.text, ended_at=episode.ended_at)
-                episode.transcript.append({"role": "tool", "content": observed.text})
-                episode.num_tokens += len(observed.tokens)
-                self.responses[sample].add(observed.tokens)
-                self._ready.append((sample, observed.tokens))
+            self._ready += [(sample, self._next(sample, reply)) for sample, reply in zip(*call.result(), strict=True)]
+
+    def _next(self, sample: int, reply: Reply | None) -> list[int] | None:
+        """The tokens of a reply (None: the environment has ended the episode, or failed); None where it ends here."""
+        episode, runner = self.episodes[sample], self.runner
+        if reply is None:
+            episode.over = True
+            return None
+        episode.turn_rewards[-1] += reply.reward
+        episode.invalid += reply.invalid
+        last = len(episode.turn_ends) == runner.environment.max_turns
+        if reply.done or last or episode.num_actions >= runner.max_new_tokens:
+            if reply.text:
+                episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
+            episode.over = reply.done
+            if not reply.done:
+                episode.finish_reason = "turns" if last else "length"
+            return None
+        observed = runner.observations(reply.text, ended_at=episode.ended_at)
+        episode.transcript.append({"role": "tool", "content": observed.text})
+        episode.num_tokens += len(observed.tokens)
+        self.responses[sample].add(observed.tokens)
+        return observed.tokens
 
     def finalized(self) -> list[Completion]:
-        """The responses with what their episodes came to: why they ended, and the rewards of those cut off."""
+        """The responses with the finish reasons of their episodes; those cut off get the environment's final reward."""
         cut_off = [i for i, e in enumerate(self.episodes) if e.failure is None and not e.over]
         if cut_off:
             rows = self.runner.environment.final_rewards(*self._given(cut_off))
@@ -281,6 +276,7 @@ class Episodes:
 
 
 def episode_notes(runner: EpisodeRunner) -> list[str]:
+    """Return lines about an environment, and what the chat template makes of its replies."""
     notes, observations = [f"environment {runner.environment.describe()}"], runner.observations
     if runner.form is not None and not runner.form.in_text:
         notes.append(f"calls of tools are read as {runner.form.name}")
@@ -293,8 +289,8 @@ def episode_notes(runner: EpisodeRunner) -> list[str]:
 
 
 def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, stop: list[str]) -> list[str]:
-    """Play an episode of this prompt with scripted turns, and show it as lines: a turn that asks (nonsense, where none
-    is known), and one that answers (the gold answer, or nonsense again). `stop`: what ends a turn beside EOS.
+    """Play an episode of this prompt with scripted turns and return it as lines: a turn that asks (nonsense, where none
+    is known), and one that answers (the gold answer, or nonsense again). stop: texts that end a turn beside EOS.
     """
     environment, observations, tokenizer = runner.environment, runner.observations, runner.tokenizer
     question = prompt.row.get("question")
@@ -303,23 +299,19 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
     asks = asking_turn(environment.built_in, environment.schemas, question)
     if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
         asks = task.asking_turn(prompt.row)
-    turns, ends = [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE], sorted(observations.eos)
+    answer, ends = task.gold(prompt.row) or NONSENSE, sorted(observations.eos)
     request = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index)
     with Episodes([prompt], [request], 1, runner=runner, seed=0, step=0) as episodes:
-        for text in chain(turns, repeat(turns[-1])):  # each as sampling would have ended it
+        for text in chain([asks or NONSENSE.split()[0]], repeat(answer)):  # each as sampling would have ended it
             tokens, reason, most = tokens_behind(tokenizer, prompt.text, text), "stop", episodes.limit(0)
             if ends and not text.endswith(tuple(stop)):
                 tokens, reason = [*tokens, observations.end if observations.end in ends else ends[0]], "eos"
-            turn = tokens[:most]
-            episodes.ended(0, Completion(turn, [0.0] * len(turn), "length" if len(tokens) > most else reason))
-            [(_, added)] = episodes.answers(wait=True)
-            if added is None:
+            turn = Completion(tokens[:most], [0.0] * min(len(tokens), most), "length" if len(tokens) > most else reason)
+            episodes.ended(0, turn)
+            if episodes.answers(wait=True)[0][1] is None:
                 break
         [completion], [episode] = episodes.finalized(), episodes.episodes
-    lines, mask = (
-        ["episode of scripted turns (what the policy only reads is in brackets):"],
-        completion.action_mask or [],
-    )
+    lines, mask = ["episode of scripted turns (prefilled tokens are in brackets):"], completion.action_mask or []
     for chosen, run in groupby(zip(mask, completion.tokens, strict=True), key=lambda pair: pair[0]):
         tokens = [token for _, token in run]
         shown = " ".join(f"{visible(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])

@@ -10,7 +10,7 @@ What a critic starts from:
     a ppo run               its own   that run's critic                               that critic's
 
 A reward model scores finished texts, so as a critic it is biased on unfinished ones until it has been trained,
-which is what critic.warmup is for.
+which is what critic.warmup_steps is for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.models.batches import backbone_of
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
@@ -39,6 +38,7 @@ from tinyrl.models.lora import (
     read_lora_config,
     wrap_in_lora,
 )
+from tinyrl.models.policy import MODEL, VALUE_HEAD, Policy, load_weights
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
@@ -48,32 +48,30 @@ from tinyrl.models.reward_model import (
     load_classifier,
     load_reward_model,
 )
-from tinyrl.models.roles import MODEL, VALUE_HEAD, Roles, load_roles, load_weights
+from tinyrl.models.states import backbone_of
 from tinyrl.runs.resolve import critic_run
 from tinyrl.text import shortened
 
 
-def build_roles(
+def build_policy(
     config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False, teacher: bool = False
-) -> Roles:
-    """Load the base and put policy, reference, critic and, where it is wanted, the teacher on it. LoRA's A is drawn
-    from torch's generator.
-    """
+) -> Policy:
+    """Load the base and put policy, reference, critic and teacher on it. LoRA's A is drawn from torch's generator."""
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None:
         model = load_start_adapter(model, config.model.adapter, dropout=config.lora.dropout)
     elif config.lora.enabled:
         model = wrap_in_lora(model, _fresh_adapter(config, dropout=config.lora.dropout))
-    roles = Roles(model, device=device, reference=config.has_reference)
+    policy = Policy(model, device=device, reference=config.has_reference)
     if config.model.adapter is not None and config.has_reference:
-        roles.freeze_reference_adapter()
+        policy.freeze_reference_adapter()
     if config.uses("critic"):
-        _add_critic(roles, config, dtype, trust_remote_code)
+        _add_critic(policy, config, dtype, trust_remote_code)
     if teacher and config.learns_from_teacher and config.teacher.path is not None:
-        _add_teacher(roles, config, config.teacher.path, dtype, trust_remote_code)
+        _add_teacher(policy, config, config.teacher.path, dtype, trust_remote_code)
     if config.model.gradient_checkpointing:
-        roles.check_gradient_checkpointing()
-    return roles
+        policy.check_gradient_checkpointing()
+    return policy
 
 
 def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -93,27 +91,27 @@ def _fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:
     return lora_config(r=lora.r, alpha=lora.alpha, dropout=dropout, target_modules=lora.target_modules)
 
 
-def _add_frozen_adapter(roles: Roles, name: str, folder: Path, *, setting: str) -> None:
+def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str) -> None:
     """Put a frozen adapter on the policy's base. Raises ValueError where it does not fit."""
-    if roles.peft is None:
+    if policy.peft is None:
         raise ValueError(f"{setting} is an adapter: it needs lora.enabled=true, on its own base")
-    config = read_lora_config(str(folder), roles.causal)
+    config = read_lora_config(str(folder), policy.causal)
     with reading(f"{setting}: {ADAPTER_CONFIG} does not fit this base model"):
-        roles.add_adapter(name, config=config)
-    load_adapter_weights(roles.peft, name, folder / ADAPTER_FILE)
-    roles.keep_trainable()
+        policy.add_adapter(name, config=config)
+    load_adapter_weights(policy.peft, name, folder / ADAPTER_FILE)
+    policy.keep_trainable()
 
 
 # ---- teacher and reward model ----
 
 
-def _add_teacher(roles: Roles, config: Config, path: str, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    """Give the roles the teacher that is an adapter on this base, or a model of its own. Raises ValueError where it
+def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    """Give the policy the teacher that is an adapter on this base, or a model of its own. Raises ValueError where it
     does not fit, or has other tokens.
     """
     if config.teacher.kind == "adapter":
         folder = starter_path(path) or Path(path).expanduser()
-        _add_frozen_adapter(roles, "teacher", folder, setting=f"teacher.path={path}")
+        _add_frozen_adapter(policy, "teacher", folder, setting=f"teacher.path={path}")
     elif config.teacher.kind == "model":
         quantization, base, trust = config.teacher.quantization, config.model, trust_remote_code
         model = load_causal_lm(path, dtype=dtype, quantization=quantization, trust_remote_code=trust)
@@ -127,39 +125,39 @@ def _add_teacher(roles: Roles, config: Config, path: str, dtype: torch.dtype, tr
                 f"{theirs.get(token)} there and {ours.get(token)} here), so it cannot score the policy's tokens"
             )
         check_vocabulary(tokenizer, model, path=path)
-        roles.add_teacher(model)
+        policy.add_teacher(model)
 
 
 def build_reward_model(
-    config: Config, roles: Roles, *, dtype: torch.dtype, trust_remote_code: bool = False
+    config: Config, policy: Policy, *, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> SequenceRewardModel | None:
     """Load the reward model if it is a model of its own; an adapter is put on the shared base, and None returned."""
     path = config.reward.model
     if path is None:
         return None
     if is_reward_adapter(path):
-        attach_reward_adapter(roles, path)
+        attach_reward_adapter(policy, path)
         return None
-    label, device = config.reward.model_label, roles.device
+    label, device = config.reward.model_label, policy.device
     return load_reward_model(path, dtype=dtype, label=label, device=device, trust_remote_code=trust_remote_code)
 
 
-def attach_reward_adapter(roles: Roles, path: str) -> None:
+def attach_reward_adapter(policy: Policy, path: str) -> None:
     """Put a reward adapter and its head (written by `tinyrl train reward`) on the policy's base, frozen."""
     folder = Path(path).expanduser()
     if not (folder / SCORE_HEAD).is_file():
         raise ValueError(f"reward.model={path}: {SCORE_HEAD} is missing, so this adapter is a policy")
-    _add_frozen_adapter(roles, "reward", folder, setting=f"reward.model={path}")
-    head = ValueHead(roles.hidden_size("policy"))
+    _add_frozen_adapter(policy, "reward", folder, setting=f"reward.model={path}")
+    head = ValueHead(policy.hidden_size("policy"))
     load_weights(head, folder / SCORE_HEAD)
-    roles.score_head = head.to(roles.device).requires_grad_(False)
+    policy.score_head = head.to(policy.device).requires_grad_(False)
 
 
 # ---- critic ----
 
 
-def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    """Give the roles the critic of `critic.kind`, started from `critic.path`. Raises ValueError for one that does not
+def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    """Give the policy the critic of `critic.kind`, started from `critic.path`. Raises ValueError for one that does not
     fit.
     """
     kind, path, run, model, head = config.critic.kind, config.critic.path, critic_run(config), None, None
@@ -170,29 +168,29 @@ def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_c
         model.requires_grad_(not config.lora.enabled)
     adapter = _fresh_adapter(config, dropout=0.0)
     if run is not None and run.lora.enabled and kind in ("adapter", "separate"):
-        adapter = read_lora_config(f"{path}/critic" if run.uses("critic") else str(path), model or roles.causal)
+        adapter = read_lora_config(f"{path}/critic" if run.uses("critic") else str(path), model or policy.causal)
     if model is None:
-        check_rank(roles.causal, adapter, what="lora.r")
-        roles.add_critic(kind, lora=adapter)
+        check_rank(policy.causal, adapter, what="lora.r")
+        policy.add_critic(kind, lora=adapter)
     else:
-        roles.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
-    assert roles.value_head is not None
+        policy.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
+    assert policy.value_head is not None
     if head is not None:
         weight, bias = head
         with torch.no_grad():
-            roles.value_head.weight.copy_(weight)
+            policy.value_head.weight.copy_(weight)
             if bias is not None:
-                roles.value_head.bias.copy_(bias)
+                policy.value_head.bias.copy_(bias)
     if run is None or path is None:
         return
     if not run.trains.policy:  # a reward model of adapters
-        assert roles.peft is not None
-        load_adapter_weights(roles.peft, "critic", Path(path) / ADAPTER_FILE)
-        load_weights(roles.value_head, Path(path) / SCORE_HEAD)
-    elif isinstance(roles.critic_model, PeftModel) and not run.lora.enabled:
-        load_weights(roles.value_head, Path(path) / VALUE_HEAD)  # the backbone was loaded before it got adapters
+        assert policy.peft is not None
+        load_adapter_weights(policy.peft, "critic", Path(path) / ADAPTER_FILE)
+        load_weights(policy.value_head, Path(path) / SCORE_HEAD)
+    elif isinstance(policy.critic_model, PeftModel) and not run.lora.enabled:
+        load_weights(policy.value_head, Path(path) / VALUE_HEAD)  # the backbone was loaded before it got adapters
     else:
-        load_roles(roles, Path(path), only="critic")
+        policy.load(Path(path), only="critic")
 
 
 def _separate_model(

@@ -1,7 +1,7 @@
-"""Do our numbers agree with the library's: the head, packed rows, our layers, policy and reference.
+"""Compare our numbers with the library's: the head, packed rows, our layers, the sampler, policy and reference.
 
-In float32 both have to be equal up to rounding. In half precision any two correct computations are far apart where
-logits are sharp (a real model of 135M parameters: 0.06 to 0.18 nats on average), so both are compared with float32.
+In float32 they must be equal up to rounding. In half precision two correct computations are far apart where logits are
+sharp (a real model of 135M parameters: 0.06 to 0.18 nats on average), so each is compared with float32.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from tinyrl.models.packing import CannotPack, Packing, attending, pack
 
 if TYPE_CHECKING:
     from tinyrl.models.logprobs import Head
-    from tinyrl.models.roles import Roles
+    from tinyrl.models.policy import Policy
 
 MOST_IN_FLOAT32 = 1e-4  # nats, or relative error of a state, between two computations in float32
 TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
 SMALL = 1e-3  # share of the largest norm: the least norm that an error is relative to
 COMPARED_LAYERS = 2  # whose derivatives are compared
+DECODED = 7  # tokens of each text that the sampler decodes one by one
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 NOT_LIKE_LLAMA = (AttributeError, CannotPack, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -47,7 +48,7 @@ def ordinary_ids(vocabulary: int, count: int, *, start: int = 0) -> list[int]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Have a half-precision model compute in float32 inside; each layer's weights are widened while it runs."""
+    """Have a half-precision model compute in float32 inside; the weights of a layer are widened while it runs."""
     originals: dict[nn.Parameter, Tensor] = {}
 
     def widen(layer: nn.Module, _: object) -> None:
@@ -83,7 +84,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
     """Run a model on eight tokens; return float32 logits (8, V), a classifier's (labels,), or states (8, H). Raises
-    ValueError where it cannot be computed (settings that only its forward pass reads), or is not finite.
+    ValueError where it cannot be computed (by settings that only its forward pass reads), or is not finite.
     """
     with reading(f"the model of {path!r} cannot be computed"):
         output = model(input_ids=_few_ids(model))
@@ -91,7 +92,7 @@ def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
     bias = getattr(model.get_output_embeddings(), "bias", None)
     never = False if bias is None else bias == -torch.inf  # tokens that a head rules out
     if not (numbers.isfinite() | never).all():
-        raise ValueError(f"{path!r} gives numbers that are not finite, so some of its weights are damaged")
+        raise ValueError(f"{path!r} gives numbers that are not finite: its weights are damaged")
     return numbers[0].float()
 
 
@@ -100,38 +101,36 @@ def _few_ids(model: PreTrainedModel) -> Tensor:
 
 
 def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
-    """Compare head(states) with the model's own logits on a few tokens. Raises ValueError where they differ: a model
-    that changes its logits in an unknown way would silently train on wrong probabilities.
+    """Raise ValueError unless head(states) are the model's own logits on a few tokens: a model that changes its logits
+    in an unknown way would silently train on wrong probabilities.
     """
     own = few_tokens(model, path=str(model.config.name_or_path))
     with torch.no_grad():
         ours = head.logits(backbone(input_ids=_few_ids(model)).last_hidden_state[0])
     tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
-    there = own.isfinite()  # a bias of -inf says that a token never comes
+    there = own.isfinite()  # a bias of -inf rules a token out
     gap = (own - ours)[there].abs().max().item() / max(1.0, own[there].abs().max().item())
     if not (gap < tolerance and torch.equal(there, ours.isfinite())):
-        raise ValueError(
-            f"{type(model).__name__} changes its logits in a way tinyrl does not know (relative difference {gap:.2g})"
-        )
+        unknown = f"changes its logits in a way tinyrl does not know (relative difference {gap:.2g})"
+        raise ValueError(f"{type(model).__name__} {unknown}")
 
 
 # ---- packed rows and our layers ----
 
 
 class _Rows:
-    """A prompt with three responses and another with one, packed; `separate` holds the same rows one by one, `new` how
-    many tokens at the end of each are its own in the packed sequence.
+    """Four rows: a prompt with three responses and another with one. The last `new` tokens of each are its own in the
+    packed sequence.
     """
 
     def __init__(self, backbone: Any) -> None:
         device = next(backbone.parameters()).device
         ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
         rows = [ids[:4] + ids[6:9], ids[:4] + ids[9:10], ids[:4] + ids[2:8], ids[4:6] + ids[10:14]]
-        self.new = [7, 1, 6, 6]
-        self.separate = [torch.tensor([row], device=device) for row in rows]
-        own = list(zip(rows, self.new, strict=True))
-        self.ids = torch.tensor([[token for row, n in own for token in row[-n:]]], device=device)
-        self.positions = torch.tensor([[i for row, n in own for i in range(len(row) - n, len(row))]], device=device)
+        self.rows, self.new = [torch.tensor([row], device=device) for row in rows], [7, 1, 6, 6]
+        own = list(zip(self.rows, self.new, strict=True))
+        places = [torch.arange(row.shape[1] - n, row.shape[1], device=device) for row, n in own]
+        self.ids, self.positions = torch.cat([row[:, -n:] for row, n in own], 1), torch.cat(places).unsqueeze(0)
         self.packing: Packing = pack([(4, [3, 1, 6]), (2, [4])], device=device)
 
     def library_states(self, backbone: nn.Module) -> Tensor:
@@ -141,7 +140,7 @@ class _Rows:
         return output.last_hidden_state[0]
 
     def separate_states(self, backbone: nn.Module) -> Tensor:
-        states = [backbone(input_ids=row, use_cache=False).last_hidden_state[0] for row in self.separate]
+        states = [backbone(input_ids=row, use_cache=False).last_hidden_state[0] for row in self.rows]
         return torch.cat([row[-n:] for row, n in zip(states, self.new, strict=True)])
 
     def our_states(self, backbone: nn.Module) -> Tensor:
@@ -150,13 +149,12 @@ class _Rows:
 
 @torch.no_grad()
 def packs_exactly(backbone: Any) -> bool:
-    """Return whether the library's states of packed rows are those of the rows one by one, on a few tokens. False for
-    eager attention, and for attention windows, which are longer than the few tokens.
+    """Return whether the library's states of a few packed tokens are those of the rows one by one. False for eager
+    attention, and for attention windows, which are longer than the few tokens.
     """
     config = backbone.config
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
-    backend = getattr(backbone, "_supports_attention_backend", False)
-    if windows or not backend or config._attn_implementation == "eager":
+    if windows or not getattr(backbone, "_supports_attention_backend", False) or config._attn_implementation == "eager":
         return False
     rows = _Rows(backbone)
     try:
@@ -169,9 +167,7 @@ _compared: WeakKeyDictionary[nn.Module, dict[torch.dtype | None, bool]] = WeakKe
 
 
 def supports_fused_layers(backbone: nn.Module) -> bool:
-    """Return whether layers.py currently computes what the decoder does. Its numbers are compared once in each dtype of
-    autocast, on a few packed tokens.
-    """
+    """Return whether layers.py currently computes what the decoder does; compared once for each dtype of autocast."""
     known = _compared.setdefault(backbone, {})
     low = autocast_dtype(next(backbone.parameters()).device.type)
     if low not in known and not has_known_parts(backbone):
@@ -185,7 +181,7 @@ def supports_fused_layers(backbone: nn.Module) -> bool:
 
 @torch.no_grad()
 def _same_as_the_library(backbone: Any) -> bool:
-    """Compare the states of all layers, and the derivatives of the first ones, none of which is recomputed."""
+    """Compare the states of all layers on a few packed tokens, and the derivatives of the first layers."""
     rows, few = _Rows(backbone), copy.copy(backbone)
     layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
     for layer in layers:
@@ -202,8 +198,8 @@ def _same_as_the_library(backbone: Any) -> bool:
 
 
 def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Tensor]:
-    """Gradients of a weighted sum of the hidden states, each with a weight of its own, with respect to the embedded
-    tokens and the trainable parameters.
+    """Return the gradients of a weighted sum of the hidden states with respect to the embedded tokens and the trainable
+    parameters, each (1, n).
     """
     leaves: list[Tensor] = []
 
@@ -212,7 +208,7 @@ def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Ten
         return leaves[-1]
 
     hook = backbone.embed_tokens.register_forward_hook(as_leaf)
-    try:  # saved_tensors_hooks: weights as they are while a layer runs, which in_float32 changes
+    try:  # saved_tensors_hooks: in_float32 changes weights after a layer has run
         with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             found = states(backbone).float()
             loss = (found * torch.arange(found.numel(), device=found.device).cos().view_as(found)).sum()
@@ -224,8 +220,8 @@ def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Ten
 
 
 def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn.Module) -> bool:
-    """Return whether `ours` are the numbers of the library: equal in float32, as near to float32 in half precision.
-    Tensors are (K, n); the error of a row is relative to its norm.
+    """Return whether `ours` are the library's numbers: equal in float32, as near to float32 in half precision. Tensors
+    are (K, n); the error of a row is relative to its norm.
     """
 
     def errors(found: list[Tensor], exact: list[Tensor]) -> Tensor:
@@ -241,30 +237,59 @@ def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn
     return as_exact(float(errors(ours, exact).mean()), float(errors(theirs, exact).mean()))
 
 
+# ---- the sampler's decoder ----
+
+
+@torch.no_grad()
+def samples_exactly(backbone: nn.Module, decoder: Any, *, longest: int) -> bool:
+    """Return whether the decoder of generation/decoder.py computes the states of the library at the end of texts of
+    different lengths, one of `longest` tokens (a scale of positions, a window or a mask may go wrong late). The last
+    tokens are decoded one by one. Half precision is judged by more texts: rounding is much the same inside one.
+    """
+    half, device, vocabulary = decoder.dtype in HALVES, decoder.device, len(decoder.embedding)
+    short = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(8 if half else 2)]
+    long, ours = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else [], list[Tensor]()
+    for texts in filter(None, (short, long)):
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
+        position = torch.tensor([len(text) - DECODED for text in texts], device=device)
+        cache, rows = decoder.new_cache(*ids.shape), [range(i, i + 1) for i in range(len(texts))]
+        states = [decoder.prefill(ids[:, : int(position.max())], position, cache=cache, rows=rows)]
+        for at in (position + t for t in range(DECODED)):
+            token = ids.gather(1, at.unsqueeze(1)).squeeze(1)
+            states.append(decoder.step(token, at, cache=cache, width=ids.shape[1]))
+        ours += torch.stack(states, 1).unbind()
+
+    def library() -> list[Tensor]:
+        every = [torch.tensor([text], device=device) for text in (*short, *long)]
+        return [backbone(input_ids=ids, use_cache=False).last_hidden_state[0, -DECODED - 1 :] for ids in every]
+
+    with torch.autocast(device.type, dtype=decoder.dtype, enabled=half):
+        return _alike(ours, library, backbone)
+
+
 # ---- policy and reference ----
 
 
 def check_reference(
-    roles: Roles, prompts: list[list[int]], *, temperature: float, autocast: Callable[..., Any]
+    policy: Policy, prompts: list[list[int]], *, temperature: float, autocast: Callable[..., Any]
 ) -> None:
     """Check that policy and reference agree before the first step. Raises ValueError, naming the reference, if not."""
-    if not roles.has_reference:
+    if not policy.has_reference:
         return
     shortened = [prompt[:32] for prompt in prompts[:4]]
-    batch, logprobs = roles.batch(shortened, [prompt[-8:] for prompt in shortened]), []
+    batch, logprobs = policy.batch(shortened, [prompt[-8:] for prompt in shortened]), []
     for role in ("policy", "reference"):
-        with torch.no_grad(), roles.acting(role), autocast():
-            logprobs.append(roles.logprobs(role, batch, temperature=temperature)[0])
+        with torch.no_grad(), policy.acting(role), autocast():
+            logprobs.append(policy.logprobs(role, batch, temperature=temperature)[0])
     gap = float((logprobs[0] - logprobs[1]).abs().max())
-    if not gap <= KL_AT_START.get(roles.dtype, 1e-5):
+    if not gap <= KL_AT_START.get(policy.dtype, 1e-5):
         raise ValueError(
-            f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); "
-            f"the reference is {reference_of(roles)}; reference.kind=none trains without one, and model.dtype=float32 "
-            "shows whether rounding is the reason"
+            f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); the reference is "
+            f"{reference_of(policy)}; model.dtype=float32 shows whether rounding is the reason"
         )
 
 
-def reference_of(roles: Roles) -> str:
-    if roles.reference_model is not None:
+def reference_of(policy: Policy) -> str:
+    if policy.reference_model is not None:
         return "a frozen copy of the model"
-    return f"adapter `{roles.reference_adapter}`" if roles.reference_adapter else "the base without adapters"
+    return f"adapter `{policy.reference_adapter}`" if policy.reference_adapter else "the base without adapters"

@@ -1,8 +1,8 @@
 """Layers of Llama-like decoders (Llama, Qwen2, Qwen3) for packed training passes, with derivatives by hand.
 
-The library's layers keep a dozen tensors as wide as the feed-forward block, and LoRA's branch costs two more passes
+The library's layers save a dozen tensors as wide as the feed-forward block, and LoRA's branch costs two more passes
 over every output. Here branch and residual are added inside the products and norms are recomputed in backward. Tokens
-are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py decides).
+are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py).
 
 A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r); the last three may be
 None. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
@@ -38,17 +38,15 @@ ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and 
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
 }  # fmt: skip
-NATIVE = {  # instructions of a CPU for products in half precision, as torch names them
-    torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx10_2", "bf16"},
-    torch.float16: {"avx512_fp16", "amx_fp16", "avx10_2", "fp16"},
-}
 Tensors = Sequence[Tensor | None]
 
 
 @cache
 def multiplies_in(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies in a half-precision dtype; else it would emulate that, many times slower."""
-    return any(there for name, there in torch.cpu.get_capabilities().items() if name in NATIVE[dtype])
+    """Return whether this CPU has instructions for products in a half-precision dtype; else they are emulated."""
+    short = "bf16" if dtype == torch.bfloat16 else "fp16"
+    there = torch.cpu.get_capabilities()
+    return any(there.get(name, False) for name in (f"avx512_{short}", f"amx_{short}", "avx10_2", short))
 
 
 # ---- linear layers with LoRA ----
@@ -78,9 +76,7 @@ def product(
 def linears(
     h: Tensor, layers: Tensors, scales: Sequence[float], *, residual: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Apply several linear layers to h (N, in); return their outputs (plus `residual`), and A h of all of them together
-    (N, sum of ranks).
-    """
+    """Apply several linear layers to h (N, in); return their outputs (plus `residual`), and A h (N, sum of ranks)."""
     joined = _joined_a(layers, h.dtype)
     low = None if joined is None else product(h, joined.t())
     outputs = []
@@ -154,8 +150,8 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms,
-    (..., 1), not in half precision.
+    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms, which
+    is (..., 1) and not in half precision.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     r = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
@@ -309,9 +305,7 @@ def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple
 
 
 def reads_like_llama(backbone: Any) -> bool:
-    """Return whether the decoder has the parts of Llama's. Whether they compute the same is compared on numbers (of few
-    and early positions) in checks.py.
-    """
+    """Return whether the decoder has the parts of Llama's; checks.py compares their numbers, at early positions."""
     if not all(hasattr(backbone, name) for name in ("layers", "embed_tokens", "norm", "rotary_emb")):
         return False
     rope: dict[str, Any] = getattr(backbone.config.get_text_config(), "rope_parameters", None) or {}
@@ -324,17 +318,17 @@ def reads_like_llama(backbone: Any) -> bool:
 
 def has_known_parts(backbone: Any) -> bool:
     """Return whether every part of the decoder is of a kind that this file computes."""
-    if not reads_like_llama(backbone):
-        return False
     config: Any = backbone.config.get_text_config()
-    plain = all(type(_base(module)) is nn.Linear for layer in backbone.layers for module in _projections(layer))
-    return plain and getattr(config, "hidden_act", None) in ("silu", "swish") and hasattr(config, "rms_norm_eps")
+    return (
+        reads_like_llama(backbone)
+        and all(type(_base(module)) is nn.Linear for layer in backbone.layers for module in _projections(layer))
+        and getattr(config, "hidden_act", None) in ("silu", "swish")
+        and hasattr(config, "rms_norm_eps")
+    )
 
 
 def can_run_now(backbone: Any) -> bool:
-    """Return whether nothing is in use that is left to the library: weights are in float32 or the dtype of autocast,
-    adapters are W + B A, unmerged and without dropout.
-    """
+    """Return whether weights are in float32 or autocast's dtype, and adapters W + B A, unmerged, without dropout."""
     low = autocast_dtype(backbone.norm.weight.device.type)
     if not {p.dtype for p in backbone.parameters()} <= {torch.float32, low} or low not in (None, *HALVES):
         return False

@@ -1,8 +1,8 @@
 """Load causal language models and tokenizers; check that weights, config.json and tokenizer go together.
 
-Weights are only read from safetensors files: `.bin`, `.pt` and `.pkl` are refused, because unpickling runs code. The
-library fills missing weights with random numbers and goes on, so noise would be trained: they are refused. A few models
-(Gemma-3 1B) have special tokens without a row in the embedding; only training rows that hold one are refused.
+Weights are read from safetensors files only, because unpickling others runs code. The library fills missing weights
+with random numbers and goes on, so they are refused. A few models (Gemma-3 1B) have special tokens without a row in the
+embedding; only rows of data that hold one are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +33,7 @@ from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
 from tinyrl.text import shortened
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# The library then reports which weights are missing or of another shape, instead of an error that names none of them.
+# The library then reports weights that are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
@@ -40,15 +42,13 @@ OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuesti
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, needs_eos: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer. Without a pad token it pads with EOS, which is safe: masks never look at token ids.
-
-    Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
+    """Load a model's tokenizer. Without a pad token it pads with EOS, which is safe: masks come from lengths. Raises
+    ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
     """
     options: dict[str, Any] = {"revision": revision or HUB_DEFAULT}
     resolved = resolve_model_path(path)
     with reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved):
-        # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
-        # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
+        # Beside some architectures (Qwen2) the library would put any vocabulary into the architecture's own tokenizer.
         named = get_tokenizer_config(resolved, **options).get("tokenizer_class")
         kind = PreTrainedTokenizerFast if named in PLAIN_TOKENIZERS else AutoTokenizer
         tokenizer = kind.from_pretrained(resolved, trust_remote_code=trust_remote_code, **options)
@@ -63,8 +63,8 @@ def load_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision: str | None = None) -> None:
-    """Save a tokenizer of `load_tokenizer` as the files it was loaded from: older versions of the library cannot read
-    what this one writes.
+    """Save a tokenizer of `load_tokenizer` as the files that it was loaded from: older versions of the library cannot
+    read those that this one writes.
     """
     tokenizer.save_pretrained(folder)
     names = {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *tokenizer.vocab_files_names.values()}
@@ -106,7 +106,6 @@ def load_causal_lm(
         config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         if random_init:
             return AutoModelForCausalLM.from_config(config, **options).eval()
-        check_size(config, resolved)
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
@@ -121,13 +120,8 @@ def load_causal_lm(
 
 def _quantization_config(quantization: str, dtype: torch.dtype) -> Any:
     """Configure bitsandbytes: NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)."""
-    try:
-        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
-        from transformers import BitsAndBytesConfig
-    except ImportError:
-        raise ValueError(
-            f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'"
-        ) from None
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'")
     if quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -149,22 +143,17 @@ def check_vocabulary(
     rows, added = embedding_rows(model), tokenizer.added_tokens_decoder
     for token, number in tokenizer.get_vocab().items():
         if number >= rows and (number < sampled or number not in added or number == tokenizer.eos_token_id):
-            raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "
-                f"there is none for {shortened(token)!r} (token {number})"
-            )
+            missing = f"there is none for {shortened(token)!r} (token {number}) of the tokenizer"
+            raise ValueError(f"the embedding of {path!r} has {rows} rows: {missing}")
 
 
 def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Raise ValueError for the first token of some rows that has no row in the model's embedding."""
+    """Raise ValueError for the first row of data with a token that has no row in the model's embedding."""
     rows = embedding_rows(model)
     for number, ids in enumerate(sequences, start=1):
-        highest = max(ids, default=0)
-        if highest >= rows:
-            raise ValueError(
-                f"row {number} holds {shortened(str(tokenizer.convert_ids_to_tokens(highest)))!r} (token "
-                f"{highest}), for which the model has no embedding: it has {rows} rows"
-            )
+        if (highest := max(ids, default=0)) >= rows:
+            token = shortened(str(tokenizer.convert_ids_to_tokens(highest)))
+            raise ValueError(f"row {number} holds {token!r} (token {highest}): the embedding has {rows} rows")
 
 
 class NoHead(ValueError):
@@ -174,38 +163,18 @@ class NoHead(ValueError):
 def check_weights(model: PreTrainedModel, found: dict[str, Any], *, path: str) -> None:
     """Raise ValueError, naming the first weight, unless the file had every weight of `model`, in its shape.
 
-    `found`: the library's loading info, which leaves out tied weights and those that a model's class lets be absent.
-    Left-over weights are refused where they show that config.json is of another model: of kinds that the model has in
-    other layers, and biases of layers that have none. Other heads and towers may be left over.
+    `found`: the library's loading info, without tied weights and those that a model's class lets be absent. Left-over
+    weights are refused where config.json must be of another model: of kinds that the model has in other layers, and
+    biases of layers that have none. Other heads and towers may be left over.
     """
     kinds = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
     modules = model.named_modules()
     no_bias = {f"{n}.bias" for n, m in modules if hasattr(m, "weight") and getattr(m, "bias", ...) is None}
-    wrong = [
-        f"has {name} in shape {' x '.join(map(str, there))}, and config.json asks for {' x '.join(map(str, wanted))}"
-        for name, there, wanted in sorted(found["mismatched_keys"])
-    ]
-    lacking = "which config.json asks for and which would be random noise"
-    wrong += [f"lacks {name}, {lacking}" for name in sorted(found["missing_keys"])]
+    shapes = [(name, [*there], [*own]) for name, there, own in sorted(found["mismatched_keys"])]
+    wrong = [f"has {name} in shape {there}, and config.json asks for {own}" for name, there, own in shapes]
+    wrong += [f"lacks {name}, which would be random noise" for name in sorted(found["missing_keys"])]
     for name in sorted(found["unexpected_keys"]):
         if re.sub(r"\d+", "*", name) in kinds or name in no_bias:
-            wrong.append(f"has {name}, which config.json has no place for")
+            wrong.append(f"has {name}, for which config.json has no place")
     if wrong:
         raise ValueError(f"{path!r} {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""))
-
-
-def check_size(config: PretrainedConfig, resolved: str) -> None:
-    """Raise ValueError where config.json describes a model that is larger by far than the weights in a local folder: it
-    would be built, for hours or beyond the memory, before a comparison could show it.
-    """
-    numbers = 2 * sum(
-        file.stat().st_size for file in Path(resolved).glob("*.safetensors")
-    )  # a 4-bit one is half a byte
-    text: Any = config.get_text_config()
-    layers, width = getattr(text, "num_hidden_layers", 1), text.hidden_size
-    wide = width * max(text.vocab_size, getattr(text, "intermediate_size", None) or 0)
-    if numbers and (layers < 1 or max(layers, wide) > numbers):
-        raise ValueError(
-            f"config.json: num_hidden_layers={layers}, hidden_size={width} and vocab_size={text.vocab_size} are not of "
-            f"the weights, which are at most {numbers:,} numbers"
-        )

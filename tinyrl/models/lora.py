@@ -1,8 +1,7 @@
-"""LoRA adapters: their files, read and checked against the base, and their matrices, merged for sampling.
+"""LoRA adapters: their files, checked against the base, and their matrices, merged for sampling.
 
-Merging makes private copies and leaves the base alone: adding B A in place and subtracting it again rounds the base a
-little at every update, visibly in bfloat16. A copy should be float32 too: a bfloat16 weight is spaced wider than the
-first updates are large (generation/decoder.py).
+Merging makes private float32 copies: adding B A to the base in place and subtracting it again rounds the base at every
+update, and a bfloat16 weight is spaced wider than the first updates are large.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tinyrl.text import first_line
 
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
-# Fields by which an adapter is more than LoRA matrices, and the value that is harmless.
+# Fields by which an adapter is more than LoRA matrices, and their harmless values.
 CHANGES_BASE = {
     "modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None,
     "lora_bias": False, "alora_invocation_tokens": None,
@@ -37,16 +36,13 @@ CHANGES_BASE = {
 
 
 def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
-    """Configure LoRA (2106.09685): W + (alpha / r) B A on every module in `target_modules`; `all-linear` leaves the
-    head out.
-    """
+    """Configure LoRA (2106.09685): W + (alpha / r) B A on `target_modules`; `all-linear` leaves the head out."""
     return LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
 
 
 def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Add the policy's adapter; of a classification model (a critic that starts from a reward model) the head stays.
-
-    Raises ValueError, with the names there are, when target_modules match nothing.
+    """Add the policy's adapter; a classification model (a critic that starts from a reward model) keeps its head.
+    Raises ValueError when target_modules match nothing.
     """
     if not hasattr(model, "prepare_inputs_for_generation"):
         config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
@@ -59,16 +55,15 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name, _ in _linear_layers(model)}))
         targets: Any = config.target_modules
         wanted = targets if isinstance(targets, str) else sorted(targets)
-        message = f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers there are: {there}"
-        raise ValueError(message) from error
+        raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers: {there}") from error
 
 
 def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None:
-    """Raise ValueError for a rank above that of every layer, which only costs memory (at 10^9, all there is)."""
+    """Raise ValueError for a rank above that of every layer, which only costs memory."""
     most = max((min(layer.get_parameter("weight").shape) for _, layer in _linear_layers(model)), default=0)
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     if rank > most > 0:
-        raise ValueError(f"{what}={rank} is more than the rank of any layer of this model, which is {most} at most")
+        raise ValueError(f"{what}={rank}: the layers of this model have a rank of at most {most}")
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -90,10 +85,9 @@ def load_start_adapter(model: PreTrainedModel, path: str, *, dropout: float = 0.
 
 
 def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
-    """Read the configuration of the adapter at `path`, ready to be put on `model` and to be given its weights.
-
-    Raises ValueError where files are missing or damaged, and where the adapter is more than LoRA matrices: whole
-    modules, token rows, biases and a changed base would stay when adapters are switched off, or could not be merged.
+    """Read the configuration of the adapter at `path`, to be put on `model`. Raises ValueError where files are missing
+    or damaged, and where the adapter is more than LoRA matrices: whole modules, token rows, biases and a changed base
+    would stay when adapters are switched off, or could not be merged.
     """
     folder = Path(path).expanduser()
     for name in ADAPTER_FILES:
@@ -102,7 +96,7 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
     with reading(f"adapter {path!r} ({ADAPTER_CONFIG})", folder):
         values = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         if values.get("peft_type") != "LORA":
-            raise ValueError(f"it is of type {values.get('peft_type')}; tinyrl knows LORA")
+            raise ValueError(f"it has peft_type={values.get('peft_type')}; tinyrl reads LORA")
         for key, harmless in CHANGES_BASE.items():
             if values.get(key) not in (harmless, None, []):
                 raise ValueError(f"it has {key}={values[key]}; tinyrl needs one of LoRA matrices only")
@@ -116,30 +110,28 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
 
 
 def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
-    """Read the weights of adapter `name`, which exists already. Raises ValueError unless the file has every one of them
-    and nothing else: the library only warns, and leaves missing ones at their random start.
+    """Read the weights of an adapter that the model has already. Raises ValueError unless the file has exactly these:
+    the library only warns, and leaves missing ones at their random start.
     """
     tensors = read_finite(file)
     with reading(f"{file} does not fit this base model"):
         result = set_peft_model_state_dict(model, tensors, adapter_name=name)
     missing = [key for key in result.missing_keys if f".{name}." in f"{key}." and ".lora_" in key]
-    for what, keys in (("has weights this model has no place for", result.unexpected_keys), ("lacks weights", missing)):
-        if keys:
-            raise ValueError(f"{file} {what}, such as {keys[0]}")
+    if missing or result.unexpected_keys:
+        raise ValueError(f"{file} does not fit: missing {missing[:1]}, unexpected {result.unexpected_keys[:1]}")
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read a safetensors file. Raises ValueError where it is damaged."""
     with reading(f"cannot read {str(file)!r}"):
         return load_file(file)
 
 
 def read_finite(file: Path) -> dict[str, Tensor]:
-    """Read a small safetensors file (an adapter, a head). Raises ValueError for numbers that are not finite, too."""
+    """Read a small safetensors file (an adapter, a head). Raises ValueError for numbers that are not finite."""
     tensors = read_tensors(file)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(f"{file}: {name} holds numbers that are not finite, or whole numbers")
+            raise ValueError(f"{file}: {name} is not of finite floating-point numbers")
     return tensors
 
 
@@ -152,7 +144,7 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
     if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # else in another order in every process
+        config.target_modules = sorted(config.target_modules)  # the order of a set changes with the process
     config.save_pretrained(str(folder))
 
 
@@ -160,7 +152,7 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:
-    """Return the module below an adapter and its adapted parameter: `weight`, or the tensor of experts (Qwen3-MoE)."""
+    """Return an adapter's base module and the adapted parameter's name: `weight`, or that of experts (Qwen3-MoE)."""
     return layer.get_base_layer(), layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
 
 

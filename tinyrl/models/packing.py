@@ -1,10 +1,10 @@
 """Packed attention: rows end to end without padding; each group's prompt, and the prefix of all prompts, stored once.
 
 A flat sequence [start | prompt 1 | response 1.1 | response 1.2 | ... | prompt 2 | ...] goes through the model as one
-row, so everything but attention does no work twice and none for padding. Attention is swapped by name in the library's
-own table of attention functions: no module is touched, and adapters work as usual. Flat queries, keys and values are
-laid into blocks of similar length, padded on the right; a row attends to itself, and to the keys in front of it: the
-start and, for a response, its prompt. No tensor is as large as the flat sequence squared.
+row, so everything but attention does no work twice and none for padding. Attention is replaced by name in the library's
+table of attention functions: no module changes, and adapters work as usual. Flat queries, keys and values are laid into
+blocks of similar length, padded on the right; a row attends to itself, and to the keys in front of it: the start and,
+for a response, its prompt. No tensor is as large as the flat sequence squared.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from transformers import AttentionInterface
 from tinyrl.models.device import to_device
 
 ATTENTION = "tinyrl_packed"
-# Options that some models pass to attention beyond softmax(q k) v, and that this attention does not support.
+# Options that some models pass to attention, which this one does not support.
 REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
-LEAST_START = 8  # tokens: a shorter common prefix is not worth the attention calls that it takes
+LEAST_START = 8  # tokens: a shorter common prefix is not worth its attention calls
 
 
 class CannotPack(ValueError):
@@ -36,19 +36,19 @@ class CannotPack(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of similar length in one attention call: `num_rows` by `width` slots, behind the keys of some pieces."""
+    """Rows of one attention call: `num_rows` by `width` slots, behind the keys of some pieces."""
 
     num_rows: int
     width: int
-    behind: tuple[int, ...]
+    prefix_pieces: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a flat sequence of N tokens is laid into blocks.
+    """Lays a flat sequence of N tokens into blocks.
 
-    slots (N,): where each token stands in the blocks laid end to end; pieces: lengths into which the flat sequence
-    splits, so that keys shared by several rows are a piece of their own. State: the blocks' masks, by dtype.
+    slots (N,): place of each token in the blocks laid end to end; pieces: lengths into which the flat sequence splits,
+    so that keys shared by several rows are a piece of their own. State: the blocks' masks, by dtype.
     """
 
     slots: Tensor
@@ -60,7 +60,7 @@ class Packing:
         """(width, keys in front + width) of 0 and -inf for a block behind others, made once for all layers."""
         if (index, dtype) not in self.masks:
             block = self.blocks[index]
-            start = sum(self.pieces[piece] for piece in block.behind)
+            start = sum(self.pieces[piece] for piece in block.prefix_pieces)
             full = torch.full((block.width, start + block.width), -torch.inf, dtype=dtype, device=self.slots.device)
             self.masks[index, dtype] = full.triu(start + 1)
         return self.masks[index, dtype]
@@ -80,13 +80,13 @@ def common_length(texts: Sequence[Sequence[int]]) -> int:
 
 
 def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device: torch.device | str = "cpu") -> Packing:
-    """Lay out groups of (tokens of the prompt, tokens of each response), in this order, behind `start` tokens that all
-    prompts continue. A group with at most one non-empty response is one causal row; else its prompt is its own row.
+    """Lay out groups of (prompt length, response lengths), in this order, behind `start` tokens of all prompts. A group
+    with at most one non-empty response is one causal row; else its prompt is a row of its own.
     """
     pieces = [start] if start else []
     prefix = tuple(range(len(pieces)))
     standalone: list[tuple[int, int]] = []  # (at, length) of rows that attend to themselves and the start
-    families: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (pieces in front, responses)
+    grouped: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (pieces in front, responses)
     at = start
     for prompt, responses in groups:
         rows, end = [], at + prompt
@@ -95,15 +95,15 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
             end += length
         if len(rows) > 1:
             standalone.append((at, prompt))
-            families.append(((*prefix, len(pieces)), rows))
+            grouped.append(((*prefix, len(pieces)), rows))
             pieces += [prompt, end - at - prompt]
         else:
             standalone.append((at, end - at))
             pieces.append(end - at)
         at = end
     slots, blocks, offset = torch.empty(at, dtype=torch.long), [], 0
-    for behind, rows in [((), [(0, start)] if start else []), (prefix, standalone), *families]:
-        buckets: list[list[tuple[int, int]]] = []  # the shortest row of one is more than half as long as its longest
+    for pieces_in_front, rows in [((), [(0, start)] if start else []), (prefix, standalone), *grouped]:
+        buckets: list[list[tuple[int, int]]] = []  # the shortest row is more than half as long as the longest
         for row in sorted(rows, key=lambda row: -row[1]):
             if buckets and 2 * row[1] > buckets[-1][0][1]:
                 buckets[-1].append(row)
@@ -114,18 +114,17 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
             for first, length in bucket:
                 slots[first : first + length] = torch.arange(offset, offset + length)
                 offset += width
-            blocks.append(Block(len(bucket), width, behind))
+            blocks.append(Block(len(bucket), width, pieces_in_front))
     return Packing(to_device(slots, device), blocks, pieces)
 
 
-# The packing in use, and the decoder. Not a context variable: with gradient checkpointing a layer runs again in
-# backward, on a thread of autograd's own.
+# The decoder and the packing in use. Not a context variable: a recomputed layer runs on a thread of autograd's own.
 _in_use: list[tuple[Any, Packing]] = []
 
 
 @contextmanager
 def attending(backbone: Any, packing: Packing | None) -> Iterator[None]:
-    """Replace the decoder's attention by the packed one (nothing happens where packing is None)."""
+    """Replace the decoder's attention by the packed one, unless packing is None."""
     if packing is None:
         yield
         return
@@ -144,7 +143,7 @@ def attending_as_now() -> Callable[[], AbstractContextManager[None]]:
 
 
 class _Read(torch.autograd.Function):
-    """blocks[slots]. No slot is read twice, so backward writes instead of adding up: faster, and deterministic."""
+    """blocks[slots]. No slot is read twice, so backward writes instead of summing: faster, and deterministic."""
 
     @staticmethod
     def forward(ctx, blocks: Tensor, slots: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -183,26 +182,27 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
     block attends to the keys in front of the rows and to keys 0..i of its row; padding is last.
     """
     sizes, laid = [block.num_rows * block.width for block in packing.blocks], []
-    for x in (query, key, value):  # for each block (rows, heads, width, d), 0 where no token stands
+    for x in (query, key, value):  # for each block (rows, heads, width, d), 0 where there is no token
         padded = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, packing.slots, x)
         parts = zip(packing.blocks, padded.split(sizes), strict=True)
         laid.append([part.unflatten(0, (-1, block.width)).transpose(1, 2) for block, part in parts])
     pieces = [x.split(packing.pieces) for x in (key, value)]
     outputs = []
     for i, (block, q, k, v) in enumerate(zip(packing.blocks, *laid, strict=True)):
-        if block.behind:
+        if block.prefix_pieces:
             shape = (block.num_rows, -1, -1, -1)  # keys (P, heads, d) that stand in front of every row
-            in_front = [[x[piece].transpose(0, 1).expand(shape) for piece in block.behind] for x in pieces]
+            in_front = [[x[piece].transpose(0, 1).expand(shape) for piece in block.prefix_pieces] for x in pieces]
             k, v = (torch.cat([*front, own], 2) for front, own in zip(in_front, (k, v), strict=True))
-        if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
+        if q.is_cuda and q.dtype == torch.float32:  # its kernels need as many key heads as query heads
             heads = q.shape[1]
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
         options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-        if not block.behind:
+        if not block.prefix_pieces:
             options["is_causal"] = True
-        else:  # on a GPU flash kernels know this shape without a mask
-            on_gpu = causal_lower_right(q.shape[2], k.shape[2]) if q.is_cuda else None
-            options["attn_mask"] = on_gpu if q.is_cuda else packing.mask(i, q.dtype)
+        elif q.is_cuda:  # flash kernels know this shape without a mask
+            options["attn_mask"] = causal_lower_right(q.shape[2], k.shape[2])
+        else:
+            options["attn_mask"] = packing.mask(i, q.dtype)
         outputs.append(scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
 

@@ -1,8 +1,8 @@
-"""The processes of a run: what they exchange, and how they end together. The only file with torch.distributed.
+"""Data parallel training: the only file with torch.distributed.
 
-Data parallel: every process (rank) runs the same program on the same rows, rollout and weights. Costly work is shared
-out and its results are exchanged, so that all decide alike; rank 0 calls reward functions and writes. A process may
-leave at any moment: whoever waits for it gets Interrupted, and rank 0, whose state is whole between two steps, saves.
+Every process (rank) runs the same program on the same rows, samples and weights. Costly work is split, its results are
+exchanged, and so all ranks decide alike; rank 0 calls reward functions and writes files. A rank may leave at any time:
+the others get Interrupted where they wait for it, and rank 0 saves.
 """
 
 from __future__ import annotations
@@ -26,62 +26,61 @@ from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.runs.launched import VOICE, Launched, launched
 from tinyrl.runs.signals import check_stop
 
-FOREVER = timedelta(days=14)  # longer than anything that one waits for
-SHORTEST_S, LONGEST_S = 5e-5, 5e-3  # between two looks at whether an exchange is done
-ARRIVES_S = 0.5  # within which what a process sent before its end has arrived
-PATIENCE_S, SAID_S = 30.0, 2.0  # with which others wait for rank 0: until it has saved, and for its error message
-LEFT, MAIN_LEFT, SAID = "tinyrl/left", "tinyrl/main_left", "tinyrl/said"  # keys of the store
-BUCKET_BYTES = 1 << 26  # of a gradient buffer, so that a large model's gradients are not held twice
-CHECK_EVERY = 25  # steps
+FOREVER = timedelta(days=14)  # the timeout of exchanges: a rank may sample or save for long
+SHORTEST_S, LONGEST_S = 5e-5, 5e-3  # polling interval of an exchange
+ARRIVES_S = 0.5  # time for the last message of a rank that has left
+PATIENCE_S, SAID_S = 30.0, 2.0  # other ranks wait for rank 0 to save, and to leave with an error
+LEFT, MAIN_LEFT = "tinyrl/left", "tinyrl/main_left"  # keys of the store
+BUCKET_BYTES = 1 << 26  # gradients are summed in buffers of this size, not copied all at once
+CHECK_EVERY = 25  # steps between comparisons of the ranks' weights
 
 Item = TypeVar("Item")
 
 
 class World:
-    """The processes of a run, each of which calls the same methods in the same order; by default a single one, which
-    exchanges nothing. Values are JSON. State: the key-value store of the launch; why a process has left, by a thread.
+    """The ranks of a run, each of which calls the same methods in the same order; by default one, which exchanges
+    nothing. Values are JSON. State: the launch's key-value store; why a rank has left, set by a thread.
     """
 
     def __init__(self, launch: Launched | None = None, store: Store | None = None) -> None:
         launch = launch or Launched()
         self.rank, self.size, self.local_size = launch.rank, launch.world_size, launch.local_world_size
-        self.is_main = self.rank == 0  # calls reward functions and writes
+        self.is_main = self.rank == 0
         self.store, self.why_left, self.main_left = store, "", threading.Event()
         if store is not None:
             threading.Thread(target=self._watch, args=(store.clone(),), daemon=True).start()  # pyright: ignore
 
     def own(self, items: Sequence[Item]) -> list[Item]:
-        """Return this process's share of things that cost about the same: every size-th."""
+        """Return this rank's share of items of similar cost: every size-th."""
         return list(items[self.rank :: self.size])
 
     def merge(self, own: list[Item]) -> list[Item]:
-        """Put together in order what each process made of its `own` things."""
+        """Put the results of all ranks' `own` items together, in order."""
         each = self.gather(own)
         return [each[i % self.size][i // self.size] for i in range(sum(map(len, each)))]
 
     def on_main(self, compute: Callable[[], Item]) -> Item:
-        """Compute a value on rank 0 and return it on every process."""
+        """Compute a value on rank 0 and return it on every rank."""
         return self.gather(compute() if self.is_main else None)[0]  # pyright: ignore[reportReturnType]
 
     def gather(self, value: Item) -> list[Item]:
-        """Return the values of all processes, by rank."""
+        """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.tensor([0]) for _ in range(self.size)]
         self._exchange(distributed.all_gather, lengths, torch.tensor([len(data)]))
-        longest = int(max(lengths))
-        each = [data.new_empty(longest) for _ in lengths]
-        self._exchange(distributed.all_gather, each, nn.functional.pad(data, (0, longest - len(data))))
+        each = [data.new_empty(int(max(lengths))) for _ in lengths]
+        self._exchange(distributed.all_gather, each, nn.functional.pad(data, (0, len(each[0]) - len(data))))
         return [json.loads(bytes(x[: int(n)].numpy())) for x, n in zip(each, lengths, strict=True)]
 
     def sum(self, *tensors: Tensor) -> None:
-        """Add up tensors over all processes, in place."""
+        """Sum tensors over all ranks, in place."""
         for tensor in tensors if self.size > 1 else ():
             self._exchange(distributed.all_reduce, tensor)
 
     def _exchange(self, collective: Callable[..., Any], *arguments: Any) -> None:
-        """Wait for a collective. Raises Interrupted on a signal, and where another process has left."""
+        """Run a collective operation. Raises Interrupted on a signal, and where another rank has left."""
         pause = SHORTEST_S
         try:
             work = collective(*arguments, async_op=True)
@@ -111,49 +110,43 @@ class World:
         self.main_left.set()
 
     def announce(self, reason: str) -> None:
-        """Tell the others that this process leaves, so that nobody waits for it."""
+        """Tell the other ranks that this one leaves, so that none waits for it. The first reason stays."""
         if self.store is not None and not self.why_left:
-            self.why_left = f"process {self.rank} has left ({reason})"  # a later reason does not replace it
+            self.why_left = f"process {self.rank} has left ({reason})"
             with contextlib.suppress(RuntimeError):  # the store has gone
                 self.store.set(LEFT, self.why_left)
 
     def speaks(self, sentence: str) -> bool:
-        """Return whether this process is to print an error: rank 0, and another one what rank 0 does not print."""
-        assert self.store is not None
-        with contextlib.suppress(RuntimeError):
-            if not self.is_main:
-                self.store.wait([SAID], timedelta(seconds=SAID_S))
-                return self.store.get(SAID).decode() != sentence
-            self.store.set(SAID, sentence)
-        return True
+        """Return whether this rank prints an error: rank 0 does, others one that rank 0 has not left with as well."""
+        if not self.is_main:
+            time.sleep(SAID_S)
+        return self.is_main or not self.why_left or self.why_left.startswith(f"process {self.rank} ")
 
 
 ALONE = _world = World()
 
 
 def world() -> World:
-    """Return the processes of this launch; a single one before `join`."""
+    """Return the ranks of this launch; a single one before `join`."""
     return _world
 
 
 def join(*, on_cpu: bool) -> World:
-    """Connect the processes of a launch, once. Raises ValueError where they cannot be, or have too few GPUs."""
+    """Connect the ranks of a launch, once. Raises ValueError where they cannot connect, or have too few GPUs."""
     global _world
     launch = launched()
     if launch.world_size == 1 or _world.size > 1:
         return _world
     if not on_cpu and launch.local_world_size > (gpus := torch.cuda.device_count()):
-        raise ValueError(f"{launch.local_world_size} processes were launched on a machine with {gpus} GPUs, and each "
-                         f"needs its own: accelerate launch --num_processes {gpus} -m tinyrl ...")  # fmt: skip
+        raise ValueError(f"{launch.local_world_size} processes were launched, and this machine has {gpus} GPUs")
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=FOREVER)))
     except distributed.DistNetworkError as error:
-        address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
-        why = f"{address}: the processes could not be connected; is the port taken (--main_process_port)? {error}"
-        raise ValueError(why.splitlines()[0][:300]) from error
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (--main_process_port)"
+        raise ValueError(f"the processes could not be connected at {address}: {error}".splitlines()[0][:300]) from error
     if not on_cpu:
         torch.cuda.set_device(launch.local_rank)
-    backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"  # so no small exchange of the CPU's stalls the GPU
+    backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"  # values are gathered on the CPU, without stalling the GPU
     keys = PrefixStore("tinyrl/group", store)
     distributed.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=FOREVER)
     _world = World(launch, store)
@@ -162,8 +155,8 @@ def join(*, on_cpu: bool) -> World:
 
 
 def leave(exit_code: int) -> None:
-    """End a process, called last. After anything but success it ends here, without waiting for unanswered exchanges;
-    rank 0 goes first, since a launcher ends all processes when one has failed.
+    """Leave the launch; call this last. A failed process ends here, without waiting for unanswered exchanges. Rank 0
+    goes first, since a launcher ends all processes when one has failed.
     """
     if _world.store is None:
         return
@@ -184,14 +177,14 @@ def leave(exit_code: int) -> None:
 
 
 def sum_step(world: World, metrics: dict[str, float], parameters: Sequence[nn.Parameter]) -> dict[str, float]:
-    """Add up gradients, in place, and metrics over the processes. What has no gradient anywhere is left without one."""
+    """Sum gradients, in place, and metrics over the ranks. A parameter without a gradient on any rank stays so."""
     if world.size == 1:
         return metrics
     each = world.gather((metrics, [p.grad is not None for p in parameters]))
-    learning = [p for p, *has in zip(parameters, *(has for _, has in each), strict=True) if any(has)]
-    for p in learning:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    grads: list[Any] = [p.grad for p in learning]
+    for p, *has in zip(parameters, *(has for _, has in each), strict=True):
+        if p.grad is None and any(has):
+            p.grad = torch.zeros_like(p)
+    grads = [p.grad for p in parameters if p.grad is not None]
     buckets = distributed._compute_bucket_assignment_by_size(grads, [BUCKET_BYTES])[0] if grads else []  # pyright: ignore
     for parts in [[grads[i] for i in bucket] for bucket in buckets]:
         buffer = torch.cat([grad.reshape(-1) for grad in parts])
@@ -203,19 +196,17 @@ def sum_step(world: World, metrics: dict[str, float], parameters: Sequence[nn.Pa
 
 
 def check_replicas(world: World, parameters: dict[str, dict[str, nn.Parameter]]) -> None:
-    """Raise GuardStop, on every process, where trained weights differ from rank 0's in a single bit."""
-    if world.size == 1:
-        return
-    named = {f"{role} {name}": p for role, of_role in parameters.items() for name, p in of_role.items()}
-    sums = {name: int(torch.hash_tensor(p.detach()).view(torch.int64)) for name, p in named.items()}
-    advice = "Are they on unlike devices or versions? The last checkpoint is that of process 0"
-    check_alike(world, sums, what="checksums of weights", advice=advice, error=GuardStop)
+    """Raise GuardStop, on every rank, where trained weights differ from rank 0's in a single bit."""
+    if world.size > 1:
+        named = {f"{role} {name}": p for role, of_role in parameters.items() for name, p in of_role.items()}
+        sums = {name: int(torch.hash_tensor(p.detach()).view(torch.int64)) for name, p in named.items()}
+        check_alike(world, sums, what="checksums of weights", advice="Do devices or versions differ?", error=GuardStop)
 
 
 def check_alike(
     world: World, own: dict[str, Any], *, what: str, advice: str, error: type[Exception] = ValueError
 ) -> None:
-    """Raise `error`, on every process, where a value of one differs from rank 0's, by its name."""
+    """Raise `error`, on every rank, naming the values of one that differ from rank 0's."""
     first, *others = world.gather(own)
     for rank, other in enumerate(others, start=1):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]

@@ -1,14 +1,13 @@
-"""Find a model's folder; say which file of a model, tokenizer, template or adapter a library cannot read, and why.
+"""Find a model's folder; turn what libraries raise on a damaged model, tokenizer, template or adapter into ValueError.
 
-Folders come from anywhere, and libraries answer a damaged one with nearly every exception there is (TypeError,
-KeyError, RecursionError, ZeroDivisionError, safetensors' own), so this is the one place that catches broadly.
-What is not the folder's fault passes: no memory, no room on the disk, a stop.
+Folders come from anywhere, and a damaged one makes a library raise nearly anything (TypeError, RecursionError,
+ZeroDivisionError, safetensors' own), so this is the one place that catches broadly. Errors that are not the folder's
+fault pass: no memory, no room on the disk, a stop.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,18 +28,17 @@ PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = False) -> str:
     """Return the folder of an embedded model (`starter`, `starter-reward`), a folder as it is, or a hub name.
 
-    Raises ValueError, with `key`, for a path that looks local and is not there, and for a folder that is no whole model
-    (nor an adapter, with `adapters`): without config.json, or with weights only in pickled files.
+    Raises ValueError, with `key`, for a path that looks local and does not exist, and for a folder that is no whole
+    model (nor an adapter, with `adapters`): without config.json, or with pickled weights only.
     """
     if (embedded := starter_path(path)) is not None:
         return str(embedded)
-    folder = Path(os.path.expanduser(path))
+    folder, where = Path(os.path.expanduser(path)), f"{key}={shortened(path, 300)}"
     if os.path.isfile(folder):
-        raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
+        raise ValueError(f"{where} is a file; name the folder that holds config.json and *.safetensors")
     if not os.path.isdir(folder):
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
             meant = did_you_mean(folder.name, [*sorted(file.name for file in folder.parent.glob("*")), *EMBEDDED])
-            where = f"{key}={shortened(path, 300)}"
             raise ValueError(f"{where}: there is no such folder, and a hub name is owner/name.{meant}")
         return path
     names = sorted(file.name for file in folder.glob("*"))
@@ -48,19 +46,17 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
         there = f"it has: {', '.join(names[:8]) or 'nothing'}"
         if ADAPTER_FILES[0] in names:
             there = "it is an adapter: name it as model.adapter, its base as model.path"
-        raise ValueError(f"{key}={path} is not a model folder: it has no config.json ({there})")
+        raise ValueError(f"{where} is not a model folder: it has no config.json ({there})")
     pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
     if pickled and not any(name.endswith(".safetensors") for name in names):
-        raise ValueError(
-            f"{key}={path}: {pickled[0]} is pickled and can execute code when read; convert to safetensors"
-        )
+        raise ValueError(f"{where}: {pickled[0]} is pickled and can execute code when read; convert to safetensors")
     return str(folder)
 
 
 @contextmanager
 def reading(what: str, folder: str | Path | None = None) -> Iterator[None]:
-    """Raise ValueError("{what}: {what is wrong}") for whatever library calls inside raise: the first damaged file of a
-    local folder, else the library's error in one line.
+    """Raise ValueError("{what}: {error in one line}") for whatever library calls inside raise. A damaged safetensors
+    file of a local `folder`, which libraries do not name, is named.
     """
     try:
         yield
@@ -72,22 +68,15 @@ def reading(what: str, folder: str | Path | None = None) -> Iterator[None]:
         found = shortened(" ".join(str(error).split()), ERROR_CHARACTERS)
         if type(error).__module__ == "builtins" and not isinstance(error, ValueError | OSError | RuntimeError):
             found = f"{type(error).__name__}: {found}"
-        raise ValueError(f"{what}: {_damage_in(folder) or found}") from error
+        raise ValueError(f"{what}: {_damaged_weights(folder) or found}") from error
 
 
-def _damage_in(folder: str | Path | None) -> str | None:
-    """Return the first damaged file and what is wrong with it: not UTF-8, not JSON, not whole."""
+def _damaged_weights(folder: str | Path | None) -> str | None:
     from safetensors import SafetensorError, safe_open
 
-    for path in sorted(Path(folder).glob("*")) if folder is not None else ():
+    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
         try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="np"):
-                    continue
-            if path.suffix in (".json", ".jinja"):
-                text = path.read_text(encoding="utf-8")
-                if path.suffix == ".json":
-                    json.loads(text)
-        except (ValueError, RecursionError, OSError, SafetensorError) as error:
+            safe_open(path, framework="np")
+        except (OSError, SafetensorError) as error:
             return f"{path.name} is damaged: {first_line(error)}"
     return None

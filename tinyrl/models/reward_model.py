@@ -1,9 +1,8 @@
 """Reward models: a classification model of its own, or an adapter and a head on the shared base.
 
-A classification model has its own tokenizer and template; rewards/model_text.py makes the tokens that it is given.
-Decoder models are scored at the last token of each row, by its length: the library looks for the last token that is not
-padding, which is the wrong one when pad == eos. Encoder models (a `classifier` over a pooled state) are called as they
-are.
+A classification model has its own tokenizer and template (rewards/model_text.py). Decoder models are scored at the last
+token of each row, by its length: the library looks for the last token that is not padding, which is the wrong one when
+pad == eos. Encoder models (a `classifier` over a pooled state) are called as they are.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tinyrl.models.batches import MicroBatches, RowSizes, Work, backbone_of, last_states, make_batch
+from tinyrl.models.batch import make_batch
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
-    check_size,
     check_vocabulary,
     check_weights,
     embedding_rows,
     load_tokenizer,
     resolve_model_path,
 )
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reading import ADAPTER_FILES, reading
+from tinyrl.models.states import backbone_of, last_states
 
 SCORE_HEAD = "score_head.safetensors"
-SCORE_OFFSET = "tinyrl_score_offset"  # in a classification model's config: added, so that training pairs average 0
+SCORE_OFFSET = "tinyrl_score_offset"  # in a classification model's config: added, so that training rows average 0
 
 
 class SequenceRewardModel:
@@ -60,16 +60,14 @@ class SequenceRewardModel:
 
     @torch.inference_mode()
     def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE) -> list[float]:
-        """Return the chosen label's logit for each row of tokens. Tokens that only the tokenizer knows (an image's,
-        beside a text model) are left out.
-        """
+        """Return the chosen label's logit of each row; tokens without an embedding (an image's) are left out."""
         tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
         scores = torch.zeros(len(tokens), dtype=torch.float64)
 
         def run(rows: list[int]) -> None:
             batch = make_batch([tokens[i] for i in rows], [[] for _ in rows], device=self.device)
             head = getattr(self.model, "score", None)
-            if isinstance(head, nn.Linear):  # in float32: bfloat16 scores have ties where completions differ
+            if isinstance(head, nn.Linear):  # in float32: bfloat16 scores of different completions may be equal
                 bias = None if head.bias is None else head.bias.float()
                 states = last_states(backbone_of(self.model), batch).float()
                 logits = nn.functional.linear(states, head.weight.float(), bias)
@@ -77,16 +75,16 @@ class SequenceRewardModel:
                 logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
             scores[rows] = (logits[:, self.label].float() + self.offset).double().cpu()
 
-        sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
-        micro_batches.run(Work(sizes, run, world=world))
+        sizes = SequenceLengths.alone([len(row) for row in tokens], packed=False)
+        micro_batches.run(Work(sizes, run), world=world)
         world.sum(scores)
         return scores.tolist()
 
 
 def positions_of(config: Any) -> int:
-    """Return how many tokens a row may have: the model's positions, or a number no text reaches if its config names
-    none. With longrope the original positions: a longer row changes the rotation of all rows of its batch, but not of
-    keys that are cached already, so a token's probability would depend on the other rows.
+    """Return the most tokens of a row: the model's positions, or 2^20 if its config names none. With longrope the
+    original positions: a longer row changes the rotation of all rows of its batch, but not of keys in the cache, so a
+    token's probability would depend on the other rows.
     """
     most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -104,18 +102,16 @@ def find_label(config: Any, label: int | str | None) -> int:
     for index in range(config.num_labels):
         if label in (index, names.get(index)) or (label is None and config.num_labels == 1):
             return index
-    allowed = ", ".join(f"{i} ({names.get(i, i)})" for i in range(config.num_labels))
-    raise ValueError(f"reward.model_label={label!r} is not one of {allowed}")
+    raise ValueError(f"reward.model_label={label!r} is not one of {names}")
 
 
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a sequence-classification model from safetensors. Raises ValueError when it cannot be read or is incomplete,
-    and its subclass NoHead when the folder holds a language model.
+    """Load a sequence-classification model. Raises ValueError when it cannot be read or is incomplete, and its subclass
+    NoHead when the folder holds a language model.
     """
     resolved, loaded = resolve_model_path(path), None
     with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
-        check_size(config, resolved)
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT
@@ -142,5 +138,5 @@ def load_reward_model(
 
 
 def is_reward_adapter(path: str) -> bool:
-    """Return whether `reward.model` is an adapter for the shared base rather than a model of its own."""
+    """Return whether `reward.model` is an adapter for the shared base, not a model of its own."""
     return (Path(path).expanduser() / ADAPTER_FILES[0]).is_file()

@@ -1,48 +1,44 @@
 """Text to token ids: markers are tokens only where a chat template wrote them (huggingface/transformers#29279).
 
-A marker is an added token such as <|im_end|> or <tool_call>. `disguised` replaces those in contents by stand-ins before
-they are rendered, and `token_ids` encodes a rendering in one piece: a stand-in becomes ordinary text, the template's
-own markers their ids. A text without a stand-in is encoded as the tokenizer does it.
+A marker is an added token such as <|im_end|> or <tool_call>. `disguised` replaces the markers in contents by stand-ins
+before rendering, and `token_ids` encodes the rendered text in one piece: a stand-in becomes ordinary text, the
+template's own markers become their ids. A text without a stand-in is encoded as the tokenizer does it.
 
-Chat templates come with a model and are programs: the library renders them in a sandbox, which lets them loop and
-multiply texts for ever, so time and size are limited here (time only in the main thread, which renders each first).
+A chat template is a program that comes with a model. The library's sandbox lets it loop and multiply texts for ever, so
+time (in the main thread, which renders each template first) and size are limited here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
-
-
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyrl.models.reading import reading
 from tinyrl.text import did_you_mean, shortened
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 THOUGHTS = ("<think>", "</think>")
 STAND_IN, NAME = f"xx{secrets.token_hex(8)}", f"yy{secrets.token_hex(8)}"  # nobody can write them into a content
 _STAND_IN = re.compile(rf"{STAND_IN}(\d+)z")
 CONTEXT = 64  # characters before a text that may change its tokens
+SECONDS = 5.0  # for one rendering; an ordinary one takes 0.1 ms
+MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
+DATE = "strftime_now"  # the template's clock; as a variable of task.chat_template_kwargs, the day that it shows
 
 
 class Markers(NamedTuple):
-    """Patterns: `everywhere` matches the markers that are text in any content, `own` those in what the policy wrote."""
+    """`everywhere` matches markers that are text in any content, `own` those that are text in the policy's too."""
 
     ids: dict[str, int]
     texts: dict[int, str]
@@ -50,18 +46,14 @@ class Markers(NamedTuple):
     own: re.Pattern[str]
 
 
+@lru_cache(maxsize=8)
 def markers_of(tokenizer: PreTrainedTokenizerBase) -> Markers:
     """Collect the markers: special tokens, and added ones in brackets that the chat template writes or that are not in
-    the vocabulary; the rest are pieces of text (runs of spaces, <table>). A policy itself writes those that are not
+    the vocabulary; other added tokens are text (runs of spaces, <table>). A policy may write markers that are not
     special, and those around thoughts.
     """
-    return _markers(tokenizer, len(tokenizer), str(tokenizer.chat_template))
-
-
-@lru_cache(maxsize=8)
-def _markers(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> Markers:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    own = backend.get_vocab(with_added_tokens=False) if backend else {}
+    own, template = backend.get_vocab(with_added_tokens=False) if backend else {}, str(tokenizer.chat_template)
 
     def marks(text: str) -> bool:
         bracketed = re.fullmatch(r"[<\[{|]\S*[>\]}|]", text)
@@ -78,8 +70,8 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def disguised(tokenizer: PreTrainedTokenizerBase, value: Any, *, own: bool = False) -> Any:
-    """Replace the markers in the texts of `value` (a text, messages, tools, ...) by stand-ins. In what the policy wrote
-    (`own`, and messages of the assistant) those that it writes itself stay.
+    """Replace the markers in the texts of `value` (a text, messages, tools, ...) by stand-ins. In texts of the policy
+    (`own`, and messages of the assistant) the markers that it may write stay.
     """
     if isinstance(value, str):
         markers = markers_of(tokenizer)
@@ -93,12 +85,12 @@ def disguised(tokenizer: PreTrainedTokenizerBase, value: Any, *, own: bool = Fal
 
 
 def undisguised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Replace stand-ins by the markers that they stand for."""
+    """Replace stand-ins by their markers."""
     return _STAND_IN.sub(lambda m: markers_of(tokenizer).texts[int(m[1])], text) if STAND_IN in text else text
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """Decode tokens for people; as pieces where decoding would hide a space."""
+    """Decode tokens for display; as pieces where decoding would hide a space."""
     if reads_parts_alike(tokenizer):
         return str(tokenizer.decode(tokens))
     return " ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
@@ -161,37 +153,30 @@ def tokens_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
     return token_ids(tokenizer, text)
 
 
+@lru_cache(maxsize=8)
 def reads_parts_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a text has the same tokens alone as behind another, as under byte-level tokenizers."""
-    return _reads_parts_alike(tokenizer, len(tokenizer))
-
-
-@lru_cache(maxsize=8)
-def _reads_parts_alike(tokenizer: PreTrainedTokenizerBase, size: int) -> bool:
-    alone = token_ids(tokenizer, "a")
     pairs = [(token_ids(tokenizer, left), token_ids(tokenizer, left + "a")) for left in ("\n", "1", "(")]
-    return any(left and both == [*left, *alone] for left, both in pairs)
+    return any(left and both == [*left, *token_ids(tokenizer, "a")] for left, both in pairs)
 
 
 # ---- chat templates ----
-
-SECONDS = 5.0  # for one rendering; an ordinary one takes 0.1 ms
-MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
-DATE = "strftime_now"  # the clock that a template may ask; as a variable of task.chat_template, the day it shows
 
 
 def template_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, variables: dict[str, Any], **options: Any
 ) -> str:
-    """Render messages through the tokenizer's chat template, with stand-ins for the markers that their contents hold
-    (tokens.py). Raises ValueError where the template refuses them, does not end, renders nothing or too much, or does
-    not mention one of the `variables`.
+    """Render messages through the tokenizer's chat template, with stand-ins for the markers in their contents. Raises
+    ValueError where the template refuses them, does not end, renders nothing or too much, or does not mention one of
+    the `variables`.
     """
     template, roles = tokenizer.chat_template, ", ".join(message["role"] for message in messages[:8])
-    for name in variables:  # giving one that is not mentioned would change nothing
-        if name not in (mentioned := _names_in(tokenizer.get_chat_template())):
-            unknown = f"this model's chat template has no variable `{shortened(name)}`"
-            raise ValueError(f"task.chat_template: {unknown}.{did_you_mean(name, sorted(mentioned))}")
+    for name in variables:  # one that is not mentioned would have no effect
+        if not re.search(rf"\b{re.escape(name)}\b", source := tokenizer.get_chat_template()):
+            meant = did_you_mean(name, sorted({*re.findall(r"[A-Za-z_]\w*", source)}))
+            raise ValueError(
+                f"task.chat_template_kwargs: the model's template has no variable `{shortened(name)}`.{meant}"
+            )
     if DATE in variables:
         options["chat_template"] = _clock(variables[DATE]) + tokenizer.get_chat_template(tools=variables.get("tools"))
         variables = {name: value for name, value in variables.items() if name != DATE}
@@ -203,21 +188,14 @@ def template_text(
         messages, variables = disguised(tokenizer, messages), disguised(tokenizer, variables)
         try:  # around the limit: the time may be up while an error of the rendering leaves it
             with _time_limit():
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables)
+                text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables))
         except _OutOfTime:
             raise ValueError(f"it does not end within {SECONDS:.0f} s") from None
         except MemoryError:
             raise ValueError("it takes more memory than there is") from None
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError("it renders nothing")
-        if len(text) > longest:
-            raise ValueError(f"it makes {len(text):,} characters of them")
+        if not 0 < len(text.strip()) <= longest:
+            raise ValueError(f"it renders {len(text.strip()):,} characters; 1 to {longest:,} are allowed")
     return text
-
-
-@lru_cache(maxsize=4)
-def _names_in(template: str) -> frozenset[str]:
-    return frozenset(re.findall(r"[A-Za-z_]\w*", template))
 
 
 def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -226,13 +204,15 @@ def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _clock(day: Any) -> str:
-    """Return the start of a template in which strftime_now shows this day (written as 2026-11-25), at midnight; the
-    library passes a template no function. Raises ValueError for anything else.
+    """Return the start of a template in which strftime_now shows this day (2026-11-25), since the library passes a
+    template no function. Raises ValueError for anything else.
     """
     try:
         shown = date.fromisoformat(day)
     except (TypeError, ValueError):
-        raise ValueError(f"task.chat_template: {DATE}={shortened(str(day))} is no date such as 2026-11-25") from None
+        raise ValueError(
+            f"task.chat_template_kwargs: {DATE}={shortened(str(day))} is no date such as 2026-11-25"
+        ) from None
     codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdeDFHIjmMpSTuUVwWxXyY"]
     filters = "".join(f"|replace('{code}', {json.dumps(shown.strftime(code))})" for code in codes)
     return f"{{% macro {DATE}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"
@@ -244,14 +224,14 @@ class _OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise _OutOfTime after SECONDS, by a signal: it ends a long computation of the interpreter's own too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise _OutOfTime after SECONDS, by a signal, which ends a long computation of the interpreter too."""
 
     def ring(*_: object) -> None:
         raise _OutOfTime
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:

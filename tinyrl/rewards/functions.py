@@ -22,21 +22,21 @@ class RewardCall:
     """One score for each row. NaN: the function returned None ("does not apply"), or the row is among the failures.
 
     retried: why the rows were tried one by one, also where all of them then succeeded; whys: the function's comment on
-    each row, an empty list without any.
+    each row, an empty list without any; slowest: seconds of the slowest row, and which that is, where rows were timed.
     """
 
     scores: list[float]
     failures: list[RowFailure] = field(default_factory=list)
     retried: str | None = None
     whys: list[str] = field(default_factory=list)
+    slowest: tuple[float, int] | None = field(default=None, compare=False)
 
 
 class FunctionReward(WorkerFunction):
     """A user's reward function in a worker process; timeout_s is for a call."""
 
     def __init__(self, use: str, *, weight: float = 1.0, timeout_s: float = 60.0) -> None:
-        source = parse_use(use, setting=SETTING)
-        super().__init__([source], setting=SETTING, timeout_s=timeout_s)
+        super().__init__([parse_use(use, setting=SETTING)], setting=SETTING, timeout_s=timeout_s)
         self.weight = weight
 
     @property
@@ -49,9 +49,8 @@ class FunctionReward(WorkerFunction):
 
         Raises Interrupted soon after a stop was asked for.
         """
-        arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
-        rows = self.rows(arguments, len(prompts))
-        return _reward_call(rows.values, rows.failures, rows.retried)
+        rows = self.rows({"prompts": list(prompts), "completions": list(completions), **columns}, len(prompts))
+        return _reward_call(rows.values, rows.failures, rows.slowest, rows.retried)
 
 
 def call_in_process(
@@ -68,15 +67,17 @@ def call_in_process(
     if "error" in reply:
         failures = [RowFailure(row, f"`{name}` {said(reply)}") for row in range(len(prompts))]
         return RewardCall([math.nan] * len(prompts), failures)
-    failures = [RowFailure(row, f"`{name}` {quoted(reason)}") for row, reason in reply["failures"]]
-    return _reward_call(reply["values"], failures)
+    failures = [RowFailure(row, f"`{name}` {quoted(why)}") for row, why in reply["failures"]]
+    return _reward_call(reply["values"], failures, reply["slowest"])
 
 
-def _reward_call(values: list[Any], failures: list[RowFailure], retried: str | None = None) -> RewardCall:
+def _reward_call(
+    values: list[Any], failures: list[RowFailure], slowest: tuple[float, int] | None, retried: str | None = None
+) -> RewardCall:
     """Build a RewardCall from a worker's values: a score or None, or [score, why]."""
     pairs = [value if isinstance(value, list) else (value, "") for value in values]
     scores, whys = [math.nan if score is None else score for score, _ in pairs], [why for _, why in pairs]
-    return RewardCall(scores, failures, retried, whys if any(whys) else [])
+    return RewardCall(scores, failures, retried, whys if any(whys) else [], slowest)
 
 
 def as_completion(text: str, prompt: Prompt) -> Any:
@@ -85,9 +86,9 @@ def as_completion(text: str, prompt: Prompt) -> Any:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of the scores that there are; NaN of none."""
+    """Return the mean of the values that are not NaN; NaN of none."""
     valid = [value for value in values if not math.isnan(value)]
-    return sum(valid) / len(valid) if valid else math.nan
+    return float(sum(valid) / len(valid)) if valid else math.nan
 
 
 def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
@@ -101,14 +102,10 @@ def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, fir
     if bad < MAX_BAD_BATCHES:
         return bad
     if failing:
-        raise GuardStop(
-            f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows, {bad} batches in a row "
-            f"(last: {failed} of {rows}). {first_failure}"
-        )
-    raise GuardStop(
-        f"No completion got a reward, {bad} batches in a row (last: {rows} rows): every score was None, which says "
-        "that the reward does not apply. There is nothing to learn from."
-    )
+        what, how = f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows", f"{failed} of {rows}"
+        raise GuardStop(f"{what}, {bad} batches in a row (last: {how}). {first_failure}")
+    why = "every score was None, so no reward applies. There is nothing to learn from"
+    raise GuardStop(f"No completion got a reward, {bad} batches in a row (last: {rows} rows): {why}.")
 
 
 def describe_failure(prompt: Prompt, reason: str) -> str:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ import yaml
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
-from tinyrl.rewards.functions import mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import first_number, last_number, marked_answer, normalised_text, numbers_equal, parse_number
 
 HIGH = 0.75  # share of the way from a row's lowest score to that of its right answer
 LEAST_SHARE = 0.25  # share of the rows in which a text must score high, so that it is no coincidence
-ROUNDS, BEST = 2, 6  # rounds of mutations, texts mutated in each
 FIELD = re.compile(r"\{(\w+)\}")
 HOLES = yaml.safe_load(Path(__file__).with_name("holes.yaml").read_text(encoding="utf-8"))
 Texts = list[str | None]  # a text for each row; None: not tried there
@@ -37,13 +34,13 @@ Score = Callable[[list[int], list[str]], list[float]]  # rows and a completion f
 
 @dataclass
 class Attempt:
-    """A kind of text, its scores (NaN: not tried, or none), and where they are high. family: shared by its forms."""
+    """A kind of text with its scores by row (NaN: not tried, or none), and the rows where they are high."""
 
     name: str
-    family: str
+    family: str  # shared by the forms of one text
     texts: Texts
-    scores: list[float] = field(default_factory=list)
-    high: list[bool] = field(default_factory=list)
+    scores: list[float]
+    high: list[bool]
 
     @property
     def share(self) -> float:
@@ -57,9 +54,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Attack:
-    """What was tried. right: each row's best score of a right answer in any form; holes: the worst attempt of each
-    family that scores high in a quarter of the rows, the worst first; is_blind: no right answer scores more than the
-    worst text of its row.
+    """The result of a search. right: each row's best score of a right answer in any form; holes: the worst attempt of
+    each family that scores high in a quarter of the rows, the worst first; is_blind: no right answer scores more than
+    the worst text of its row.
     """
 
     right: list[float]
@@ -69,61 +66,42 @@ class Attack:
 
 
 def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
-    """Score wrong texts, then mutations of those that scored best. None where fewer than two rows have different right
-    answers to compare with.
-    """
+    """Score right answers and wrong texts. None where fewer than two rows have different right answers."""
     right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
     where, values = [*right], list(dict.fromkeys(right.values()))
     if len(values) < 2:
         return None
     fields = [_fields(as_messages(task.prompt(rows[i]))[-1]["content"], right[i], values) for i in where]
 
-    def scored(many: list[Texts]) -> list[list[float]]:
-        """Score several texts of every row in one call."""
+    def scored(many: list[Texts]) -> np.ndarray:
+        """Score several texts of every row in one call: (texts, rows)."""
         places = [(n, r) for n, texts in enumerate(many) for r, text in enumerate(texts) if text is not None]
         found = np.full((len(many), len(where)), math.nan)
         if places:
-            found[tuple(zip(*places, strict=True))] = score(
-                [where[r] for _, r in places], [str(many[n][r]) for n, r in places]
-            )
-        return found.tolist()
+            answers = [str(many[n][r]) for n, r in places]
+            found[tuple(zip(*places, strict=True))] = score([where[r] for _, r in places], answers)
+        return found
 
-    def attempt(name: str, family: str, texts: Texts) -> list[Attempt]:
-        """Keep the texts that are wrong; no attempt where none is."""
-        pairs = zip(texts, fields, strict=True)
-        wrong = [text if text is not None and is_wrong(text, each["right"]) else None for text, each in pairs]
-        return [Attempt(name, family, wrong)] if any(text is not None for text in wrong) else []
-
-    forms = HOLES["forms"]
-    own = [[task.gold(rows[i]) for i in where]]
-    own += [[_filled(form, {"value": each["right"]}) for each in fields] for form in forms.values()]
-    best, new, attempts = np.fmax.reduce(scored(own)).tolist(), list[Attempt](), list[Attempt]()
+    forms, kinds = HOLES["forms"], dict[tuple[str, str], Texts]()
     for name, template in HOLES["texts"].items():
-        new += attempt(name, name, [_filled(template, each) for each in fields])
+        kinds[name, name] = [_filled(template, each) for each in fields]
     for name, template in HOLES["values"].items():
         for form, around in forms.items():
-            texts = [_filled(around, {"value": _filled(template, each)}) for each in fields]
-            new += attempt(f"{name}, {form}", name, texts)
-    for _ in range(1 + ROUNDS):
-        for one, scores in zip(new, scored([one.texts for one in new]), strict=True):
-            one.scores = scores
-        attempts += new
-        known, new = {one.name for one in attempts}, []
-        leading = sorted(attempts, key=lambda one: -np.nan_to_num(mean(one.scores), nan=-math.inf))[: BEST + 1]
-        for one, other in pairwise(leading):
-            for what, template in HOLES["mutations"].items():
-                name = f"{one.name} + {other.name if what == 'and' else what}"
-                pairs = zip(one.texts, other.texts, strict=True)
-                texts = [None if a is None or b is None else _filled(template, _changes(a, b)) for a, b in pairs]
-                new += attempt(name, one.family, texts) if name not in known else []
-    low = np.fmin.reduce([one.scores for one in attempts]).tolist()
-    for one in attempts:
-        ends = zip(one.scores, best, low, strict=True)
-        one.high = [top > floor and score >= floor + HIGH * (top - floor) for score, top, floor in ends]
-    found = [one for one in attempts if sum(one.high) >= max(1, LEAST_SHARE * len(best))]
-    found.sort(key=lambda one: (-one.share, one.name.count(" + "), len(one.example()[0])))
+            kinds[f"{name}, {form}", name] = [_filled(around, {"value": _filled(template, each)}) for each in fields]
+    for key, texts in kinds.items():
+        pairs = zip(texts, right.values(), strict=True)
+        kinds[key] = [text if text is None or is_wrong(text, answer) else None for text, answer in pairs]
+    kinds = {key: texts for key, texts in kinds.items() if any(text is not None for text in texts)}
+    golds = [[_filled(form, {"value": answer}) for answer in right.values()] for form in forms.values()]
+    best = np.fmax.reduce(scored([[task.gold(rows[i]) for i in where], *golds]))
+    scores = scored([*kinds.values()])
+    low = np.fmin.reduce(scores)
+    high = ((best > low) & (scores >= low + HIGH * (best - low))).tolist()
+    attempts = [Attempt(*key, kinds[key], *of) for key, *of in zip(kinds, scores.tolist(), high, strict=True)]
+    found = [one for one in attempts if sum(one.high) >= max(1, LEAST_SHARE * len(where))]
+    found.sort(key=lambda one: (-one.share, len(one.example()[0])))
     holes = list({one.family: one for one in reversed(found)}.values())[::-1]
-    return Attack(best, attempts, holes, not any(top > floor for top, floor in zip(best, low, strict=True)))
+    return Attack(best.tolist(), attempts, holes, not (best > low).any())
 
 
 def right_value(task: Task, row: Row) -> str | None:
@@ -141,15 +119,14 @@ def is_wrong(text: str, right: str) -> bool:
     """Return whether nobody could take a text for the right answer: that is not what it marks, nor its first or last
     number or words.
     """
-    said, wanted = normalised_text(text).split(), normalised_text(right).split()
-    plain = [re.findall(r"[\w.+-]+", word) for word in (text, right)]
-    ends = [words[: len(wanted)] for words in (said, plain[0])] + [words[-len(wanted) :] for words in (said, plain[0])]
-    if wanted in ends or plain[1] in (plain[0][: len(plain[1])], plain[0][-len(plain[1]) :]):
-        return False
-    found = (marked_answer(text), first_number(text), last_number(text))
-    values = [value for value in found if value is not None]
-    values += re.findall(r"<answer>\s*(.*?)\s*</answer>", text, re.DOTALL)[:1]
-    return not any(numbers_equal(v, right) or normalised_text(v) == normalised_text(right) for v in values)
+    for words in (lambda t: normalised_text(t).split(), lambda t: re.findall(r"[\w.+-]+", t)):
+        written, wanted = words(text), words(right)
+        if wanted in (written[: len(wanted)], written[-len(wanted) :]):
+            return False
+    found = [marked_answer(text), first_number(text), last_number(text)]
+    found += re.findall(r"<answer>\s*(.*?)\s*</answer>", text, re.DOTALL)[:1]
+    said = [value for value in found if value is not None]
+    return not any(numbers_equal(v, right) or normalised_text(v) == normalised_text(right) for v in said)
 
 
 def _filled(template: str | list[Any], fields: dict[str, Any]) -> str | None:
@@ -184,8 +161,3 @@ def _fields(prompt: str, right: str, values: list[str]) -> dict[str, Any]:
         "reversed": right[::-1] if right.isdigit() else f"{right}0",
         "start": right[: max(1, len(right) // 3)] if len(right) > 2 else None,
     }
-
-
-def _changes(text: str, following: str) -> dict[str, str]:
-    joined, half = re.sub(r"\s", "", text), text[: len(text) // 2]
-    return {"text": text, "next": following, "capitals": text.upper(), "joined": joined, "half": half}

@@ -11,6 +11,7 @@ judged, so no answer can close its own. In `rank` they are shuffled by that hash
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -19,8 +20,7 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,30 +64,18 @@ class JudgeGone(Interrupted):
     """The judge does not answer. Its replies so far are cached, so the run can go on when it is back."""
 
 
-@dataclass
-class Usage:
-    """Cost of a judge: requests sent, replies from the cache, tokens, seconds of waiting."""
-
-    requests: int = 0
-    cached: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
 class JudgeReward:
-    """A judge as a reward function (functions.py). State: its cache of replies and their cost.
-
-    Raises ValueError where the rubric or the cache cannot be read.
+    """A judge as a reward function (functions.py). State: its cache of replies, and `usage`: requests sent, replies
+    from the cache, tokens, seconds of waiting. Raises ValueError where the rubric or the cache cannot be read.
     """
 
-    retried = None
-    chat_hint = None
+    retried = chat_hint = None
 
     def __init__(self, config: RewardFunctionConfig, *, timeout_s: float, weight: float = 1.0) -> None:
         assert config.url is not None
         assert config.rubric is not None
         self.config, self.weight, self.timeout_s, self.name = config, weight, timeout_s, "judge"
-        self.printed, self.usage = Printed(self.name), Usage()
+        self.printed, self.usage = Printed(self.name), {"requests": 0, "cached": 0, "tokens": 0, "seconds": 0.0}
         try:
             self.rubric = Path(config.rubric).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -96,17 +84,20 @@ class JudgeReward:
         self.address = base if base.endswith("/v1") else f"{base}/v1"
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tinyrl"
         self.cache_file = Path(config.cache or folder / "judge.sqlite").expanduser()
-        try:
+        with self._cache_errors():
             self.cache_file.parent.mkdir(parents=True, exist_ok=True)
             # written in the thread of the requests, as replies come; several runs may share the file
             self.cache = sqlite3.connect(self.cache_file, timeout=60.0, check_same_thread=False, isolation_level=None)
             self.cache.execute("PRAGMA journal_mode=WAL")
             self.cache.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
-        except (OSError, sqlite3.Error) as error:
-            raise self._damaged(error) from None
 
-    def _damaged(self, error: Exception) -> ValueError:
-        return ValueError(f"reward.functions: cache {self.cache_file}: {error}; another file, or delete it")
+    @contextlib.contextmanager
+    def _cache_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            hint = "name another file, or delete it"
+            raise ValueError(f"reward.functions: cache {self.cache_file}: {error}; {hint}") from None
 
     @cached_property
     def _client(self) -> Any:
@@ -135,18 +126,17 @@ class JudgeReward:
         columns: dict[str, list[Any]],
         *,
         group_size: int | None = None,
-        backwards: bool = False,
     ) -> RewardCall:
         """Score a batch from 0 to 1: answer by answer, or in `rank` mode each `group_size` answers to one prompt (None:
-        all) together, shown in the opposite order if `backwards`. Rows whose reply is missing or cannot be read are
-        among the failures. Raises JudgeGone where a question was not answered at all, or every one was refused.
+        all) together. Rows whose reply is missing or cannot be read are among the failures. Raises JudgeGone where a
+        question was not answered at all, or every one was refused.
         """
         rows, ranks = [*range(len(prompts))], self.config.mode == "rank"
         size = (group_size or max(1, len(rows))) if ranks else 1
         call, shown, bodies = RewardCall([math.nan] * len(rows), whys=[""] * len(rows)), list[list[int]](), []
         for group in (rows[i : i + size] for i in range(0, len(rows), size)):
             row = {name: values[group[0]] for name, values in columns.items()}
-            # {answer} in a rubric stands for the row's column; other braces stay
+            # {answer} in a rubric is the row's column; other braces stay
             rubric = re.sub(r"\{(\w+)\}", lambda m, row=row: str(row[m[1]]) if m[1] in row else m[0], self.rubric)
             task, answers = text_of(as_messages(prompts[group[0]])), [text_of(completions[i]) for i in group]
             nonce = hashlib.sha256(json.dumps([rubric, task, *answers]).encode()).hexdigest()[:12]
@@ -155,60 +145,59 @@ class JudgeReward:
             order = [*range(len(answers))]
             if ranks:
                 random.Random(nonce).shuffle(order)
-            shown.append([group[place] for place in (order[::-1] if backwards else order)])
-            tags = [f"answer-{number}-{nonce}" if ranks else f"answer-{nonce}" for number in range(1, len(order) + 1)]
+            shown.append([group[place] for place in order])
             parts = [f"<task-{nonce}>\n{task}\n</task-{nonce}>"]
-            parts += [f"<{tag}>\n{text_of(completions[i])}\n</{tag}>" for tag, i in zip(tags, shown[-1], strict=True)]
+            for number, place in enumerate(order, 1):
+                tag = f"answer-{number}-{nonce}" if ranks else f"answer-{nonce}"
+                parts.append(f"<{tag}>\n{answers[place]}\n</{tag}>")
             messages = [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
             limits = {"max_tokens": self.config.max_tokens, "temperature": 0}
             bodies.append({"model": self.config.model, "messages": messages, **limits})
-        for group, reply in zip(shown, self._ask(bodies), strict=True):
+        replies, seconds = self._ask(bodies)
+        for group, reply in zip(shown, replies, strict=True):
             try:
                 for row, score in zip(group, self.scores(reply, len(group)), strict=True):
                     call.scores[row], call.whys[row] = score, str(reply).strip()
             except ValueError as error:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in group]
+        if max(seconds, default=0.0) > 0.0:
+            call.slowest = max(seconds), size * seconds.index(max(seconds))
         return call
 
-    def _ask(self, bodies: list[dict[str, Any]]) -> list[str | Refusal]:
-        """Return the reply to each question, from the cache where it was asked before; equal ones are asked once."""
+    def _ask(self, bodies: list[dict[str, Any]]) -> tuple[list[str | Refusal], list[float]]:
+        """Return the reply to each question, and the seconds it took (0 from the cache). Equal ones are asked once."""
         texts = [json.dumps([self.address, body], sort_keys=True) for body in bodies]
         keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
-        replies: dict[str, str | Refusal] = {}
-        try:
+        replies, seconds = dict[str, str | Refusal](), dict[str, float]()
+        with self._cache_errors():
             for key in keys:
                 replies |= self.cache.execute("SELECT key, reply FROM replies WHERE key = ?", (key,)).fetchall()
-        except sqlite3.Error as error:
-            raise self._damaged(error) from None
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in replies}
-        self.usage.cached += len(bodies) - len(missing)
-        begun, problems, free = time.perf_counter(), set[str](), asyncio.Semaphore(self.config.at_once)
+        free, begun = asyncio.Semaphore(self.config.max_concurrency), time.perf_counter()
 
         async def ask(key: str, body: dict[str, Any]) -> str:
             async with free:
+                sent = time.perf_counter()
                 reply = await self._reply(body)
-            try:  # a full disk costs the question once more, not the run
+                seconds[key] = time.perf_counter() - sent
+            with contextlib.suppress(sqlite3.Error):  # a full disk costs the question once more, not the run
                 self.cache.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
-            except sqlite3.Error as error:
-                problems.add(str(error))
             return reply
 
         async def ask_all() -> list[str | BaseException]:
             return await asyncio.gather(*(ask(*one) for one in missing.items()), return_exceptions=True)
 
         answers = until_done(ask_all()) if missing else []
-        self.usage.requests += len(missing)
-        self.usage.seconds += time.perf_counter() - begun
-        for problem in problems:
-            self.printed.add(f"replies are not cached: {self.cache_file}: {problem}\n".encode())
-        self.printed.end_call()
+        self.usage["cached"] += len(bodies) - len(missing)
+        self.usage["requests"] += len(missing)
+        self.usage["seconds"] += time.perf_counter() - begun
         for key, answer in zip(missing, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 raise answer
             replies[key] = answer
         if answers and all(isinstance(answer, Refusal) for answer in answers):
             raise self._gone(str(answers[0]))
-        return [replies[key] for key in keys]
+        return [replies[key] for key in keys], [seconds.get(key, 0.0) for key in keys]
 
     async def _reply(self, body: dict[str, Any]) -> str:
         """Send one question, in the thread of the requests. Raises Refusal or JudgeGone."""
@@ -218,10 +207,10 @@ class JudgeReward:
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self._client.with_raw_response.create(**body, extra_headers=headers)
-        except (TimeoutError, openai.APITimeoutError):
-            raise self._gone(f"did not answer within {self.timeout_s:g} s (reward.timeout_s)") from None
-        except openai.APIConnectionError as error:
-            raise self._gone(f"did not answer ({shortened(str(error.__cause__ or error))})") from None
+        except (TimeoutError, openai.APIConnectionError) as error:
+            cause = error.__cause__ or error
+            why = f"{type(cause).__name__}: {shortened(str(cause))}".removesuffix(": ")
+            raise self._gone(f"did not answer ({why}; reward.timeout_s={self.timeout_s:g})") from None
         except openai.APIStatusError as error:
             said = f"answered with {error.status_code}: {shortened(error.response.text, MOST_SHOWN)}"
             waits = error.status_code in TEMPORARY or error.status_code >= 500
@@ -234,7 +223,7 @@ class JudgeReward:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise Refusal(f"answered with what is no chat completion: {shortened(whole, MOST_SHOWN)}") from None
         if isinstance(tokens, int) and 0 < tokens < MOST_TOKENS:  # else it is no count
-            self.usage.tokens += tokens
+            self.usage["tokens"] += tokens
         return text if isinstance(text, str) else ""
 
     def _gone(self, why: str) -> JudgeGone:
@@ -246,13 +235,10 @@ class JudgeReward:
         """
         if isinstance(reply, Refusal):
             raise reply
-        name, value = "score" if self.config.mode == "score" else "order", None
-        for found in reversed(re.findall(r"\{[^{}]*\}", reply)):
-            try:
+        name, value = ("order" if self.config.mode == "rank" else "score"), None
+        for found in re.findall(r"\{[^{}]*\}", reply):
+            with contextlib.suppress(ValueError, KeyError, RecursionError):
                 value = json.loads(found)[name]
-                break
-            except (ValueError, KeyError, RecursionError):
-                continue
         said = f"{shortened(reply.strip(), MOST_SHOWN)!r}"
         if name == "score":
             low, high = self.config.scale
@@ -262,30 +248,23 @@ class JudgeReward:
         numbers = [str(number) for number in value] if isinstance(value, list) else []
         if sorted(numbers) != sorted(str(i + 1) for i in range(count)):
             raise ValueError(f"gave no order of the {count} answers: {said}")
-        places = {int(number): place for place, number in enumerate(numbers)}
-        return [1.0 - places[i + 1] / (count - 1) if count > 1 else math.nan for i in range(count)]
+        return [1.0 - numbers.index(str(i + 1)) / (count - 1) if count > 1 else math.nan for i in range(count)]
 
     def check(self, task: Task, rows: list[Row]) -> str:
-        """Ask about each row's gold answer, another row's, nothing and nonsense, in `rank` in both orders; return how
-        often the gold answer got more, ties half. Raises ValueError where that is seldom, unless allow_weak.
+        """Ask about each row's gold answer, another row's, nothing and nonsense; return how often the gold answer got
+        more, ties half. Raises ExplainedByCheck where that is seldom, unless allow_weak.
         """
         golds = [str(task.gold(row)) for row in rows]
         answers = np.array([[gold, golds[i - 1], "", NONSENSE] for i, gold in enumerate(golds)], object)
         each = [row for row in rows for _ in range(ANSWERS)]
-        prompts, columns = [task.prompt(row) for row in each], row_columns(each)
+        prompts = [task.prompt(row) for row in each]
         texts = [as_completion(text, prompt) for text, prompt in zip(answers.ravel(), prompts, strict=True)]
-        call = self(prompts, texts, columns, group_size=ANSWERS)
+        call = self(prompts, texts, row_columns(each), group_size=ANSWERS)
         scores, rivals = np.reshape(call.scores, answers.shape), answers != answers[:, :1]
         auc = mean((0.5 + np.sign(scores[:, :1] - scores) / 2)[rivals].tolist())
         verdict = f"the judge prefers the gold answer to another one in {auc:.0%} of {len(rows)} rows' pairs (AUC)"
         if math.isnan(auc):
             verdict = "no reply of the judge could be read" + "".join(f": {one.reason}" for one in call.failures[:1])
-        if self.config.mode == "rank" and not math.isnan(auc):
-            again = np.reshape(self(prompts, texts, columns, group_size=ANSWERS, backwards=True).scores, scores.shape)
-            one, other = np.tril_indices(ANSWERS, -1)
-            alike = (scores[:, one] - scores[:, other]) * (again[:, one] - again[:, other])
-            agree = mean(np.where(np.isnan(alike), math.nan, alike > 0).ravel().tolist())
-            verdict += f"; in the opposite order {agree:.0%} of pairs agree"
         if not auc >= LEAST_AUC and not self.config.allow_weak:
             asked = f"{verdict}, and a run asks for {LEAST_AUC:.0%}"
             raise ExplainedByCheck(f"{asked}; another rubric or model, or say allow_weak: true")

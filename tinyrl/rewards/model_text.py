@@ -39,8 +39,8 @@ class TextFormat:
 
     def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Rendered:
         """Render a prompt as for a policy."""
-        variables = self.chat_template
-        return render_prompt(tokenizer, prompt, chat=self.chat, system_prompt=self.system_prompt, variables=variables)
+        how: Any = {"system_prompt": self.system_prompt, "variables": self.chat_template}
+        return render_prompt(tokenizer, prompt, chat=self.chat, **how)
 
     def end(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the token that ends an answer of a policy behind such a prompt."""
@@ -48,7 +48,7 @@ class TextFormat:
 
     @classmethod
     def of_run(cls, config: Config) -> TextFormat:
-        return cls(config.task.chat, config.task.system_prompt, config.task.chat_template)
+        return cls(config.task.chat, config.task.system_prompt, config.task.chat_template_kwargs)
 
     @classmethod
     def of_config(cls, config: Any) -> TextFormat:
@@ -73,10 +73,8 @@ class TextFormat:
         try:
             return TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError:
-            raise ValueError(
-                f"{where}: {TEXT_FORMAT} must hold `chat` (auto, true, false), `system_prompt` (text) and "
-                "`chat_template` (variables)"
-            ) from None
+            fields = "`chat` (auto, true, false), `system_prompt` (text) and `chat_template` (variables)"
+            raise ValueError(f"{where}: {TEXT_FORMAT} must hold {fields}") from None
 
 
 def reward_tokens(
@@ -95,23 +93,23 @@ def reward_tokens(
     its own special tokens, and plain text gets those that the tokenizer adds. A BOS stands once, and stays when the
     beginning is cut off. Raises ValueError for an answer that no policy writes and messages that the template refuses.
     """
-    chat, variables = text_format.chat, text_format.chat_template
+    chat, variables, system = text_format.chat, text_format.chat_template, text_format.system_prompt
     if chat is True and not tokenizer.chat_template:
         raise ValueError("task.chat=true, but this reward model's tokenizer has no chat template")
     templated = in_chat(tokenizer, chat)
     if prompt is None:
         if templated:
             raise ValueError(
-                "the rows hold texts without a prompt, and the model's chat template writes prompts and answers; "
-                "task.chat=false reads the texts as they are, or give `prompt` and `completion`"
+                "the rows hold texts without a prompt, and the model has a chat template: task.chat=false reads the "
+                "texts as they are, or give `prompt` and `completion`"
             )
         assert isinstance(answer, str)
         prompt, answer = answer, ""
     elif not isinstance(answer, str):
         *before, last = answer
-        more = [key for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
+        more = [f"has `{key}`" for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
         if last["role"] != "assistant" or more:
-            what = f"has `{more[0]}`" if more else f"is from the role {last['role']!r:.40}"
+            what = more[0] if more else f"is from the role {last['role']!r:.40}"
             raise ValueError(
                 f"the last message of an answer {what}; a reward model reads what a policy writes: a message of the "
                 "assistant with all of it in `content`"
@@ -123,24 +121,21 @@ def reward_tokens(
         asked, sampled = within(tokenizer, rendered.tokens, sampled, max_tokens)
         return asked + sampled
     if templated:
-        messages = asked_messages(prompt, text_format.system_prompt)
+        messages = asked_messages(prompt, system)
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
         messages.append({"role": "assistant", "content": begun + answer})
         text = template_text(tokenizer, messages, variables=variables)
-        tokens = within(tokenizer, token_ids(tokenizer, text), [], max_tokens)[0]
+        tokens, _ = within(tokenizer, token_ids(tokenizer, text), [], max_tokens)
     else:
-        system = f"{text_format.system_prompt}\n\n" if text_format.system_prompt else ""
-        if isinstance(prompt, str):
-            asked = system + prompt
-        else:
-            messages = asked_messages(prompt, text_format.system_prompt)
-            asked = "".join(f"{message['content']}\n\n" for message in messages)
+        asked = f"{system}\n\n{prompt}" if system and isinstance(prompt, str) else prompt
+        if not isinstance(asked, str):
+            asked = "".join(f"{message['content']}\n\n" for message in asked_messages(asked, system))
         tokens = token_ids(tokenizer, asked + disguised(tokenizer, answer))
         (before, after), bos = added_around(tokenizer), [tokenizer.bos_token_id]
         if tokens[:1] == bos:  # the text brings its own
             tokens, before = tokens[1:], before if before[-1:] == bos else before + tokens[:1]
         room = max(1, max_tokens - len(before) - len(after))
-        tokens = before + tokens[max(0, len(tokens) - room) :] + after
+        tokens = before + tokens[-room:] + after
     return tokens or [int(tokenizer.eos_token_id or 0)]  # pyright: ignore[reportArgumentType]
 
 

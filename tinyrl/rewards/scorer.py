@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,24 +17,26 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Episode, episode_text
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.models.batches import MicroBatches, RowSizes, Work
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.parallel import ALONE, World
+from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
-from tinyrl.models.roles import Roles
 from tinyrl.models.tokens import DATE, asks_for_date
-from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
-from tinyrl.rewards.judge import JudgeGone, JudgeReward, Usage
+from tinyrl.rewards.functions import PROMPT_CHARS, FunctionReward, RewardCall, as_completion, call_in_process
+from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
+from tinyrl.text import one_line
 from tinyrl.workers.calls import RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
 # metrics of a run under reward/, beside the mean of each reward by its name
-METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts")
+METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts", "slowest_seconds")
 FEW = 4  # prompts whose answers all fail before a run is refused: the row of one may be at fault
 JUDGED_PROMPTS = 8  # with gold answers, on which a judge is tried
+SLOW_ROW_S = 1.0  # rows that take longer are named in the log of the reward's output
 
 
 @dataclass
@@ -49,7 +52,8 @@ class Scores:
 
 
 class Scorer:
-    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model.
+    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model, and
+    what `metrics` reports of the calls since it was last asked.
 
     policy_format: how the policy's prompts are written, and so how its answers end; needed: there must be a reward.
     Raises ValueError where there is none, and for names that a metric has.
@@ -61,22 +65,21 @@ class Scorer:
         task: Task,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        roles: Roles,
+        policy: Policy,
         policy_format: TextFormat,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
         environment: Any = None,
         needed: bool = True,
     ) -> None:
-        self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
+        self.task, self.tokenizer, self.policy, self.model = task, tokenizer, policy, model
         self.policy_format, self.micro_batches, self.environment = policy_format, micro_batches, environment
-        seconds = config.timeout_s
-        self.functions = [
-            (JudgeReward(f, timeout_s=seconds, weight=f.weight) if f.is_judge else
-             FunctionReward(f.use, timeout_s=seconds, weight=f.weight)) for f in config.functions
-        ]  # fmt: skip
+        self.functions: list[FunctionReward | JudgeReward] = []
+        for f in config.functions:
+            how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
+            self.functions.append(JudgeReward(f, **how) if f.is_judge else FunctionReward(f.use, **how))
         self.judges = [function for function in self.functions if isinstance(function, JudgeReward)]
-        self.grader = FunctionReward(task.grader, timeout_s=seconds) if task.grader else None
+        self.grader = FunctionReward(task.grader, timeout_s=config.timeout_s) if task.grader else None
         self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
         self.model_format: TextFormat | None = None  # how the reward model reads prompts; None: the policy's tokens
@@ -100,12 +103,10 @@ class Scorer:
         named = [f.name for f in self.functions] + [name for name, there in others if there]
         self.names = [name if named.index(name) == i else f"{name}_{i + 1}" for i, name in enumerate(named)]
         if taken := [name for name in self.names if name in METRICS]:
-            raise ValueError(
-                f"reward.functions: `{taken[0]}` would overwrite the metric reward/{taken[0]} of a run; give the "
-                "function another name"
-            )
+            raise ValueError(f"reward.functions: `{taken[0]}` is the name of a metric; give the function another one")
         self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
         self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
+        self.forget()
 
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
         """Return the same rewards for completions of another model, with its tokenizer; closed with this scorer.
@@ -114,19 +115,30 @@ class Scorer:
         """
         if self.has_model and self.model is None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
-                "the reward model is an adapter on the first model's base and reads that base's tokens; the other "
-                "model has another vocabulary, so it cannot be judged by it"
+                "the reward model is an adapter on the first model's base, whose tokens it reads; the other model has "
+                "another vocabulary"
             )
         other = copy.copy(self)
         other.tokenizer = tokenizer
         return other
 
-    def spent(self) -> Usage:
-        """Return the cost of the judges since the last call."""
-        used = [judge.usage for judge in self.judges]
+    def forget(self) -> None:
+        """Forget the completions since `metrics` was last asked, as those of an evaluation are no training step's."""
+        self._slowest, self._respaced, self._completions = 0.0, 0, 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the calls since the last time, on rank 0: seconds of the slowest row, the share of
+        completions that differ from another one to their prompt in white space alone, the cost of judges.
+        """
+        out = {"reward/slowest_seconds": self._slowest} if self._slowest else {}
+        if self._completions:
+            out["completion/whitespace_duplicates"] = self._respaced / self._completions
         for judge in self.judges:
-            judge.usage = Usage()
-        return Usage(*(sum(getattr(usage, name.name) for usage in used) for name in fields(Usage)))
+            for name, spent in judge.usage.items():
+                out[f"judge/{name}"] = out.get(f"judge/{name}", 0) + spent
+            judge.usage = dict.fromkeys(judge.usage, 0)
+        self.forget()
+        return out
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
@@ -155,18 +167,18 @@ class Scorer:
         where a function fails on all three, and on those of the next few prompts.
         """
         rewards, why, has_gold = list[float](), "", self.task.gold(prompts[0].row) is not None
+        how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:FEW]:
-            how = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
-            gold = self.task.gold(prompt.row) or ""
-            tokens = [answer_tokens(self.tokenizer, prompt, text, **how) for text in (gold, "", NONSENSE)]
-            sheet = self([prompt] * 3, tokens)
-            failed = {failure.row: failure.reason for failure in reversed(sheet.failures)}
-            rewards, why = rewards or sheet.rewards.tolist(), why or failed.get(min(failed, default=0), "")
+            texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
+            scores = self([prompt] * 3, [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts])
+            failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
+            rewards, why = rewards or scores.rewards.tolist(), why or failed.get(min(failed, default=0), "")
             if len(failed) < 3 or not self.workers:
                 break
         else:
             what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
             raise ExplainedByCheck(f"the reward fails on {what}, so no completion would have one: {why}")
+        self.forget()
         hint = next((function.chat_hint for function in self.functions if function.chat_hint), None)
         gold, empty, nonsense = rewards
         if hint or not has_gold:
@@ -196,10 +208,12 @@ class Scorer:
         def call() -> list[RewardCall]:
             answers = self._reward_inputs(prompts, completions, transcripts)
             texts, columns = [p.prompt for p in prompts], {**columns_of(prompts), "completion_ids": completions}
+            self._respaced += whitespace_duplicates([p.index for p in prompts], [text_of(answer) for answer in answers])
+            self._completions += len(answers)
             calls = []
             for function in self.functions:
                 how: Any = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
-                calls.append(self._noted(function.name, function(texts, answers, columns, **how)))
+                calls.append(self._noted(function, function(texts, answers, columns, **how), prompts))
             return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
         calls = _on_main(world, call)
@@ -209,8 +223,7 @@ class Scorer:
             unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
             failures = [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
             calls.insert(len(self.functions), RewardCall(scores, failures))
-        columns = [call.scores for call in calls]
-        failures = [failure for call in calls for failure in call.failures]
+        columns, failures = [call.scores for call in calls], [failure for call in calls for failure in call.failures]
         counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
         fatal = [f.row for call, counts in zip(calls, counted, strict=False) if counts for f in call.failures]
         if self.environment_rewards:
@@ -241,13 +254,21 @@ class Scorer:
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RewardCall:
         assert self.task.verify is not None
         texts, columns = [p.prompt for p in prompts], columns_of(prompts)
-        if self.grader is None:
-            return call_in_process(self.task.verify, self.task.name, texts, answers, columns)
-        return self._noted(self.grader.name, self.grader(texts, answers, columns))
+        if self.grader is not None:
+            return self._noted(self.grader, self.grader(texts, answers, columns), prompts)
+        return self._noted(None, call_in_process(self.task.verify, self.task.name, texts, answers, columns), prompts)
 
-    def _noted(self, name: str, call: RewardCall) -> RewardCall:
-        if call.retried:
-            self.retried.setdefault(name, call.retried)
+    def _noted(
+        self, function: FunctionReward | JudgeReward | None, call: RewardCall, prompts: list[PreparedPrompt]
+    ) -> RewardCall:
+        """Note why rows were tried alone, and the slowest row; function: None for a verifier in this process."""
+        seconds, row = call.slowest or (0.0, 0)
+        self._slowest = max(self._slowest, seconds)
+        if function is not None and call.retried:
+            self.retried.setdefault(function.name, call.retried)
+        if function is not None and seconds > SLOW_ROW_S:
+            name = f"prompt {prompts[row].index} ({one_line(prompts[row].text, PROMPT_CHARS)})"
+            function.printed.add(f"slowest row: {name}, {seconds:.3g} s\n".encode(errors="replace"))
         return call
 
     def text(self, tokens: list[int]) -> str:
@@ -267,6 +288,7 @@ class Scorer:
         texts = [p.opened + self.text(tokens) for p, tokens in zip(prompts, completions, strict=True)]
         return [as_completion(text, [] if chat else p.prompt) for text, p in zip(texts, prompts, strict=True)]
 
+    @torch.inference_mode()
     def _model_scores(
         self,
         prompts: list[PreparedPrompt],
@@ -274,47 +296,39 @@ class Scorer:
         transcripts: list[Transcript] | None,
         world: World,
     ) -> list[float]:
-        if self.model is None:
-            scores = self._adapter_scores(prompts, completions, world)
-        else:
+        """Score rows by the reward model; NaN for a score without a usable number. A classification model reads text
+        in its own tokens, an adapter on the shared base the sampled tokens; both are scored at each row's last token.
+        """
+        rows, answers = list[list[int]](), list[list[int]]()
+        if self.model is not None:
             assert self.model_format is not None
-            how, tokens = {"text_format": self.model_format, "max_tokens": self.model.max_tokens}, []
+            how: Any = {"text_format": self.model_format, "max_tokens": self.model.max_tokens}
             for i, p in enumerate(prompts):
                 text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
                 text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
-                tokens.append(reward_tokens(self.model.tokenizer, p.prompt, text, **how))
-            scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)
-        return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
-
-    @torch.inference_mode()
-    def _adapter_scores(self, prompts: list[PreparedPrompt], completions: list[list[int]], world: World) -> list[float]:
-        """Score rows by the reward adapter on the shared base, at each row's last token: token in, token out."""
-        roles, tokenizer, text_format = self.roles, self._adapter_tokenizer, self.model_format
-        room, end = (
-            positions_of(roles.causal.config.get_text_config()),
-            (text_format or self.policy_format).end(tokenizer),
-        )
-        asked, answers = list[list[int]](), list[list[int]]()
+                rows.append(reward_tokens(self.model.tokenizer, p.prompt, text, **how))
+            found = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
+            return [s if abs(s) <= MAX_SCORE else math.nan for s in found]
+        policy, tokenizer, own = self.policy, self._adapter_tokenizer, self.model_format
+        room, end = positions_of(policy.causal.config.get_text_config()), (own or self.policy_format).end(tokenizer)
         for p, sampled in zip(prompts, completions, strict=True):
-            tokens = p.tokens
-            if text_format is not None:  # rendered as the adapter learnt to read it
-                if p.text not in self._adapter_prompts:
-                    self._adapter_prompts[p.text] = text_format.render(tokenizer, p.prompt).tokens
-                tokens = self._adapter_prompts[p.text]
+            if own is not None and p.text not in self._adapter_prompts:  # rendered as the adapter learnt to read it
+                self._adapter_prompts[p.text] = own.render(tokenizer, p.prompt).tokens
+            tokens = p.tokens if own is None else self._adapter_prompts[p.text]
             prompt, answer = within(tokenizer, tokens, as_ended(tokenizer, sampled, end=end), room)
-            asked.append(prompt)
+            rows.append(prompt)
             answers.append(answer)
         scores = torch.zeros(len(prompts), dtype=torch.float64)
 
-        def run(rows: list[int]) -> None:
-            batch = roles.batch([asked[i] for i in rows], [answers[i] for i in rows], last_tokens=True)
-            scores[rows] = roles.scores(batch).double().cpu()
+        def run(part: list[int]) -> None:
+            batch = policy.batch([rows[i] for i in part], [answers[i] for i in part], last_tokens=True)
+            scores[part] = policy.scores(batch).double().cpu()
 
-        sizes = RowSizes.of(asked, [len(answer) for answer in answers], packed=roles.packs)
-        with roles.acting("reward"):
-            self.micro_batches.run(Work(sizes, run, world=world))
+        sizes = SequenceLengths.of(rows, [len(answer) for answer in answers], packed=policy.packs)
+        with policy.acting("reward"):
+            self.micro_batches.run(Work(sizes, run), world=world)
         world.sum(scores)
-        return scores.tolist()
+        return [s if abs(s) <= MAX_SCORE else math.nan for s in scores.tolist()]
 
 
 def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:
@@ -323,3 +337,11 @@ def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[Reward
         return calls()
     sent = world.on_main(lambda: [asdict(call) for call in calls()])
     return [RewardCall(**{**call, "failures": [RowFailure(**f) for f in call["failures"]]}) for call in sent]
+
+
+def whitespace_duplicates(prompts: Sequence[int], texts: Sequence[str]) -> int:
+    """Count completions that differ from another one to the same prompt in white space alone."""
+    alike = defaultdict[tuple[int, str], list[str]](list)
+    for prompt, text in zip(prompts, texts, strict=True):
+        alike[prompt, "".join(text.split())].append(text)
+    return sum(len(group) for group in alike.values() if len({*group}) > 1)

@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tinyrl.algorithms.advantages import token_rewards
 from tinyrl.algorithms.kl import k1
-from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Completion, FinishReason
-from tinyrl.models.batches import RowSizes, SequenceBatch
-from tinyrl.models.logprobs import Teaching
-from tinyrl.models.roles import Roles
+from tinyrl.models.batch import Tokens, padded
 
-Tokens = Literal["loss", "rewarded", "all"]
+if TYPE_CHECKING:
+    from tinyrl.config.sections import RewardConfig
+    from tinyrl.environments.environment import Episode
+    from tinyrl.generation.engine import Completion, FinishReason
+    from tinyrl.models.logprobs import Teaching
 
 
 @dataclass
@@ -75,6 +76,15 @@ class Sample:
         return cls(prompt, completion.tokens, mask, completion.logprobs, finish=completion.finish_reason, **fields)
 
     @property
+    def responses(self) -> list[list[int]]:
+        return [self.response]
+
+    def listed(self, tokens: Tokens = "loss") -> list[list[bool]]:
+        """The chosen tokens, where the sample counts among `tokens`."""
+        counts = {"loss": self.in_loss, "rewarded": self.rewarded, "all": True}[tokens]
+        return [self.mask if counts else [False] * len(self.mask)]
+
+    @property
     def rewarded(self) -> bool:
         return not math.isnan(self.reward)
 
@@ -110,20 +120,9 @@ def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> li
     return episodes + [sample for first in episodes for sample in first.further]
 
 
-def padded(samples: Sequence[Sample], name: str) -> Tensor:
-    """A field of each token as (B, T); where it is one number a sample, (B,)."""
-    rows = [torch.as_tensor(getattr(sample, name)) for sample in samples]
-    return pad_sequence(rows, batch_first=True) if rows[0].dim() else torch.stack(rows)
-
-
-def counts(sample: Sample, tokens: Tokens) -> bool:
-    """Whether the chosen tokens of a sample are among `tokens`: those in the loss, of rewarded samples, or all."""
-    return {"loss": sample.in_loss, "rewarded": sample.rewarded, "all": True}[tokens]
-
-
 def loss_mask(samples: Sequence[Sample], tokens: Tokens = "loss") -> Tensor:
     """(B, T) bool: the chosen tokens that count."""
-    rows = [torch.tensor(sample.mask, dtype=torch.bool) & counts(sample, tokens) for sample in samples]
+    rows = [torch.tensor(sample.listed(tokens)[0], dtype=torch.bool) for sample in samples]
     return pad_sequence(rows, batch_first=True)
 
 
@@ -147,16 +146,6 @@ def by_episode(samples: Sequence[Sample], x: Tensor) -> Tensor:
 def num_episodes(samples: Sequence[Sample]) -> int:
     """How many of the samples are first conversations; those stand first."""
     return 1 + max(sample.episode for sample in samples)
-
-
-def sizes_of(samples: Sequence[Sample], roles: Roles) -> RowSizes:
-    return RowSizes.of([s.prompt for s in samples], [len(s.response) for s in samples], packed=roles.packs)
-
-
-def batch_of(samples: Sequence[Sample], roles: Roles, tokens: Tokens = "loss") -> SequenceBatch:
-    """The samples as the models read them; the chosen tokens that count are listed."""
-    masks = [sample.mask if counts(sample, tokens) else [False] * len(sample.mask) for sample in samples]
-    return roles.batch([s.prompt for s in samples], [s.response for s in samples], masks)
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
@@ -184,6 +173,38 @@ def kl_per_response(samples: Sequence[Sample]) -> tuple[float, int]:
     counted = by_episode(samples, torch.tensor([int(sample.in_loss) for sample in samples])) > 0
     found = by_episode(samples, kl(samples, loss_mask(samples)).sum(1))[counted]
     return float(found.mean()) if len(found) else 0.0, len(found)
+
+
+def token_rewards_of(samples: Sequence[Sample], kl: Tensor, *, kl_coef: float, scores: Tensor | None = None) -> Tensor:
+    """(B, T): the score (None: the reward) on the last token, the environment's rewards on each turn's last in its
+    place where there are some, less kl_coef * kl.
+    """
+    mask, turns = loss_mask(samples), turn_rewards(samples)
+    if scores is not None:
+        return token_rewards(torch.nan_to_num(scores), kl, mask, kl_coef=kl_coef)
+    rewards = rewards_of(samples)
+    outcome = torch.nan_to_num(rewards if turns is None else rewards - turns.sum(1))
+    shaped = token_rewards(outcome, kl, mask, kl_coef=kl_coef)
+    return shaped if turns is None else shaped + torch.where(mask, turns, 0.0)
+
+
+def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_tokens: int) -> None:
+    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std. An
+    episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them.
+
+    Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
+    max.
+    """
+    episodes = [[sample, *sample.further] for sample in samples]
+    truncated = torch.tensor([any(sample.truncated for sample in episode) for episode in episodes])
+    penalty = torch.where(truncated, float(reward.truncated == "penalize"), 0.0)
+    if buffer := reward.overlong_tokens:
+        num_actions = torch.tensor([sum(sample.num_actions for sample in episode) for episode in episodes])
+        penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+    for sample, rewarded in zip(samples, (rewards_of(samples) - penalty).tolist(), strict=True):
+        sample.reward = rewarded
+        if reward.truncated == "mask":
+            sample.in_loss = sample.in_loss and not sample.truncated
 
 
 # ---- metrics ----

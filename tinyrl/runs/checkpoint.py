@@ -1,9 +1,9 @@
 """Checkpoints on disk: written whole or not at all, verified before they are read, pruned safely.
 
-A checkpoint is a folder `step-000120` of safetensors and JSON files, written under a temporary name: every file is
-flushed to disk, then MANIFEST.json (name, bytes and SHA-256 of each file) is written last and one rename makes it
-visible: a crash at any moment leaves either the old state or the new one. An older checkpoint of the same step is
-renamed to a name that still counts, until the new one is in place.
+A checkpoint is a folder `step-000120` of safetensors and JSON files, written under a temporary name. Every file is
+flushed to disk, then MANIFEST.json (name, bytes and SHA-256 of each file) is written last, and one rename makes it
+visible: a crash at any moment leaves the old state or the new one. An older checkpoint of the same step is renamed to a
+name that still counts until the new one is in place.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
     superfluous = [folder for folder in there if folder.resolve() not in safe]
     for folder in superfluous:
         folder.rename(root / f"{_DELETING}{folder.name}")
-    for left in root.iterdir():
-        if left.name.startswith((_ASIDE, _WRITING, _DELETING)) and left not in there:
+    for left in {*root.iterdir()} - {*there}:
+        if left.name.startswith((_ASIDE, _WRITING, _DELETING)):
             shutil.rmtree(left, ignore_errors=True)
     return bool(superfluous)
 
@@ -161,8 +161,8 @@ def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < copies * needed:
-        each = "" if copies == 1 else " (there are two while a new one replaces the old one)"
-        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB{each}, and {free / 1e6:,.1f} MB are free"
+        two = "" if copies == 1 else " (there are two while a new one replaces the old one)"
+        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB{two}, and {free / 1e6:,.1f} MB are free"
         raise OSError(errno.ENOSPC, sentence, str(there))
 
 

@@ -1,8 +1,8 @@
-"""Findings of a run: what is wrong with it, with figures, completions that show it, and one setting to change.
+"""Find what is wrong with a run: findings with figures, completions that show them, and one setting to change.
 
-TABLE has a line for each: name, condition, sentence, change. `find` evaluates it on figures of metrics.jsonl, for
+TABLE has a rule for each: name, condition, sentence, change. `find` evaluates it on figures of metrics.jsonl, for
 `tinyrl doctor RUN` and for the warnings of a run that is training (Watch). Windows: the first tenth of the steps (5 to
-25) against the last quarter (10 to 50). Thresholds are where runs that go well never are, by some margin.
+25) against the last quarter (10 to 50). Thresholds keep a margin to everything seen in runs that go well.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from string import Formatter
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from tinyrl.runs.records import Points, RunRecords, known, messages_of, number, samples_of
+from tinyrl.runs.records import Points, RunRecords, finite, known, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 
 FEWEST_STEPS = 12  # of training, before windows are compared
 NUM_SHOWN, SHOWN_CHARACTERS = 3, 200  # completions of each finding
 MOST_LINES = 2000  # without an evaluation, that a run keeps in memory
-NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept"}
+NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept",
+                 "reward/slowest_seconds"}  # fmt: skip
 Row = dict[str, Any]
 Figures = SimpleNamespace
 
 
 @dataclass(frozen=True)
 class Finding:
-    """name: what it is called; what: a sentence with figures; change: one thing to change; figures: by name.
+    """A finding: `what` is a sentence with figures, `change` one thing to change.
 
-    kind (None: any) and rank say which lines of samples.jsonl show it: of the last step with lines of that kind, those
-    that rank highest.
+    kind (None: any) and rank select lines of samples.jsonl that show it: of the last step with such lines, the highest.
     """
 
     name: str
@@ -55,13 +55,11 @@ def mean(points: Points) -> float:
     return fmean(value for _, value in points) if points else math.nan
 
 
-def early(points: Points, start: int = 0) -> float:
-    """Return the mean of a tenth of the points, 5 to 25 of them, from `start` on; NaN where there are none."""
-    return mean(points[start : start + min(25, max(5, len(points) // 10))])
-
-
-def halfway(points: Points) -> float:
-    return early(points, max(0, len(points) // 2 - min(25, max(5, len(points) // 10))))
+def early(points: Points, *, halfway: bool = False) -> float:
+    """Return the mean of the first tenth of the points, 5 to 25 of them; halfway: of those before the middle."""
+    size = min(25, max(5, len(points) // 10))
+    start = max(0, len(points) // 2 - size) if halfway else 0
+    return mean(points[start : start + size])
 
 
 def last_quarter(points: Points) -> Points:
@@ -74,7 +72,7 @@ def recent(points: Points) -> float:
 
 
 def figures(run: RunRecords) -> Figures:
-    """Compute what TABLE needs. NaN, for which no condition holds, where the run has no such metric or setting."""
+    """Compute the figures of TABLE. A missing metric or setting gives NaN, for which no condition holds."""
     points, setting = run.finite, lambda name: number(run.setting(name))
     means, std, lengths = points("reward/mean"), points("reward/std"), points("completion/mean_length")
     f = Figures(steps=len(means), section=run.setting("method") or "grpo", agent=run.setting("environment.agent"))
@@ -89,10 +87,10 @@ def figures(run: RunRecords) -> Figures:
     f.truncated, f.max_new_tokens = recent(points("completion/truncated")), setting("generation.max_new_tokens")
     f.doubled = 2 * f.max_new_tokens
     f.length_start, f.length = early(lengths), recent(lengths)
-    f.growth = f.length / max(halfway(lengths), 1e-9) - 1
-    f.reward_gain, f.little_gain = f.reward - halfway(means), 0.1 * early(std)
+    f.growth = f.length / max(early(lengths, halfway=True), 1e-9) - 1
+    f.reward_gain, f.little_gain = f.reward - early(means, halfway=True), 0.1 * early(std)
 
-    shares = []  # of the completions of a step; their number follows from their tokens
+    shares = []  # of a step's completions, counted by their tokens
     for step, line in run.steps.items():
         count = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
         if (dropped := number(line.get("reward/dropped"))) >= 0:
@@ -111,14 +109,13 @@ def figures(run: RunRecords) -> Figures:
     f.sampling_gap = recent(points("policy/sampling_gap"))
     f.capped_weights = known(recent(points("policy/capped_weights")), 0.0)
 
-    explained = points("value/explained_variance")
+    explained, teacher = points("value/explained_variance"), points("teacher/logprob")
     f.explained_variance, f.critic_steps = recent(explained), len(explained)
     f.critic_rate, f.lower_rate = 3 * setting("optim.critic_learning_rate"), setting("optim.learning_rate") / 3
-    teacher = points("teacher/logprob")
     f.teacher_logprob = recent(teacher) if len(teacher) >= FEWEST_STEPS else math.nan
     f.teacher_probability = math.exp(f.teacher_logprob)
 
-    # The step that a run stopped in has no line; the batches that were kept show how often it skipped.
+    # The step in which a run stopped has no line; the batches that it wrote to nonfinite/ count its skips.
     skipped = [(0, 0.0), *points("optim/skipped_steps")]
     (f.since, first), (_, now) = skipped[-len(last_quarter(skipped[1:])) - 1], skipped[-1]
     f.skipped_steps = max(now - first, sum(step >= f.since for step in run.nonfinite))
@@ -135,8 +132,8 @@ def figures(run: RunRecords) -> Figures:
 
 
 def compare_held_out(run: RunRecords, f: Figures) -> None:
-    """Set fell: the held-out metric that is worse than its best, by more than its interval says is chance, while the
-    same one of training has gone on improving since; "" where there is none.
+    """Set `fell` to "reward" or "loss" where the held-out one is worse than its best, by more than its confidence
+    interval, while that of training went on improving; else to "".
     """
     f.fell = ""
     kinds = (("loss", "loss", "eval/loss", -1), ("reward", "reward/mean", "eval/reward_mean", 1))
@@ -156,8 +153,8 @@ def compare_held_out(run: RunRecords, f: Figures) -> None:
 
 
 def compare_functions(run: RunRecords, f: Figures) -> None:
-    """Set up and down: the reward functions that rose and fell most, by a tenth of their size and beyond the noise; of
-    one with a negative weight the fall is what is rewarded. "" where they do not part.
+    """Set `up` and `down` to the reward functions that rose and fell most, by a tenth of their size and beyond the
+    noise; "" where none does both. The fall of one with a negative weight is a rise.
     """
     functions = run.setting("reward.functions")
     functions = [each for each in functions if isinstance(each, dict)] if isinstance(functions, list) else []
@@ -200,7 +197,7 @@ def parting(f: Figures, row: Row) -> float:
 
 
 class Rule(NamedTuple):
-    """A line of TABLE. `what` and `change` are formatted with the figures; `shows` ranks lines of samples.jsonl."""
+    """`what` and `change` are formatted with the figures; `shows` ranks lines of samples.jsonl."""
 
     name: str
     when: Callable[[Figures], bool]
@@ -208,7 +205,7 @@ class Rule(NamedTuple):
     change: str
     shows: Callable[[Figures, Row], float] = lambda f, row: 0.0
     kind: Literal["train", "eval"] | None = "train"
-    at_once: bool = False  # compares no windows of the reward, so that it holds after any step
+    at_once: bool = False  # holds after any step: no windows of the reward are compared
 
     def finding(self, f: Figures) -> Finding:
         named = [name for _, name, _, _ in Formatter().parse(self.what) if name]
@@ -246,8 +243,8 @@ TABLE = (  # most telling first
     Rule("zero-spread groups", lambda f: f.zero_spread_groups >= 0.75 and not f.near_top,
         "{zero_spread_groups:.0%} of the groups have the same reward for all their completions, which teaches nothing; "
         "the mean reward is {reward:.3g}.",
-        "Replace such groups by fresh prompts: grpo.refill_rounds=2. Where the reward is near its lowest: easier "
-        "prompts, or a reward that is given in steps.", alike),
+        "Replace such groups by fresh prompts: grpo.dynamic_sampling_rounds=2. Where the reward is near its lowest: "
+        "easier prompts, or a reward that is given in steps.", alike),
     Rule("reward at its ceiling", _at_ceiling,
         "The reward is {reward:.3g} with a spread of {reward_std:.2g}: there is hardly anything left to learn here.",
         "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
@@ -265,7 +262,8 @@ TABLE = (  # most telling first
     Rule("far from the teacher", lambda f: f.teacher_logprob < -3,  # 5 %
         "The teacher gives the policy's tokens a probability of {teacher_probability:.1%} (geometric mean): it scores "
         "texts that it would never write, where it knows little.",
-        "Begin nearer to it: answers of the teacher's first (distill.on_policy=0.5, or `tinyrl train sft` on them)."),
+        "Begin nearer to it: answers of the teacher's first (distill.on_policy_fraction=0.5, or `tinyrl train sft` on "
+        "them)."),
     Rule("KL blow-up", lambda f: f.kl >= 10 and f.kl_per_token >= 0.5,
         "The KL to the reference is {kl:.3g} nats a response ({kl_per_token:.2g} a token): the text is no longer that "
         "of the model it started from.", "Hold it closer: {section}.kl_coef={kl_coef:.3g}.", kind="eval"),
@@ -288,7 +286,7 @@ TABLE = (  # most telling first
         lambda f: f.explained_variance < (0.02 if f.critic_steps >= 60 else -0.2) and f.critic_steps >= 20,
         "The critic explains {explained_variance:.0%} of the variance of the returns after {critic_steps} steps, so "
         "advantages are little else than the rewards' noise.",
-        "Let it learn first (critic.warmup=10) or faster (optim.critic_learning_rate={critic_rate:.2g}).",
+        "Let it learn first (critic.warmup_steps=10) or faster (optim.critic_learning_rate={critic_rate:.2g}).",
         lambda f, row: abs(known(row.get("advantage"), 0.0))),
     Rule("mismatch", lambda f: f.sampling_gap > 0.05 or f.capped_weights > 0.05,  # in bfloat16 the gap is some 0.01
         "Log-probabilities of sampling and of training differ by {sampling_gap:.2g} a token, and {capped_weights:.0%} "
@@ -298,9 +296,42 @@ TABLE = (  # most telling first
 
 
 def find(run: RunRecords) -> list[Finding]:
-    """Return what is wrong with a run, as far as its metrics show; [] for one that goes well, or is too short."""
+    """Return what is wrong with a run by its metrics; [] for one that goes well, or is too short."""
     f = figures(run)
     return [rule.finding(f) for rule in TABLE if (rule.at_once or f.steps >= FEWEST_STEPS) and rule.when(f)]
+
+
+class Watch:
+    """The findings of a run while it trains, each reported once.
+
+    Neither time nor memory grows with the run: looks get farther apart, and lines between the first 25 and the last 50
+    are thinned out.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config, self._steps = config, dict[int, dict[str, Any]]()
+        self._next, self._warned = 0, set[str]()
+
+    def know(self, steps: dict[int, dict[str, Any]]) -> None:
+        """Take over the metrics of a run that is resumed; their findings have been reported."""
+        self._steps |= steps
+        self._new()
+
+    def look(self, step: int, line: dict[str, Any]) -> list[str]:
+        """Add the metrics of a step; return a warning for each new finding."""
+        self._steps[step] = {"step": step, **line}
+        if step < self._next:
+            return []
+        self._next = step + max(5, step // 20)
+        return [f"{one.name}: {one.what} {one.change}" for one in self._new()]
+
+    def _new(self) -> list[Finding]:
+        plain = [step for step, line in self._steps.items() if not any(key.startswith("eval/") for key in line)]
+        for step in plain[25:-50:2] if len(plain) > MOST_LINES else ():
+            del self._steps[step]
+        new = [one for one in find(RunRecords(Path(), self._steps, self._config)) if one.name not in self._warned]
+        self._warned |= {one.name for one in new}
+        return new
 
 
 # ---- as text and JSON ----
@@ -323,13 +354,8 @@ def examples_in(run: RunRecords) -> Callable[[Finding], list[Row]]:
 
 def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> list[dict[str, Any]]:
     return [
-        {
-            "finding": one.name,
-            "what": one.what,
-            "figures": {name: value if math.isfinite(value) else None for name, value in one.figures.items()},
-            "change": one.change,
-            "completions": rows_of(one),
-        }
+        {"finding": one.name, "what": one.what, "figures": finite(one.figures), "change": one.change}
+        | {"completions": rows_of(one)}
         for one in found
     ]
 
@@ -359,39 +385,8 @@ def in_words(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> I
         lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
         for row in rows_of(one):
             reward, index = number(row.get("reward")), row.get("prompt_index")
-            value = "-" if math.isnan(reward) else shown(reward)
-            about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, reward {value}: "
-            _, text = (messages_of(row) or [("", "")])[-1]
+            about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, "
+            about += f"reward {'-' if math.isnan(reward) else shown(reward)}: "
+            text = (messages_of(row) or [("", "")])[-1][1]
             lines.append(about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about)))))
         yield "\n".join(map(visible, lines))
-
-
-class Watch:
-    """The findings of a run while it trains, each reported once. Looks are farther apart the longer the run is, and
-    lines between the first 25 and the last 50 are thinned out, so that neither time nor memory grows with it.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config, self._steps = config, dict[int, dict[str, Any]]()
-        self._next, self._warned = 0, set[str]()
-
-    def know(self, steps: dict[int, dict[str, Any]]) -> None:
-        """Take over the metrics of a run that is resumed; their findings have been reported."""
-        self._steps |= steps
-        self._new()
-
-    def look(self, step: int, line: dict[str, Any]) -> list[str]:
-        """Return warnings that the metrics of this step, with those before, are the first to give."""
-        self._steps[step] = {"step": step, **line}
-        if step < self._next:
-            return []
-        self._next = step + max(5, step // 20)
-        return [f"{one.name}: {one.what} {one.change}" for one in self._new()]
-
-    def _new(self) -> list[Finding]:
-        plain = [step for step, line in self._steps.items() if not any(key.startswith("eval/") for key in line)]
-        for step in plain[25:-50:2] if len(plain) > MOST_LINES else ():
-            del self._steps[step]
-        new = [one for one in find(RunRecords(Path(), self._steps, self._config)) if one.name not in self._warned]
-        self._warned |= {one.name for one in new}
-        return new

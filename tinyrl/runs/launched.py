@@ -1,4 +1,4 @@
-"""Options of a command, and the processes of `accelerate launch` or torchrun: which one this is, which one prints."""
+"""Runtime options of a command, and the processes of `accelerate launch` or torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Launched:
-    """world_size processes, local_world_size of them on this machine; this one has the number `rank`."""
+    """This process among world_size ones, local_world_size of them on this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,43 +27,38 @@ class Launched:
     local_world_size: int = 1
 
 
+def _integer(name: str) -> int | None:
+    return int(text) if (text := os.environ.get(name, "")).isdigit() else None
+
+
 def launched() -> Launched:
-    """Return the processes of this launch; one where nothing launched several. Raises ValueError for half of the
-    variables, and where the launcher would shard the model.
-    """
-    numbers = {name: int(text) for name in VARIABLES[:4] if (text := os.environ.get(name, "")).isdigit()}
-    count = numbers.get("WORLD_SIZE", 1)
-    if count <= 1:
+    """Read the launcher's variables. Raises ValueError for half of them, and where the model would be sharded."""
+    count, rank, local, local_count = map(_integer, VARIABLES[:4])
+    if count is None or count <= 1:
         return Launched()
-    command = f"--num_processes {count} -m tinyrl ...`"
-    if not {"RANK", "LOCAL_RANK"} <= numbers.keys():
-        raise ValueError(
-            f"WORLD_SIZE={count} is set, but not RANK and LOCAL_RANK: start the processes with `accelerate launch "
-            f"{command}, or unset WORLD_SIZE for a single one"
-        )
+    if rank is None or local is None:
+        command = f"`accelerate launch --num_processes {count} -m tinyrl ...`"
+        raise ValueError(f"WORLD_SIZE={count} is set, but not RANK and LOCAL_RANK: use {command}, or unset WORLD_SIZE")
     for name in ("FSDP", "DeepSpeed", "Megatron_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() in ("true", "1"):
-            raise ValueError(
-                f"accelerate's configuration asks for {name}, and every process here holds the model: `accelerate "
-                f"launch --multi_gpu {command}"
-            )
-    return Launched(numbers["RANK"], count, numbers["LOCAL_RANK"], numbers.get("LOCAL_WORLD_SIZE", 1))
+            raise ValueError(f"accelerate is configured for {name}, but every process holds the model: use --multi_gpu")
+    return Launched(rank, count, local, local_count or 1)
 
 
 def launched_rank() -> int:
     """Return the rank of this process; 0 where the launcher's variables are wrong."""
-    return int(text) if (text := os.environ.get("RANK", "")).isdigit() else 0
+    return _integer("RANK") or 0
 
 
 class Voice:
-    """Print what every process would print on one only. Before they are connected: on local rank 0 of each machine."""
+    """Decide which process prints: before they are connected, local rank 0 of each machine."""
 
     connected: Callable[[str], bool] | None = None  # is given the sentence
 
     def speaks(self, sentence: str) -> bool:
         if self.connected is not None:
             return self.connected(sentence)
-        return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("LOCAL_RANK", "0") in ("", "0")
+        return (_integer("WORLD_SIZE") or 1) == 1 or not _integer("LOCAL_RANK")
 
 
 VOICE = Voice()

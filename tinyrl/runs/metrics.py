@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """key: as metrics.jsonl has it; held: its held-out counterpart. meaning and healthy: the line under its chart.
+    """A key of metrics.jsonl, and `held`, its held-out counterpart.
 
-    title, unit: of its chart in the report (no title: none), where share is per cent, from_zero, floor and any_scale (a
-    logarithmic one is fine) are about the axis, greedy: greedy held-out values are drawn too, skip_zero: not where it
-    is zero throughout. label: in tables of results; column: in the progress display; row: in the summary of a run.
-    Everything is shown in the order of the table.
+    meaning, healthy, title (none: no chart), unit: the text of its chart in the report; share (a percentage),
+    from_zero, floor, any_scale (may be logarithmic): its axis; greedy: greedy held-out values are drawn too; skip_zero:
+    no chart where it is zero throughout. label: in tables of results; column: in the progress display; row: in the
+    summary of a run. Everything is shown in the order of the table.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Metric:
 
     @property
     def keys(self) -> tuple[str, str]:
-        """Its key in training and held out; "" where there is none."""
+        """Return its keys in training and held out; "" where there is none."""
         return ("", self.key) if self.key.startswith("eval/") else (self.key, self.held)
 
 
@@ -117,10 +117,14 @@ TABLE = (
         unit="they teach nothing", share=True, from_zero=True, skip_zero=True),
     Metric("reward/dropped", "Completions without a valid reward.", "0; failed_rewards.jsonl says why.",
         title="Rewards dropped", unit="completions without a valid one", from_zero=True, skip_zero=True),
+    Metric("reward/slowest_seconds", "Seconds of the slowest row of a reward.",
+        "steady, far below reward.timeout_s; reward_output.log names rows of over a second."),
+    Metric("completion/whitespace_duplicates", "Completions that differ from another one in white space alone.",
+        "near 0; more is a group that looks varied and is not."),
     Metric("judge/requests", "Questions to judges that were not in their cache.", "as many as planned."),
     Metric("judge/cached", "Questions whose reply was kept from before.", "all of them in a rerun."),
     Metric("judge/tokens", "Tokens that judges read and wrote.", "steady; this is what they cost."),
-    Metric("judge/seconds", "Seconds spent waiting for judges.", "below sampling; else raise at_once."),
+    Metric("judge/seconds", "Seconds spent waiting for judges.", "below sampling; else raise max_concurrency."),
     Metric("policy/clipfrac", "Tokens outside the clip range.",
         "below 20 %; more means steps too large or too many for one rollout.", title="Clip fraction",
         unit="share of tokens", share=True, from_zero=True, skip_zero=True),
@@ -138,7 +142,7 @@ TABLE = (
 
 
 def meaning_of(key: str) -> str:
-    """What a chart's metric means and what is healthy; "" where it is not one of tinyrl's."""
+    """Return what a chart's metric means and what is healthy; "" for a metric that is not in the table."""
     key = "preference/loss" if key.removeprefix("eval/").partition("/")[0] == "loss" else key
     named = (one for one in TABLE if key in (one.key, one.held, f"eval/{one.key}") and one.meaning + one.healthy)
     of = next(named, Metric(key))

@@ -18,8 +18,6 @@ from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import messages_of, number
 from tinyrl.text import one_line, redact, visible
 
-PHASE = "{:10}".format  # as wide as the longest, so that the bar stays where it is
-
 
 class _Forgiving:
     """A stream that may be closed at the other end: what cannot be written is dropped."""
@@ -41,9 +39,7 @@ class _Forgiving:
 
 
 def tell(text: str) -> None:
-    """Print the result of a run on standard output. A reader that is gone, or a full disk behind it, changes nothing
-    about how the run ended, so the exit code stays what it is.
-    """
+    """Print the result of a run on standard output. A closed pipe or a full disk does not change the exit code."""
     try:
         print(text, flush=True)
     except OSError:
@@ -56,34 +52,33 @@ class Display:
     """Progress of one run. `silent`: of a process beside rank 0."""
 
     def __init__(self, *, num_steps: int, silent: bool = False) -> None:
-        self.silent = silent
+        self.num_steps, self.silent = num_steps, silent
         self.console = Console(file=cast(TextIO, _Forgiving(sys.stderr)), highlight=False, emoji=False)
-        self.num_steps, self._first, self._started = num_steps, 0, time.monotonic()
+        self._first, self._started = 0, time.monotonic()
         self._latest: dict[str, float] = {}
         self._bar: Progress | None = None
 
     def start(self, *, done: int = 0) -> None:
-        """Start drawing, and estimating the time left, for a run of which `done` steps are done."""
+        """Start the bar, and the estimate of the time left, of a run of which `done` steps are done."""
         self._first, self._started = done, time.monotonic()
         if self.console.is_terminal and not self.silent:
-            bar = BarColumn(bar_width=None)  # what the others leave
-            columns = (TextColumn("[bold]{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn(),
-                       TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-            self._bar = Progress(*columns, console=self.console, transient=False, expand=True)
-            self._task = self._bar.add_task(PHASE("step"), total=self.num_steps, completed=done)
+            columns = (TextColumn("[bold]{task.description:10}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                       TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+            self._bar = Progress(*columns, console=self.console, expand=True)
+            self._task = self._bar.add_task("step", total=self.num_steps, completed=done)
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Print a line for a finished step. Held-out numbers stay until there are newer ones, and pass@1 is left out
-        where it is the held-out reward.
+        """Print the line of a finished step. Held-out numbers stay until there are newer ones; pass@1 is left out where
+        it equals the held-out reward.
         """
         for metric in TABLE:
             if metric.column and isinstance(value := metrics.get(metric.key), int | float):
                 self._latest[metric.column] = float(value)
-        labels = [metric.column for metric in TABLE if metric.column in self._latest]
+        columns = dict.fromkeys(metric.column for metric in TABLE if metric.column in self._latest)
         if self._latest.get("pass@1") == self._latest.get("held-out"):
-            labels = [label for label in labels if label != "pass@1"]
-        parts = [f"step {step}/{self.num_steps}", *(f"{label} {_short(self._latest[label])}" for label in labels)]
+            columns.pop("pass@1", None)
+        parts = [f"step {step}/{self.num_steps}", *(f"{column} {_short(self._latest[column])}" for column in columns)]
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         elif step > self._first:
@@ -103,9 +98,9 @@ class Display:
         self.note("\n".join(texts))
 
     def phase(self, name: str) -> None:
-        """Name the current part of a long step (only where there is a bar to show it on)."""
+        """Name the current part of a long step beside the bar."""
         if self._bar is not None:
-            self._bar.update(self._task, description=PHASE(name))
+            self._bar.update(self._task, description=name)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -113,13 +108,13 @@ class Display:
             self._bar = None
 
     def note(self, text: str) -> None:
-        """Print a line that stays: a warning, a choice made."""
+        """Print a line that stays: a warning, a choice made. Notes quote prompts and users' code."""
         if self.silent:
             return
-        text = visible(redact(text))  # notes quote prompts and people's code
+        text = visible(redact(text))
         if self._bar is not None:
             self.console.print(text, markup=False, soft_wrap=True)
-        else:
+        else:  # as it is: in a notebook rich would make HTML of it
             print(text, file=self.console.file, flush=True)
 
 

@@ -1,14 +1,12 @@
-"""The reader of run folders: records and metrics of a run that is going on, was killed, or lacks files.
+"""Read run folders: records and metrics of a run that is going on, was killed, or lacks files.
 
-A record is JSON, a line a step or a completion. A last line without its line break is being written, so it is left out
-when it does not parse; any other line that does not parse is counted and reported, and so are lines with LOST, which
-take the place of lines that a resume did not find any more. Numbers that are null, NaN or infinite become NaN: a gap in
-a chart, never a zero.
+A record has a JSON object a line. A last line without its line break is being written, so it is left out when it does
+not parse; other lines that do not parse are counted and reported. Numbers that are null, NaN or infinite become NaN: a
+gap in a chart, never a zero.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -22,40 +20,47 @@ Points = list[tuple[int, float]]  # (step, value), by step
 Item = TypeVar("Item")
 
 LARGEST = 1e100
-LOST = "lost_bytes"
 PROMPT_CHARACTERS = 500  # of samples and tokens, what a page shows
 CHARACTERS = {"policy": 900, "environment": 500}
 MOST_MESSAGES = 16  # of an episode
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion
-NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")
+NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")  # of a token
 
 
 # ---- lines ----
 
 
 def number(value: Any) -> float:
-    """Return a JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
+    """Return a JSON value as a float; NaN for what is not a finite number, or too large for an axis."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST else math.nan
 
 
 def known(value: Any, otherwise: float) -> float:
-    """Return a JSON value as a number; `otherwise` where it is none."""
-    found = number(value)
-    return otherwise if math.isnan(found) else found
+    """Return a JSON value as a float; `otherwise` where it is none."""
+    return otherwise if math.isnan(found := number(value)) else found
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, by None at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the lines of a record that hold a step; none where there is no such file. Others are left out and, but for
-    a cut-off last one, noted at the end, as is what was lost.
+    """Yield the objects with a step in a record; none where there is no such file. Lines that cannot be read, but for a
+    cut-off last one, are counted in `notes` at the end. containing: skip lines without it, unparsed.
     """
     if not path.is_file():
         return
-    broken, lost = 0, dict[int, int]()
+    broken = 0
     with path.open("rb") as file:
         for line in file:
-            if (containing not in line and LOST.encode() not in line[:64]) or not line.strip():
+            if containing not in line or not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8", "replace"))
@@ -63,24 +68,12 @@ def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iter
                 broken += line.endswith(b"\n")
                 continue
             step = row.get("step") if isinstance(row, dict) else None
-            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
-                broken += 1
-            elif isinstance(row.get(LOST), int):
-                lost[step] = lost.get(step, 0) + row[LOST]
-            else:
+            if type(step) is int and 0 <= step < 2**53:
                 yield row
+            else:
+                broken += 1
     if broken:
         notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} could not be read and are left out.")
-    for step, size in lost.items():
-        notes.append(f"{path.name}: {size:,} bytes of up to step {step} were lost before a resume: a gap.")
-
-
-def lost_line(step: int, size: int) -> bytes:
-    """Return a line of `size` bytes that marks as many, of up to `step`, as lost. Being as long as they were, it leaves
-    the lengths true that older checkpoints have of the record.
-    """
-    mark = json.dumps({"step": step, LOST: size}).encode()
-    return (mark if len(mark) < size else b"").ljust(size - 1) + b"\n"
 
 
 def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
@@ -100,8 +93,8 @@ def samples_of(
 
 
 def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the turns after the prompt in a line of samples.jsonl: "policy" or "environment", and the text. Without an
-    environment that is the completion.
+    """Return (speaker, text) of the turns after the prompt in a line of samples.jsonl; speakers are "policy" and
+    "environment".
     """
     if not isinstance(episode := row.get("episode"), list):
         return [("policy", str(row.get("completion", "")))]
@@ -110,14 +103,14 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def evenly(items: list[Item], most: int) -> list[Item]:
-    """Return at most so many: the first, the last, and evenly between; none where two are too many."""
+    """Subsample to at most `most` items, the first and the last among them; [] where two are too many."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
 def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
-    """Return at most so many, an even number, from both ends, and how many are left out."""
+    """Return at most so many items (an even number) from both ends, and the number left out."""
     omitted = max(0, len(items) - most)
     return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
 
@@ -127,8 +120,9 @@ def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
 
 @dataclass(frozen=True)
 class HeldOutSample:
-    """A held-out completion, cut to what the page shows; `omitted` messages are left out in the middle. length:
-    characters that the policy wrote.
+    """A held-out completion, cut for a page: `omitted` messages are left out in the middle.
+
+    length: characters that the policy wrote.
     """
 
     prompt_index: int
@@ -160,7 +154,7 @@ class HeldOut:
 def read_held_out(path: Path, notes: list[str]) -> HeldOut:
     """Read the samples of kind "eval" of a samples.jsonl."""
     by_step: dict[int, dict[int, HeldOutSample]] = {}
-    last = list[HeldOutSample]()
+    newest, last = -1, list[HeldOutSample]()
     for row in samples_of(path, notes, kind="eval"):
         if not isinstance(index := row.get("prompt_index"), int):
             continue
@@ -176,19 +170,19 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
             finish_reason=str(row.get("finish_reason", "")),
             length=sum(len(text) for who, text in turns if who == "policy"),
         )
-        if row["step"] > max(by_step, default=-1):
-            last = []
-        firsts = by_step.setdefault(row["step"], {})
-        if row["step"] == max(by_step):
+        if row["step"] > newest:
+            newest, last = row["step"], []
+        if row["step"] == newest:
             last.append(sample)
+        firsts = by_step.setdefault(row["step"], {})
         if index not in firsts or sample.sample < firsts[index].sample:
             firsts[index] = sample
     return HeldOut(dict(sorted(by_step.items())), tuple(last))
 
 
 def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Read the completions of the last step in tokens.jsonl, at most MOST_COMPLETIONS; of each token `piece`, whether
-    the policy has `chosen` it, and the NUMBERS that are known. `omitted` tokens are left out in the middle.
+    """Read the completions of the last step in tokens.jsonl, at most MOST_COMPLETIONS. A token has `piece`, `chosen`
+    (by the policy) and some of NUMBERS; `omitted` tokens are left out in the middle.
     """
     step, kept = -1, list[dict[str, Any]]()
     for row in json_lines(path, notes):
@@ -232,7 +226,7 @@ class RunRecords:
         return sorted(filter(self.points, set[str]().union(*self.steps.values())))
 
     def points(self, key: str) -> Points:
-        """Return the metric by step, NaN where its line has null; empty when it never has a finite number."""
+        """Return the metric by step, NaN where its line has null; [] when it never has a finite number."""
         found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
         return found if any(math.isfinite(value) for _, value in found) else []
 
@@ -243,9 +237,7 @@ class RunRecords:
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
         """Return a metric that is [low, high], at one step."""
         pair = self.steps.get(step, {}).get(key)
-        if not isinstance(pair, list) or len(pair) != 2:
-            return None
-        low, high = number(pair[0]), number(pair[1])
+        low, high = map(number, pair) if isinstance(pair, list) and len(pair) == 2 else (math.nan, math.nan)
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:
@@ -264,25 +256,23 @@ def read_run(run_dir: Path) -> RunRecords:
     metrics, notes = run_dir / "metrics.jsonl", list[str]()
     if not metrics.is_file():
         raise ValueError(f"{run_dir} is not a run: it has no metrics.jsonl.{nearest_run(run_dir)}")
-    steps = read_steps(metrics, notes)
-    if not steps:
+    if not (steps := read_steps(metrics, notes)):
         raise ValueError(f"{metrics} holds no complete line yet; try again after the first step")
-    found: dict[str, Any] = {}
-    for name, parse in (("config.yaml", lambda text: parse_plain(text, str)[0]), ("env.json", json.loads)):
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                values = parse((run_dir / name).read_bytes().decode("utf-8", "replace"))
-                found[name] = values if isinstance(values, dict) else {}
-            except (ValueError, RecursionError):
-                notes.append(f"{name} could not be read and is left out.")
-    kept = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
+    found: dict[str, dict[str, Any]] = {"config.yaml": {}, "env.json": {}}
+    for name, parse in (("config.yaml", lambda text: parse_plain(text, "config.yaml")), ("env.json", json.loads)):
+        try:
+            if (run_dir / name).exists():
+                found[name] = dict(parse((run_dir / name).read_bytes().decode("utf-8", "replace")))
+        except (ValueError, TypeError, RecursionError):
+            notes.append(f"{name} could not be read and is left out.")
+    skipped = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
     return RunRecords(
         run_dir,
         steps,
-        found.get("config.yaml", {}),
-        found.get("env.json", {}),
-        read_held_out(run_dir / "samples.jsonl", notes),
-        tuple(sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())),
-        tuple(sorted(int(step) for step in kept if step.isdecimal())),
-        tuple(notes),
+        config=found["config.yaml"],
+        env=found["env.json"],
+        held_out=read_held_out(run_dir / "samples.jsonl", notes),
+        checkpoints=tuple(sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())),
+        nonfinite=tuple(sorted(int(step) for step in skipped if step.isdecimal())),
+        notes=tuple(notes),
     )

@@ -1,5 +1,5 @@
 """Settings that depend on what is on disk: absolute paths, so that a run can be resumed from any folder; runs named as
-models, which are their newest checkpoints that verify; defaults that fit the model.
+models, replaced by their newest checkpoints that verify; defaults that fit the model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with absolute paths, checkpoints for runs, rank, alpha and targets of model.adapter, and
-    lengths within the model's positions where nobody has set them: half of them for what is written, a quarter for what
-    is read between turns. Idempotent.
-    Raises ValueError for a run that cannot be what it is named as.
+    """Return the configuration with absolute paths, checkpoints for runs, the LoRA settings of model.adapter, the kind
+    of a critic that is started from, and lengths within the model's positions where nobody has set them: half of them
+    for responses, a quarter for all observations. Idempotent. Raises ValueError for a run that is of another kind.
     """
     values = config.model_dump()
     for section, name in MODEL_FIELDS:
@@ -38,8 +37,11 @@ def resolve(config: Config) -> Config:
         values["lora"] |= adapter_settings(Path(values["model"]["adapter"]))
     values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
     if config.samples and (positions := _positions(values["model"]["path"])) is not None:
-        read = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
-        lengths = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", read))
+        observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
+        lengths = (
+            ("generation", "max_new_tokens", positions // 2),
+            ("environment", "max_observation_tokens", observed),
+        )
         for section, name, most in lengths:
             if name not in getattr(config, section).model_fields_set:
                 values[section][name] = min(values[section][name], most)
@@ -52,16 +54,16 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     """
     try:
         facts = json.loads((folder.expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-        found = {"r": int(facts["r"]), "alpha": float(facts["lora_alpha"]), "target_modules": facts["target_modules"]}
+        found = {"r": int(facts["r"]), "alpha": float(facts["lora_alpha"])}
+        targets = facts["target_modules"]
     except (OSError, ValueError, TypeError, LookupError):
         return {}
-    targets = found.pop("target_modules")
     return found | ({"target_modules": sorted(map(str, targets))} if isinstance(targets, list) else {})
 
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested settings (of a `Config`, or as a checkpoint keeps them) with absolute paths for what is there;
-    names of embedded models and of the hub stay.
+    """Return nested settings (of a `Config`, or of a checkpoint) with absolute paths for files that exist; names of
+    embedded models and of the hub stay.
     """
     values = copy.deepcopy(values)
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
@@ -74,10 +76,46 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
             if isinstance(function, dict) and isinstance(function.get(name), str):
                 function[name] = change(os.path.expanduser(function[name]))
     environment = values.get("environment", {})
-    for name in {"use", "agent", "tools"} & environment.keys():
+    for name in {"name", "agent", "tools"} & environment.keys():
         given = environment[name]
         environment[name] = [*map(_absolute_use, given)] if isinstance(given, list) else _absolute_use(given)
     return values
+
+
+def _absolute_use(use: Any) -> Any:
+    """Make the file of 'file.py:function' absolute; return a module's name, and anything else, unchanged."""
+    if not isinstance(use, str):
+        return use
+    place, colon, function = use.rpartition(":")
+    file = os.path.expanduser(place.strip())
+    is_file = (file.endswith(".py") or "/" in file) and os.path.isfile(file)
+    return f"{os.path.abspath(file)}{colon}{function}" if is_file else use
+
+
+def _run_at(path: str | None) -> Config | None:
+    """Return the configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
+    run = named_run(path) if path else None
+    return open_run(run).read_config() if run else None
+
+
+def _unfit(key: str, path: str, config: Config) -> str | None:
+    """Return why a run of this configuration cannot be `key`; None where it can."""
+    policy, critic, lora = config.trains.policy, config.uses("critic") or not config.trains.policy, config.lora.enabled
+    if key == "reward.model":
+        return f"is a {config.method} run; a reward model is made by `tinyrl train reward`" if policy else None
+    if not policy and key != "critic.path":
+        return f"is a reward model: reward.model={path}"
+    if key == "model.adapter" and not lora:
+        return f"was fully fine-tuned, so it is a model: model.path={path}"
+    if key == "model.path" and lora:
+        base = config.model.path
+        return f"holds adapters, not a whole model; its base and it are model.path={base} model.adapter={path}"
+    if key == "critic.path" and lora and not critic:
+        return "holds adapters, not a whole model, and no critic: name a ppo run, a reward run, or a fully trained one"
+    return None
+
+
+# ---- the critic ----
 
 
 def critic_run(config: Config) -> Config | None:
@@ -91,8 +129,8 @@ def critic_run(config: Config) -> Config | None:
 
 
 def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None:
-    """Return critic.kind; that of the run which critic.path names where nobody has set one. `bases`: model.path and
-    critic.path as resolved. Raises ValueError where what is named is for another kind, or another base.
+    """Return critic.kind; where nobody has set one, that of the run which critic.path names. `bases`: model.path and
+    critic.path as resolved. Raises ValueError where that run is of another kind, or on another base.
     """
     path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
     if path is None or not config.uses("critic") or (found is None and kind == "separate"):
@@ -107,58 +145,22 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
         raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
     if found.lora.enabled and found.model.random_init:
         raise ValueError(f"critic.path={path} holds adapters on weights drawn at random, which are in no file")
-    base, checkpoint = bases
-    if kind != "separate" and base not in (found.model.path, checkpoint):
-        raise ValueError(
-            f"critic.path={path} reads the states of model.path={found.model.path}; model.path is {base} here"
-        )
+    if kind != "separate" and bases[0] not in (found.model.path, bases[1]):
+        theirs = found.model.path
+        raise ValueError(f"critic.path={path} is on model.path={theirs}; model.path is {bases[0]} here")
     return kind
-
-
-def _run_at(path: str | None) -> Config | None:
-    """Return the configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
-    run = named_run(path) if path else None
-    return open_run(run).read_config() if run else None
 
 
 def _trunk(kind: str | None) -> str:
     return str(kind).removesuffix("-detached")  # its head is on the same states
 
 
-def _unfit(key: str, path: str, config: Config) -> str | None:
-    """Return what is wrong with naming a run of this configuration as `key`; None where nothing is."""
-    if key == "reward.model":
-        made_elsewhere = f"is a {config.method} run; a reward model is made by `tinyrl train reward`"
-        return made_elsewhere if config.trains.policy else None
-    if key != "critic.path" and not config.trains.policy:
-        return f"is a reward model: reward.model={path}"
-    if key == "teacher.path":  # its adapter on the same base, or its model
-        return None
-    if key == "model.adapter":
-        return None if config.lora.enabled else f"was fully fine-tuned, so it is a model: model.path={path}"
-    if not config.lora.enabled or (key == "critic.path" and (config.uses("critic") or not config.trains.policy)):
-        return None
-    base = f"its base and it are model.path={config.model.path} model.adapter={path}"
-    critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"
-    return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
-
-
-def _absolute_use(use: Any) -> Any:
-    """Return 'file.py:function' with the file's absolute path; a module's name, and anything else, as it is."""
-    if not isinstance(use, str):
-        return use
-    place, colon, function = use.rpartition(":")
-    file = os.path.expanduser(place.strip())
-    is_file = (file.endswith(".py") or "/" in file) and os.path.isfile(file)
-    return f"{os.path.abspath(file)}{colon}{function}" if is_file else use
-
-
 def _positions(path: str) -> int | None:
-    """Return how many positions the model in a folder has; None where no config.json has them."""
+    """Return the number of positions of the model in a folder; None where no config.json has it."""
     folder = starter_path(path) or Path(path)
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a hub name; what is wrong with a folder is said when it is loaded
+    except (OSError, ValueError):  # a hub name; loading reports what is wrong with a folder
         return None
     inner = facts.get("text_config", facts) if isinstance(facts, dict) else {}
     found = [inner.get(name) for name in ("max_position_embeddings", "n_positions")] if isinstance(inner, dict) else []

@@ -1,8 +1,8 @@
-"""The writer of run folders: config.yaml, env.json, checkpoints/, and records, a line a step or a completion.
+"""Write run folders: config.yaml, env.json, checkpoints/, and records (JSON lines).
 
-metrics.jsonl is the record of a run; samples.jsonl has texts, tokens.jsonl some of them token by token, prompts.jsonl
-which training prompts were tried and solved, failed_rewards.jsonl completions without a reward, reward_output.log what
-reward functions printed. One process at a time trains in a run: it holds the lock .lock.
+metrics.jsonl has a line a step, samples.jsonl completions, tokens.jsonl some of them token by token, prompts.jsonl
+which training prompts were tried and solved, failed_rewards.jsonl completions without a reward; reward_output.log is
+what reward functions printed. The process that trains in a run holds the lock .lock.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import json_lines, lost_line
+from tinyrl.runs.records import finite, json_lines
 from tinyrl.text import did_you_mean, one_line, redact
 
 LOCK = ".lock"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
 PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
-MOST_OUTPUT = 1 << 20  # bytes of reward_output.log, of which the later half is kept when there is more
+MOST_OUTPUT = 1 << 20  # bytes of reward_output.log; beyond, the later half is kept
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunLock:
-    """The lock of a run folder, released by the system when the process ends. Taking it twice is taking it once.
+    """The lock of a run folder; the system releases it when the process ends. Taking it twice is taking it once.
 
-    `wanted`: False for a process beside the one that holds it; nothing is taken then.
+    `wanted`: False for a process that writes nothing; it takes no lock.
     """
 
     def __init__(self, folder: Path, *, wanted: bool = True) -> None:
@@ -49,55 +50,47 @@ class RunLock:
         self._lock = FileLock(self.file, timeout=0, thread_local=False)
 
     def take(self) -> RunLock:
-        """Raise ValueError, with the process that holds it, when another does; OSError where no file can be made."""
-        if not self.wanted or self._lock.is_locked:
-            return self
-        try:
-            self._lock.acquire()
-        except Timeout:
-            holder = one_line(self.file.read_text("utf-8", "replace"), 200) or "another process"
-            message = f"run {self.file.parent} is in use: {holder} trains in it. Stop it first, or wait for its end"
-            raise ValueError(message) from None
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            self.file.write_text(
-                f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            )
+        """Raise ValueError, naming the holder, when another process holds it; OSError where no file can be made."""
+        if self.wanted and not self._lock.is_locked:
+            try:
+                self._lock.acquire()
+            except Timeout:
+                holder = one_line(self.file.read_text("utf-8", "replace"), 200) or "another process"
+                message = f"run {self.file.parent} is in use: {holder} trains in it. Stop it first, or wait for its end"
+                raise ValueError(message) from None
+            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                self.file.write_text(f"process {os.getpid()} on {platform.node()} since {now}")
         return self
 
     def release(self, *_: object) -> None:
-        if self._lock.is_locked:
-            with contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
-                os.truncate(self.file, 0)
-            self._lock.release(force=True)
+        self._lock.release()
 
     __enter__, __exit__ = take, release
 
 
 class RunDir:
-    """One run on disk. Lines are appended whole, and a resume cuts the files to where its checkpoint stood. When the
-    disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line joins the next.
-
-    `writes`: False for a process beside the one that trains in it, which reads only.
+    """One run on disk. Lines are appended whole; when the disk refuses one (full, gone), the run goes on: `warn` is
+    called once, and the line joins the next. `writes`: False for a rank that only reads.
     """
 
     def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None, writes: bool = True) -> None:
         self.path, self.name, self.writes = path, path.name, writes
         self.lock = RunLock(path, wanted=writes)
         self.checkpoints = path / "checkpoints"
-        names = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
-        self._records = [path / f"{name}.jsonl" for name in names]
+        self._records = [path / f"{name}.jsonl" for name in RECORDS]
         self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards = self._records
+        self.output = path / "reward_output.log"
         self.warn = warn or (lambda text: print(text, file=sys.stderr))
         self._unwritten: dict[Path, bytes] = {}
-        self._resumed = self._refused = False  # reward_output.log: continued; cannot be written, and warned of
+        self._resumed = False  # whether this process has appended to reward_output.log
 
     def write_config(self, config: Config) -> None:
-        """Write config.yaml, which everything about the run can be rebuilt from."""
         if self.writes:
             write_whole(self.path / "config.yaml", dump_config(config))
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """The run's configuration with overrides laid over it. Raises ValueError when config.yaml was made invalid."""
+        """Read config.yaml with overrides laid over it. Raises ValueError where it is invalid."""
         return load_written_config(self.path / "config.yaml", overrides=overrides)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
@@ -109,9 +102,8 @@ class RunDir:
         self.append(self.metrics, [{"step": step, **metrics}])
 
     def append_samples(self, samples: list[dict[str, Any]], *, turn: int = 0, most_bytes: float = math.inf) -> None:
-        """Add the lines of a step to samples.jsonl, or none of them: where they are more than `most_bytes`, which a
-        step has on average, only every 2nd, 4th, 8th ... `turn` has lines, and 0. That follows from the step alone, so
-        a run that is resumed keeps the same ones.
+        """Append the samples of a step. If they exceed `most_bytes`, the average budget of a step, append only those of
+        every 2nd, 4th, 8th ... turn, and of turn 0: a rule of the step alone, so that a resume keeps the same ones.
         """
         every, size = 1, len(_lines(samples)) if turn else 0
         while size > every * most_bytes:
@@ -120,7 +112,7 @@ class RunDir:
             self.append(self.samples, samples)
 
     def append_tokens(self, lines: Iterable[dict[str, Any]], *, most_bytes: float) -> None:
-        """Add lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
+        """Append lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
         size = _length(self.tokens) + len(self._unwritten.get(self.tokens, b""))
         for line in lines:  # lazily: a full file costs one line
             size += len(_lines([line]))
@@ -128,63 +120,29 @@ class RunDir:
                 return
             self.append(self.tokens, [line])
 
-    def append_reward_output(self, text: str) -> None:
-        """Add whole lines to reward_output.log, of which the end is kept. A resume adds a mark and does not cut it, as
-        it may hold the reason of a crash.
-        """
-        try:
-            with (self.path / "reward_output.log").open("ab+") as out:
-                if out.tell() and not self._resumed:
-                    out.write(b"--- resumed ---\n")
-                self._resumed = True
-                out.write(text.encode("utf-8", errors="replace"))
-                if out.tell() > MOST_OUTPUT:
-                    out.seek(-MOST_OUTPUT // 2, os.SEEK_END)
-                    end = out.read().partition(b"\n")[2]
-                    out.truncate(0)
-                    out.write(b"--- the beginning was left out ---\n" + end)
-        except OSError as error:
-            if not self._refused:
-                self.warn(f"warning: output of the reward cannot be written to reward_output.log: {error.strerror}")
-            self._refused = True
-
-    def lengths(self) -> dict[str, int]:
-        """Bytes of the records for a checkpoint, flushed first: a power cut takes what is not on the disk itself."""
-        for file in filter(Path.exists, self._records):
-            with file.open("rb") as record:
-                os.fsync(record.fileno())
-        return {file.name: _length(file) for file in self._records}
-
-    def cut(self, lengths: dict[str, int], *, step: int = 0) -> list[str]:
-        """Truncate the records to their lengths at the checkpoint of `step`, so that curves hold no step twice, and to
-        whole lines. Where the checkpoint counts more than is left, a mark as long as what is lost takes its place.
-
-        Return a warning for each record that lost lines, or has lines that cannot be read.
-        """
-        self._unwritten.clear()
-        self._resumed = False
-        notes = list[str]()
-        for file in self._records if self.writes else ():
-            length = lengths.get(file.name, 0)
-            if not file.exists() and not length:
-                continue
-            file.touch()
-            kept = file.read_bytes().rfind(b"\n", 0, length) + 1
-            os.truncate(file, kept)
-            for _ in json_lines(file, notes):
-                pass
-            if length > kept:
-                notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
-                with file.open("ab") as record:
-                    record.write(lost_line(step, length - kept))
-        return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
-
     def append(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        """Add lines to a record, or keep them for the next call where the disk refuses."""
+        """Append lines to a record, or keep them for the next call where the disk refuses."""
+        self._append(file, _lines(rows))
+
+    def append_reward_output(self, text: str) -> None:
+        """Append to reward_output.log; of more than MOST_OUTPUT bytes the later half is kept. A resume marks it and
+        does not cut it: it may hold the reason of a crash.
+        """
+        mark = b"--- resumed ---\n" if not self._resumed and _length(self.output) else b""
+        self._append(self.output, mark + text.encode("utf-8", errors="replace"))
+        self._resumed = True
+        if self.output in self._unwritten:
+            self._unwritten[self.output] = b""  # not kept: there may be any amount of it
+        elif self.writes and _length(self.output) > MOST_OUTPUT:
+            with contextlib.suppress(OSError):
+                end = self.output.read_bytes()[-MOST_OUTPUT // 2 :].partition(b"\n")[2]
+                self.output.write_bytes(b"--- the beginning was left out ---\n" + end)
+
+    def _append(self, file: Path, lines: bytes) -> None:
         if not self.writes:
             return
-        warned, length = bool(self._unwritten), _length(file)
-        lines = self._unwritten.pop(file, b"") + _lines(rows)
+        warned, lines = bool(self._unwritten), self._unwritten.pop(file, b"") + lines
+        length = _length(file)
         try:
             with file.open("ab") as out:
                 out.write(lines)
@@ -195,14 +153,36 @@ class RunDir:
                 self.warn(f"warning: cannot write to {file}: {error.strerror}; its lines are kept until that works")
             self._unwritten[file] = lines
 
+    def lengths(self) -> dict[str, int]:
+        """Return the bytes of the records for a checkpoint, flushed first: a power cut takes what is not on disk."""
+        for file in filter(Path.exists, self._records):
+            with file.open("rb") as record:
+                os.fsync(record.fileno())
+        return {file.name: _length(file) for file in self._records}
 
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+    def cut(self, lengths: dict[str, int], *, step: int = 0) -> list[str]:
+        """Truncate the records to their lengths at the checkpoint of `step`, so that no step is recorded twice, and to
+        whole lines. A shorter record is padded with a blank line, so that the lengths in older checkpoints stay true.
+
+        Return a warning for each record that lost lines, or has lines that cannot be read.
+        """
+        self._unwritten.clear()
+        self._resumed, notes = False, list[str]()
+        for file in self._records if self.writes else ():
+            length = lengths.get(file.name, 0)
+            if not file.exists() and not length:
+                continue
+            file.touch()
+            with file.open("rb") as record:
+                kept = record.read(length).rfind(b"\n") + 1
+            os.truncate(file, kept)
+            if length > kept:
+                notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
+                with file.open("ab") as record:
+                    record.write(b"\n".rjust(length - kept))
+            for _ in json_lines(file, notes):
+                pass
+        return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
 
 
 def _lines(rows: list[dict[str, Any]]) -> bytes:
@@ -223,11 +203,8 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-# ---- what identifies a run ----
-
-
 def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """Return versions, machine, git revision, and the command with URLs masked: what repeats a run."""
+    """Return the contents of env.json: versions, machine, git revision, and the command with URLs masked."""
     git = ["git", "rev-parse", "HEAD"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
@@ -238,7 +215,7 @@ def environment(command: list[str], **facts: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python and of the installed packages that numbers depend on."""
+    """Return the versions of Python and of the installed packages that numbers depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -268,22 +245,23 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     is_folder, config = path.is_dir() and not path.is_symlink(), path / "config.yaml"
     first_lines = tuple(f"method: {method}\n".encode() for method in METHODS)
     is_run = is_folder and config.is_file() and config.read_bytes().startswith(first_lines)
-    half_made = {LOCK, "config.yaml.writing"}  # all that a run has which was killed before it had a config.yaml
-    replaceable = is_run or (is_folder and {file.name for file in path.iterdir()} <= half_made)
+    unfinished = {LOCK, "config.yaml.writing"}  # of a run that was killed before it had a config.yaml
+    replaceable = is_run or (is_folder and {file.name for file in path.iterdir()} <= unfinished)
     if not overwrite:
         resume = f"Resume it with `tinyrl train --resume {path}`, choose" if is_run else "Choose"
-        way = ", or use --overwrite" if replaceable else ""
-        raise ValueError(f"run folder {path} exists. {resume} another --name{way}")
+        raise ValueError(
+            f"run folder {path} exists. {resume} another --name{', or use --overwrite' if replaceable else ''}"
+        )
     if not replaceable:
         raise ValueError(f"--overwrite: {path} is not a tinyrl run (no config.yaml of one), so it is left alone")
     if (path / LOCK).exists():
-        with RunLock(path):  # raises where somebody trains in it
+        with RunLock(path):  # raises where another process trains in it
             pass
 
 
 def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
-    """Make runs/<name>, locked; without a name <method>-<task>-<n>, counting up. A folder that exists is refused
-    without `overwrite`, and always while somebody trains in it. Raises ValueError when it cannot be made.
+    """Make runs/<name>, locked; without a name <method>-<task>-<n>, counting up. Raises ValueError where it cannot be
+    made: as `check_new_run`, and while another process trains in it.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
     root, stem = Path(output_dir), f"{config.method}-{Path(config.task.name or '').stem}-"
@@ -309,14 +287,14 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
 
 def run_of(path: Path) -> Path | None:
     """Return the run folder (one with config.yaml) that a RUN or CHECKPOINT argument means, or None."""
-    above = path.absolute().parent
-    run = path.parent.parent if len(path.parts) > 2 else above.parent
-    folders = [path, run] if above.name == "checkpoints" else [path]
+    folders, above = [path], path.absolute().parent
+    if above.name == "checkpoints":
+        folders.append(path.parent.parent if len(path.parts) > 2 else above.parent)
     return next((folder for folder in folders if os.path.isfile(folder / "config.yaml")), None)
 
 
 def named_run(path: str) -> Path | None:
-    """Return the run that a model's path names, itself or by a checkpoint of it; None for a model's folder or name."""
+    """Return the run that a model's path names, itself or by a checkpoint; None for a model's folder or name."""
     folder = Path(os.path.expanduser(path))
     run = None if starter_path(path) else run_of(folder)
     has_weights = any(os.path.isfile(folder / name) for name in ("config.json", "adapter_config.json"))
@@ -324,11 +302,8 @@ def named_run(path: str) -> Path | None:
 
 
 def meant_a_run(name: str) -> bool:
-    """Return whether a name of nothing looks like a run's: there are runs in its folder, or one so called in runs/."""
-    if os.path.lexists(name) or starter_path(name):
-        return False
-    beside = "/" in name and any(Path(name).parent.glob("*/config.yaml"))
-    return beside or os.path.isfile(Path("runs") / name / "config.yaml")
+    """Return whether a name without a folder is nearly that of a run."""
+    return not (os.path.lexists(name) or starter_path(name)) and bool(nearest_run(name))
 
 
 def nearest_run(path: str | Path) -> str:

@@ -20,7 +20,7 @@ from tinyrl.text import excerpt, listed, one_line, visible
 from tinyrl.text import number as shown
 
 Line = dict[str, Any]
-MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text; what is in the middle of a longer one is left out
+MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text, whose middle is left out beyond
 MOST_TRIES = 8  # shown of a prompt
 PROMPT_CHARACTERS = 60
 MEANING = {
@@ -41,25 +41,25 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     for folder in list_checkpoints(run.checkpoints):
         metric = number(steps.get(step := checkpoint_step(folder), {}).get(BEST))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        metric, problem = None if math.isnan(metric) else metric, problem_with(folder)
-        found.append({"name": folder.name, "step": step, "size": size, "metric": metric, "problem": problem})
+        metric = None if math.isnan(metric) else metric
+        found.append({"name": folder.name, "step": step, "size": size, "metric": metric})
+        found[-1]["problem"] = problem_with(folder)
     if as_json:
         return json.dumps(found)
     path = _quoted(run.path)
     if not found:
         return f"{path} has no checkpoint yet"
-    best = max((one["metric"] for one in found if one["metric"] is not None), default=None)
-    rows = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
+    best = max((one["metric"] for one in found if one["metric"] is not None), default=math.nan)
+    lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = "-" if one["metric"] is None else shown(one["metric"], decimals=4)
-        good = "yes, best" if one["metric"] is not None and one["metric"] == best else "yes"
-        marks = f"no: {visible(one['problem'])}" if one["problem"] else good
-        rows.append(f"{one['name']:14} {one['step']:>8} {one['size'] / 1e6:>7.1f} MB {metric:>14}  {marks}")
+        verifies = f"no: {visible(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
+        lines.append(f"{one['name']:14} {one['step']:>8} {one['size'] / 1e6:>7.1f} MB {metric:>14}  {verifies}")
     sound = [one["name"] for one in found if one["problem"] is None]
     if not sound:
-        return "\n".join([*rows, "", "none verifies: a resume begins from the start"])
+        return "\n".join([*lines, "", "none verifies: a resume begins from the start"])
     newest = _quoted(run.checkpoints / sound[-1])
-    return "\n".join([*rows, "", f"resume    tinyrl train --resume {path}", f"evaluate  tinyrl eval {newest}"])
+    return "\n".join([*lines, "", f"resume    tinyrl train --resume {path}", f"evaluate  tinyrl eval {newest}"])
 
 
 def _quoted(path: Path) -> str:
@@ -67,46 +67,40 @@ def _quoted(path: Path) -> str:
 
 
 def summary(run: RunDir, *, prompts: bool = True) -> str:
-    """Return held-out metrics before and after, where the files are, and what to type next. `prompts`: whether the rows
-    of the run hold prompts that another method can learn on.
+    """Return held-out metrics before and after, the files, and the next command. `prompts`: whether the rows of the run
+    have prompts that another method can train on.
     """
-    lines = read_steps(run.metrics, []).values()
-    evaluated = [line for line in lines if any(key.startswith("eval/") for key in line)]
-    text, config = list[str](), run.read_config()
-    if len(evaluated) >= 2:
-        first, last = evaluated[0], evaluated[-1]
-        text.append(f"step {first['step']} -> {last['step']}")
+    config, text = run.read_config(), list[str]()
+    lines = [line for line in read_steps(run.metrics, []).values() if any(key.startswith("eval/") for key in line)]
+    if len(lines) >= 2:
+        text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")
         for metric in TABLE:
-            if metric.row and metric.key in first and metric.key in last:
-                values = ["-" if line[metric.key] is None else shown(line[metric.key]) for line in (first, last)]
-                text.append(f"  {metric.row:26} {' -> '.join(values)}")
+            if metric.row and metric.key in lines[0] and metric.key in lines[-1]:
+                values = [line[metric.key] for line in (lines[0], lines[-1])]
+                values = " -> ".join("-" if value is None else shown(value) for value in values)
+                text.append(f"  {metric.row:26} {values}")
     text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
-    if newest := list_checkpoints(run.checkpoints):
-        text += [f"{'adapter' if config.lora.enabled else 'model':8} {newest[-1]}/"]
-    command = next_command(run.path, config, prompts=prompts)
-    return "\n".join([*text, f"next     {command}"] if command else text)
+    if newest := list_checkpoints(run.checkpoints)[-1:]:
+        text.append(f"{'adapter' if config.lora.enabled else 'model':8} {newest[0]}/")
+    if command := next_command(run.path, config, prompts=prompts):
+        text.append(f"next     {command}")
+    return "\n".join(text)
 
 
 def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | None:
-    """Return the command that uses what a run has made: judge a policy, or train one with a reward model, on the
-    prompts of its rows where they have such. None for a text model, whose next prompts and reward only its owner knows.
+    """Return the command that uses what a run has made: evaluate a policy, or train one with a reward model, on the
+    prompts of its rows where they have any. None for a text model, whose next step only its owner knows.
     """
     if config.samples:
         return shlex.join(["tinyrl", "eval", str(path), "--vs", "base"])
     if config.trains.policy:
         return None
-    task, model = config.task, config.model
-    settings = {
-        "model.path": "MODEL" if model.random_init else model.path,
-        "model.quantization": model.quantization,
-        "task.data": task.data if prompts else "PROMPTS",
-        "task.eval_data": task.eval_data if prompts else None,
-        "task.columns": (prompts and task.columns) or None,
-        "task.system_prompt": task.system_prompt,
-        "task.chat_template": task.chat_template or None,
-        "task.chat": None if task.chat == "auto" else task.chat,
-        "reward.model": str(path),
-    }
+    base, task = config.model, config.task.model_dump(exclude_defaults=True)
+    rows = ("data", "eval_data", "columns") if prompts else ()
+    kept = {name: task[name] for name in (*rows, "system_prompt", "chat_template_kwargs", "chat") if name in task}
+    settings = {"model.path": "MODEL" if base.random_init else base.path, "model.quantization": base.quantization}
+    settings |= {f"task.{name}": value for name, value in ({"data": "PROMPTS"} | kept).items()}
+    settings["reward.model"] = str(path)
     overrides = [as_override(key, value) for key, value in settings.items() if value is not None]
     return shlex.join(["tinyrl", "train", "ppo", *overrides])
 
@@ -128,8 +122,8 @@ def select_samples(
     """Return the first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has
     such lines) and a prompt (None: any; without a step its first sample at each of `num` steps).
 
-    worst: those with the lowest rewards first; unsolved: those to prompts without a sample at that step of so high a
-    reward. Raises ValueError where there is none, with the steps that there are.
+    worst: lowest rewards first; unsolved: only of prompts without a sample at that step of at least this reward. Raises
+    ValueError where there is none, with the steps that there are.
     """
     by_step: dict[int, list[Line]] = {}
     for row in samples_of(path, notes, kind=kind):
@@ -150,22 +144,19 @@ def select_samples(
     if worst:
         rows = sorted(rows, key=lambda row: (math.isnan(reward := number(row.get("reward"))), reward))
     if unsolved is not None:
-        solved = {_prompt(row) for row in rows if number(row.get("reward")) >= unsolved}
-        rows = [row for row in rows if _prompt(row) not in solved]
+        places = [(str(row.get("kind")), str(row.get("prompt_index"))) for row in rows]
+        solved = {place for place, row in zip(places, rows, strict=True) if number(row.get("reward")) >= unsolved}
+        rows = [row for place, row in zip(places, rows, strict=True) if place not in solved]
     return rows[:num]
 
 
-def _prompt(row: Line) -> tuple[str, str]:
-    return str(row.get("kind")), str(row.get("prompt_index"))
-
-
 def render_samples(rows: list[Line], *, grey: Callable[[str], str]) -> str:
-    """Return sample after sample: its facts, prompt and turns; `grey` is for what the environment wrote."""
+    """Return sample after sample: facts, prompt and turns; `grey` styles what the environment wrote."""
     blocks = []
     for row in rows:
         rewards = row.get("rewards")
-        each = rewards if isinstance(rewards, dict) and len(rewards) > 1 else {}
-        each = ", ".join(f"{name} {_value(score)}" for name, score in each.items())
+        each = rewards.items() if isinstance(rewards, dict) and len(rewards) > 1 else ()
+        each = ", ".join(f"{name} {_value(score)}" for name, score in each)
         facts = [
             f"step {row['step']}",
             str(row.get("kind", "")),
@@ -194,9 +185,7 @@ def _value(value: Any) -> str:
 
 @dataclass
 class PromptRecord:
-    """A training prompt: its row's number and key, and for each step that had it (step, tried, solved): completions
-    with a reward, and those whose reward was task.solved_reward or more.
-    """
+    """A training prompt: number and key of its row, and its tries: (step, completions with a reward, solved ones)."""
 
     index: int
     key: str
@@ -255,12 +244,10 @@ def render_prompt_stats(prompt_stats: list[PromptRecord], texts: dict[int, str],
         "right, or solved: a completion whose reward is task.solved_reward or more",
         *(f"{len(of[kind]):7,}  {meaning}" for kind, meaning in MEANING.items()),
     ]
-    for kind in HARD:
-        records = sorted(of[kind], key=lambda record: (-record.tried, record.index))
-        if records:
-            more = f" ({num} of {len(records):,})" if len(records) > num else ""
-            lines += ["", f"{MEANING[kind].partition(':')[0]}{more}"]
-        for record in records[:num]:
+    for kind in filter(of.get, HARD):
+        more = f" ({num} of {len(of[kind]):,})" if len(of[kind]) > num else ""
+        lines += ["", f"{MEANING[kind].partition(':')[0]}{more}"]
+        for record in sorted(of[kind], key=lambda record: (-record.tried, record.index))[:num]:
             tries = "... " if len(record.tries) > MOST_TRIES else ""
             tries += " ".join(f"{solved}/{tried}" for _, tried, solved in record.tries[-MOST_TRIES:])
             text = one_line(texts.get(record.index, ""), PROMPT_CHARACTERS)

@@ -1,4 +1,4 @@
-"""Signal handling: Ctrl-C, termination or a closed terminal sets a flag, which is checked between chunks of work.
+"""Signal handling: a signal (Ctrl-C, termination, a closed terminal) sets a flag, which long work checks.
 
 A second Ctrl-C leaves at once.
 """
@@ -17,15 +17,13 @@ from tinyrl.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_EVERY_S = 1.0
-
 Item = TypeVar("Item")
 
 
 class StopFlag:
-    """Set by a signal while inside a `with`, which restores the old handlers.
+    """Collect signals inside a `with`, which restores the old handlers; `check_stop` checks the innermost flag.
 
-    Signals belong to the process: long work anywhere checks the innermost flag by `check_stop`.
-    `signals`: which of them; `leaves`: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
+    `signals`: which ones; `leaves`: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
     """
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, leaves: bool = True) -> None:
@@ -37,7 +35,7 @@ class StopFlag:
         for number in self.signals:
             before = signal.getsignal(number)
             if number == signal.SIGHUP and before == signal.SIG_IGN:
-                continue  # started with nohup: closing the terminal is to change nothing
+                continue  # under nohup a closed terminal changes nothing
             signal.signal(number, self._handle)
             self._before[number] = before
         _flags.append(self)
@@ -67,11 +65,11 @@ class StopFlag:
 
 
 _flags: list[StopFlag] = []  # in use, the innermost last
-_holding: list[Callable[[str], None] | None] = []  # of each open `stop_held`, what is called once when a stop comes
+_holding: list[Callable[[str], None] | None] = []  # of each open `stop_held`, the callback until it is called
 
 
 def check_stop() -> None:
-    """Raise Interrupted when a signal has come: to be called between chunks of work that can be repeated."""
+    """Raise Interrupted when a signal has come: called between pieces of work that can be repeated."""
     if _flags and not _holding:
         _flags[-1].check()
     elif _flags and (by := _flags[-1].by) is not None:
@@ -82,7 +80,7 @@ def check_stop() -> None:
 
 
 def watched(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items, and call `check_stop` about once a second."""
+    """Yield the items, calling `check_stop` about once a second."""
     due = time.monotonic() + LOOK_EVERY_S
     for item in items:
         if time.monotonic() > due:
@@ -93,9 +91,7 @@ def watched(items: Iterable[Item]) -> Iterator[Item]:
 
 @contextmanager
 def stop_held(tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Keep `check_stop` from raising inside: what has begun (a checkpoint, which may run a model) is finished. `tell`
-    is called once, with the signal's name, where it would have raised.
-    """
+    """Keep `check_stop` from raising inside; where it would have, `tell` is called once with the signal's name."""
     _holding.append(tell)
     try:
         yield

@@ -1,13 +1,13 @@
 """Experiment trackers (tensorboard, trackio, wandb, mlflow, ...) through accelerate's classes.
 
-metrics.jsonl is the record; a tracker can never stop a run. The project is `tinyrl`, or what the tracker's own
-environment variable says. accelerate is imported when a tracker starts, so that names are checked before torch is
-loaded.
+metrics.jsonl is the record; a tracker can never stop a run. The project is `tinyrl`, or that of the tracker's own
+environment variable. accelerate is imported when a tracker starts, so that names are checked before torch is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -16,54 +16,45 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinyrl.text import did_you_mean
 
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
-
+COLUMNS = ("step", "prompt", "completion", "reward", "finish_reason")  # of a table of completions
 TABLE_ROWS = 16
-TABLE_COLUMNS = ("step", "prompt", "completion", "reward", "finish_reason")
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
 PROJECTS = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
 
 
 def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
-    """Return the arguments of accelerate's class of a tracker. next_step: the first step that will be logged; above 0
-    when a run is resumed.
-    """
+    """Return the arguments of accelerate's class of a tracker. next_step: the first one logged; 0 in a new run."""
     project = os.environ.get(PROJECTS.get(name, ""), "tinyrl")  # accelerate reads those of mlflow and clearml
-    if name == "wandb":  # one run there, also when it is resumed; the screen is not copied, since a bar is drawn on it
+    if name == "tensorboard":
+        purge = {"purge_step": next_step} if next_step else {}  # else steps after the checkpoint would be there twice
+        return {"run_name": name, "logging_dir": str(run), **purge}
+    if name == "trackio":
+        return {"run_name": project, "name": run.name, "resume": "allow" if next_step else "never"}
+    if name == "wandb":  # a resume goes on in the same run; the screen is not copied, since a bar is drawn on it
         file = run / "wandb_id"
         if not file.exists():
             file.write_text(secrets.token_hex(8), encoding="utf-8")
         where = {} if "WANDB_DIR" in os.environ else {"dir": str(run)}
         one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
         return {"run_name": project, **one, **where, "settings": {"console": "off"}}
-    purge = {"purge_step": next_step} if next_step else {}  # else steps after the checkpoint would be there twice
-    return {
-        "tensorboard": {"run_name": name, "logging_dir": str(run), **purge},
-        "trackio": {"run_name": project, "name": run.name, "resume": "allow" if next_step else "never"},
-        "mlflow": {"experiment_name": project, "run_name": run.name},
-        "aim": {"run_name": run.name, "logging_dir": ".", "experiment": project},
-        "clearml": {"run_name": project, "task_name": run.name},
-        "dvclive": {"dir": str(run / "dvclive")},
-        "swanlab": {"run_name": project, "experiment_name": run.name},
-    }.get(name, {"run_name": project})
+    return {"experiment_name": project, "run_name": run.name} if name == "mlflow" else {"run_name": project}
 
 
 class Trackers:
-    """The trackers of `run.trackers`; one that raises is named once and switched off."""
+    """The trackers of `run.trackers`; one that raises is reported once and switched off."""
 
     def __init__(self, names: list[str], run: Path, *, config: dict[str, Any], note: Callable[[str], None]) -> None:
         self._names, self._run, self._config, self._note = names, run, config, note
-        self._live: dict[str, GeneralTracker] = {}
+        self._live: dict[str, Any] = {}
 
     def _each(self, names: Sequence[str], act: Callable[[str], object]) -> None:
         for name in names:
             try:
-                with contextlib.redirect_stdout(sys.stderr):  # trackers talk; standard output is for a run's result
+                with contextlib.redirect_stdout(sys.stderr):  # standard output is for a run's result
                     act(name)
             except Exception as error:  # noqa: BLE001  other people's network code: the run goes on
                 self._live.pop(name, None)
@@ -91,12 +82,12 @@ class Trackers:
         self._each([*self._live], lambda name: self._log(name, numbers, step))
 
     def log_completions(self, lines: Sequence[dict[str, Any]], step: int) -> None:
-        """Log a table of held-out completions (lines of samples.jsonl), in trackers that have tables."""
+        """Log a table of held-out completions (lines of samples.jsonl) in trackers that have tables."""
         held_out = [line | {"step": step} for line in lines if line["kind"] == "eval"]
-        rows = [[line[column] for column in TABLE_COLUMNS] for line in held_out[:TABLE_ROWS]]
+        rows = [[line[column] for column in COLUMNS] for line in held_out[:TABLE_ROWS]]
 
         def log_table(name: str) -> None:
-            table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows)
+            table = importlib.import_module(name).Table(columns=[*COLUMNS], data=rows)
             self._log(name, {"completions": table}, step)
 
         self._each([name for name in ("trackio", "wandb") if rows and name in self._live], log_table)
@@ -128,7 +119,7 @@ def flat(config: dict[str, Any], *, within: str = "") -> dict[str, bool | int | 
 
 
 def check_trackers(names: list[str]) -> None:
-    """Raise ValueError for a tracker there is not, or that is not installed."""
+    """Raise ValueError for an unknown tracker, or one that is not installed."""
     for name in names:
         if name not in TRACKERS:
             known = f"Known: {', '.join(TRACKERS)}"

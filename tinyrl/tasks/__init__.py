@@ -30,7 +30,7 @@ TASKS = (  # each is tinyrl/tasks/<name>.py, with its TASK
     "sort", "sums", "reviews", "lookup", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym",
     "rows",
 )  # fmt: skip
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # arguments of every reward function
+RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of every reward function
 FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 
 
@@ -93,10 +93,7 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     if grading == "task":
         return task
     if not task.can_grade_math:
-        raise ValueError(
-            f"task.grading=math compares a column 'answer', and task {name} has a rule of its own; "
-            "it is for the tasks gsm8k and rows"
-        )
+        raise ValueError(f"task.grading=math is for the tasks gsm8k and rows; task {name} has a rule of its own")
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("task.grading=math needs math-verify: pip install 'tinyrl[math]'")
     return replace(task, grader="tinyrl.tasks.math_grading:equal_answers")
@@ -125,7 +122,7 @@ def load_split(config: Config, split: str) -> list[Row]:
 def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> list[list[Row]]:
     """Load splits of a run's rows: its task's own, or those of task.data and task.eval_data.
 
-    Without eval_data some rows of data are held out (`hold_out`), and it is read once. No more is read than max_samples
+    Without eval_data some rows of data are held out (`hold_out`). A file is read once, and no further than max_samples
     needs.
     """
     task, where, verified = load_task(config.task.name or "rows"), config.task, config.reward.is_verifier
@@ -136,7 +133,7 @@ def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> li
         if task.rows is no_rows and task.generate is None:
             need = " and ".join(f"'{name}'" for name in task.columns)
             raise ValueError(
-                f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {need}"
+                f"task '{task.name}' has no rows of its own: give task.data=FILE.jsonl with columns {need}"
             )
 
     def read(source: str, most: int | None) -> list[Row]:
@@ -158,9 +155,10 @@ def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> li
     for split in splits:
         source = data if split == "train" else eval_data or data
         if task.generate is not None:
-            parts.append(task.generate(source, split, SPLIT_SEED)[:most])
+            rows = task.generate(source, split, SPLIT_SEED)
         else:
-            parts.append(task.rows(split)[:most] if source is None else read(source, most))
+            rows = task.rows(split) if source is None else read(source, most)
+        parts.append(rows[:most])
     return parts
 
 
@@ -170,17 +168,13 @@ def check_row(task: Task, row: Row, *, verified: bool) -> None:
     """
     for column in task.columns:
         if column not in row:
-            raise ValueError(
-                f"no column '{column}', which task '{task.name}' needs.{did_you_mean(column, list(row))} "
-                f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
-                + (", or say that the rows are your own: task.name=rows" if task.name != "rows" else "")
+            near = (
+                f"{did_you_mean(column, list(row))} Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
             )
-    for column in RESERVED_COLUMNS:
-        if column in row:
-            raise ValueError(
-                f"no column may be called '{column}', reward functions get an argument of that name. "
-                f"Rename it with task.columns.NEW={column}"
-            )
+            raise ValueError(f"no column '{column}', which task '{task.name}' needs.{near}")
+    for column in RESERVED_COLUMNS & {*row}:
+        rename = f"Rename it with task.columns.NEW={column}"
+        raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
     task.prompt(row)
     task.gold(row)
     if verified and task.check_reference is not None:

@@ -193,7 +193,7 @@ def render_answer(
         raise ValueError(
             "the chat template does not continue its own prompt, so the turn to learn is not known: before the turn "
             f"it writes {asked[start : at + 40]!r}, and with the turn {whole[start : at + 40]!r}. Where a variable of "
-            "the template decides (enable_thinking), set it with task.chat_template={NAME: VALUE}"
+            "the template decides (enable_thinking), set it with task.chat_template_kwargs={NAME: VALUE}"
         )
     return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=eos)
 

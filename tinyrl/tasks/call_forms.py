@@ -52,7 +52,7 @@ class CallForm:
 
     @property
     def in_text(self) -> bool:
-        """Whether environments parse the calls themselves, from the text of a turn."""
+        """Return whether environments parse the calls themselves, from the text of a turn."""
         return self.name == HERMES and not self.special
 
     def read(
@@ -121,7 +121,7 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     if start is None:
         raise ValueError(
             f"the model's chat template writes calls of tools in a form that is not known: {shortened(text, 200)!r}; "
-            "describe the tools in the prompt and answer with environment.use=FILE.py:FUNCTION"
+            "describe the tools in the prompt and answer with environment.name=FILE.py:FUNCTION"
         )
     marker = text[:start].strip()
     special = special_in(marker)

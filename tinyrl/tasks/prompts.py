@@ -54,7 +54,7 @@ def prepare_prompts(
     system_prompt: str | None,
     variables: dict[str, Any],
     max_prompt_tokens: int,
-    long_prompts: Literal["error", "drop"],
+    on_overlong_prompt: Literal["error", "drop"],
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
     """Render every row, with the environment's opening (if any) at the end of its text or last message. Prompts over
@@ -70,13 +70,13 @@ def prepare_prompts(
         done = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
         one = PreparedPrompt(index, row, own, done.text, done.tokens, done.opened)
         (long if len(one.tokens) > max_prompt_tokens else prepared).append(one)
-    if long and (long_prompts == "error" or not prepared):
+    if long and (on_overlong_prompt == "error" or not prepared):
         first, longest = long[0], max(len(one.tokens) for one in long)
         raise ValueError(
             f"{len(long)} of {len(rows)} prompts have more than "
             f"generation.max_prompt_tokens={max_prompt_tokens} tokens "
             f"(first: row {first.index + 1} with {len(first.tokens)}; longest {longest}): {first.text[:60]!r}...\n"
-            f"Set generation.max_prompt_tokens={longest}, or leave them out with task.long_prompts=drop."
+            f"Set generation.max_prompt_tokens={longest}, or leave them out with task.on_overlong_prompt=drop."
         )
     return prepared
 
@@ -112,7 +112,7 @@ def render_prompt(
     if chat is True and not has_template:
         raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")
     if variables and not has_template:
-        raise ValueError(f"task.chat_template={variables}, but this model's tokenizer has no chat template")
+        raise ValueError(f"task.chat_template_kwargs={variables}, but this model's tokenizer has no chat template")
     if not in_chat(tokenizer, chat):
         if not isinstance(prompt, str):
             why = "task.chat=false" if has_template else "this model's tokenizer has no chat template"

@@ -92,23 +92,18 @@ _CLAUSES = [clause.format(**_SLOTS) for clause in ADJECTIVE_CLAUSES + VERB_CLAUS
 _PATTERNS = [re.compile(clause) for clause in [*_CLAUSES, _one_of("mood", itertools.chain(*ENDINGS.values()))]]
 
 
-def clause_mood(clause: str) -> int | None:
-    """Return 1, 0 or -1 for a clause of the grammar, None for anything else."""
-    found = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(clause))), None)
-    return None if found is None else _MOODS[found["mood"]]
-
-
 def clause_moods(text: str) -> list[int | None]:
-    """Return the mood of every clause of a review (without its opening), None for one outside the grammar.
+    """Return the mood (1, 0, -1) of every clause of a review, without its opening.
 
-    A clause that repeats an earlier one and a last sentence without its full stop are None too.
+    None: a clause outside the grammar, one that repeats an earlier one, a last sentence without its full stop.
     """
     *sentences, rest = text.strip().split(".")
     moods: list[int | None] = []
     seen: set[str] = set()
     for sentence in sentences:
         for clause in re.split(r", (?:and|but) ", sentence.strip()):
-            moods.append(None if clause in seen else clause_mood(clause))
+            found = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(clause))), None)
+            moods.append(None if found is None or clause in seen else _MOODS[found["mood"]])
             seen.add(clause)
     return [*moods, None] if rest.strip() else moods
 

@@ -1,7 +1,8 @@
-"""`tinyrl chat`: a conversation with a policy; its answers as they are written, beside the start's, with their reward.
+"""`tinyrl chat`: a conversation with a policy; its answers as they are written, beside the initial model's, with their
+reward.
 
-Answers are sampled by the `hf` engine, which is the plain one, and played as episodes where the run had an environment,
-as in training. Text of a model or a tool is made safe to show, piece by piece.
+Answers are sampled by the plain `hf` engine, and played as episodes if the run had an environment, as in training. Text
+of a model or a tool is made safe to show, piece by piece.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -25,27 +26,30 @@ from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.scheduler import IncrementalDetokenizer
 from tinyrl.generation.turns import load_episode_runner, play
 from tinyrl.models.loading import check_ids
-from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.components import Options, Parts, load_scorer
+from tinyrl.rollout.load import load_policy, load_scorer
+from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
 from tinyrl.text import visible
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
-HELP = """/temperature T   set the sampling temperature; 0: greedy
-/compare         show the start's answer to the last prompt, with the same random numbers
+HELP = """/temperature T   set the sampling temperature (0 = greedy)
+/compare         show the initial model's answer to the last prompt (same random numbers)
 /reward          show the rewards of the last answers
 /prompt I        ask the prompt of held-out row I, with its columns
-/reset           forget the conversation
-/help, /quit"""
+/reset           clear the conversation
+/help, /quit
+"""
+ENDS = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}  # by finish reason
 OnText = Callable[[Literal["policy", "environment"], str], None]
+Write = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer to a prompt, with its episode where the run had an environment."""
+    """An answer to a prompt, with its episode if the run had an environment."""
 
     prompt: PreparedPrompt
     completion: Completion
@@ -54,47 +58,45 @@ class ChatAnswer:
 
 
 class StreamingEngine(HfEngine):
-    """The plain engine for one row: it passes on the text of its tokens as they are drawn, and what an environment has
-    answered between them.
-    """
+    """The plain engine for one row; it passes on text as it is sampled, and an environment's answers in between."""
 
     def begin(self, prompt_tokens: list[int], on_text: OnText) -> None:
-        self.look_every, self.on_text, self.known = 1, on_text, list(prompt_tokens)
+        self.look_every, self.on_text, self.known = 1, on_text, len(prompt_tokens)
 
     def sample(self, requests: list[Request], samples_per_request: int, **options: Any) -> list[list[Completion]]:
         [request] = requests
-        if observed := request.prompt_tokens[len(self.known) :]:
+        if observed := request.prompt_tokens[self.known :]:
             self.on_text("environment", str(self.tokenizer.decode(observed, skip_special_tokens=True)))
         detokenizer = IncrementalDetokenizer(self.tokenizer)
         self.on_tokens = lambda tokens: self.on_text("policy", detokenizer.add(tokens))
         [[completion]] = super().sample(requests, samples_per_request, **options)
         self.on_text("policy", detokenizer.end())
-        self.known = [*request.prompt_tokens, *completion.tokens]
+        self.known = len(request.prompt_tokens) + len(completion.tokens)
         return [[completion]]
 
 
 class ChatSession(ExitStack):
     """A loaded policy and its conversation; `close` ends the processes of rewards and of the environment.
 
-    answers: the last ones, by role; messages: the conversation so far, where the model has a chat template (without one
+    answers: the last ones, by role; messages: the conversation so far, if the model has a chat template (without one
     each prompt stands alone). Raises ValueError for what a user can fix.
     """
 
     def __init__(self, target: Target, *, options: Options) -> None:
         super().__init__()
         self.target, self.options, config, generation = target, options, target.config, target.config.generation
-        self.parts = Parts(config, options=options)
+        self.policy = load_policy(config, options=options)
         self.task = load_task(config.task.name or "rows", grading=config.task.grading)
-        self.runner = load_episode_runner(config, tokenizer=self.parts.tokenizer, roles=self.parts.roles)
+        self.runner = load_episode_runner(config, tokenizer=self.policy.tokenizer, policy=self.policy)
         if self.runner is not None:
             self.callback(self.runner.environment.close)
         if target.checkpoint is not None:
-            load_policy(self.parts.roles, target.checkpoint)
+            self.policy.load(target.checkpoint, only="policy")
         stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
         drawn = {"stop": stop, "top_p": generation.top_p, "top_k": generation.top_k}
         settings = SamplingSettings(generation.temperature, generation.max_new_tokens, **drawn)
-        self.engine = StreamingEngine(self.parts.roles, self.parts.tokenizer, settings)
-        self.chats = in_chat(self.parts.tokenizer, config.task.chat)
+        self.engine = StreamingEngine(self.policy, self.policy.tokenizer, settings)
+        self.chats = in_chat(self.policy.tokenizer, config.task.chat)
         self.role: SampledRole = "base" if target.checkpoint is None else "policy"
         self.greedy, self.turn = False, 0
         self.scorer: Scorer | None = None
@@ -117,13 +119,11 @@ class ChatSession(ExitStack):
             self.engine.settings = replace(self.engine.settings, temperature=max(temperature, 0.01))
 
     def say(self, asked: str | int, on_text: OnText) -> ChatAnswer:
-        """Answer a message in the conversation, or begin another with the prompt of a held-out row, by its number.
+        """Answer a message of the conversation, or begin another with the prompt of a held-out row, by its number.
         `on_text` gets the pieces as they come. A stop raises Interrupted.
         """
-        if self.chats and isinstance(asked, str):
-            prompt = self._prepare([*self.messages, {"role": "user", "content": asked}])
-        else:
-            prompt = self._prepare(asked)
+        chats = self.chats and isinstance(asked, str)
+        prompt = self._prepare([*self.messages, {"role": "user", "content": asked}] if chats else asked)
         answer = self._answer(prompt, on_text)
         self.answers = {self.role: answer}
         if self.chats and not isinstance(prompt.prompt, str):
@@ -136,90 +136,85 @@ class ChatSession(ExitStack):
         return answer
 
     def compare(self, on_text: OnText) -> ChatAnswer:
-        """Answer the last prompt as the start would, with the same random numbers. Raises ValueError without either."""
+        """Answer the last prompt by the initial model, with the same random numbers. Raises ValueError without one."""
         if self.target.checkpoint is None or not self.target.config.has_reference:
-            raise ValueError(f"{self.target.name} has no start to compare with: it is a model, or keeps no reference")
+            raise ValueError(f"{self.target.name} has no initial model to compare with")
         if self.role not in self.answers:
             raise ValueError("nothing has been asked yet")
         self.answers["reference"] = self._answer(self.answers[self.role].prompt, on_text, role="reference")
         return self.answers["reference"]
 
     def rewards(self) -> list[tuple[str, dict[str, float], str | None]]:
-        """Score the last answers: (role, their weighted sum and each reward, why there is none). Raises ValueError
-        without an answer.
-        """
-        if not self.answers:
-            raise ValueError("nothing has been asked yet")
+        """Score the last answers: (role, weighted sum and each reward, why there is none)."""
         if self.scorer is None:
-            given: dict[str, Any] = {"parts": self.parts, "options": self.options, "runner": self.runner}
+            given: dict[str, Any] = {"policy": self.policy, "options": self.options, "runner": self.runner}
             self.scorer = load_scorer(self.target.config, self.task, **given)
             self.callback(self.scorer.close)
             self.scorer.start()
         found = []
         for role, answer in self.answers.items():
             episodes = None if answer.episode is None else [answer.episode]
-            sheet = self.scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
-            named = dict(zip(self.scorer.names, sheet.scores[0].tolist(), strict=True))
-            why = sheet.failures[0].reason if sheet.failures else None
-            found.append((role, {"reward": float(sheet.rewards[0]), **named}, why))
+            scored = self.scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
+            named = dict(zip(self.scorer.names, scored.scores[0].tolist(), strict=True))
+            why = scored.failures[0].reason if scored.failures else None
+            found.append((role, {"reward": float(scored.rewards[0]), **named}, why))
         return found
 
     def _prepare(self, asked: Prompt | int) -> PreparedPrompt:
-        """Prepare a prompt, or that of a held-out row. Where an environment reads columns, they are those of the row
-        that has this prompt; raises ValueError, naming them, where none has.
+        """Prepare a prompt, or that of a held-out row. If an environment reads columns, they are those of the row that
+        has this prompt; raises ValueError, naming them, if none has.
         """
-        where, runner, tokenizer = self.target.config.task, self.runner, self.parts.tokenizer
+        where, runner, tokenizer = self.target.config.task, self.runner, self.policy.tokenizer
         columns = runner.environment.needed_columns if runner is not None else []
-        task, row, index, opens = load_task("rows"), {"prompt": asked}, self.turn, False
+        task, row, index, openings = load_task("rows"), {"prompt": asked}, self.turn, None
         if columns or isinstance(asked, int):
-            task, rows, opens = self.task, load_split(self.target.config, "eval"), True
+            task, rows = self.task, load_split(self.target.config, "eval")
             texts = [asked, asked[0]["content"]] if isinstance(asked, list) and len(asked) == 1 else [asked]
-            index = next((i for i, row in enumerate(rows) if i == asked or task.prompt(row) in texts), None)
-            if index is None:
-                why = f"they are 0 to {len(rows) - 1}" if isinstance(asked, int) else "/prompt I asks that of row I"
-                needed = f" (the environment answers by its {', '.join(f'`{name}`' for name in columns)})" * bool(
-                    columns
+            found = (i for i, row in enumerate(rows) if i == asked or task.prompt(row) in texts)
+            if (place := next(found, None)) is None:
+                reads = (
+                    f"; the environment reads its columns {', '.join(f'`{name}`' for name in columns)}"
+                    if columns
+                    else ""
                 )
-                raise ValueError(f"no held-out row has this prompt or number{needed}: {why}")
-            row = rows[index]
+                raise ValueError(f"no held-out row has this prompt or number (/prompt 0 to {len(rows) - 1}){reads}")
+            row, index = rows[place], place
+            openings = runner.openings(task, [row]) if runner is not None else None
         [prompt] = prepare_prompts(
             task,
             [row],
             tokenizer=tokenizer,
             chat=where.chat,
             system_prompt=where.system_prompt,
-            variables=where.chat_template if runner is None else runner.variables,
+            variables=where.chat_template_kwargs if runner is None else runner.variables,
             max_prompt_tokens=sys.maxsize,
-            long_prompts="error",
-            openings=runner.openings(task, [row]) if runner is not None and opens else None,
+            on_overlong_prompt="error",
+            openings=openings,
         )
-        check_ids([prompt.tokens], tokenizer, self.parts.roles.causal)
+        check_ids([prompt.tokens], tokenizer, self.policy.causal)
         return replace(prompt, index=index)
 
     def _answer(
         self, prompt: PreparedPrompt, on_text: OnText, *, role: SampledRole | None = None, greedy: bool = False
     ) -> ChatAnswer:
-        room = self.parts.positions - len(prompt.tokens)
+        room = self.policy.positions - len(prompt.tokens)
         if room < 1:
-            raise ValueError(f"that is {len(prompt.tokens)} tokens, and the model has {self.parts.positions} positions")
+            raise ValueError(
+                f"that is {len(prompt.tokens)} tokens, and the model has {self.policy.positions} positions"
+            )
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
-        turn = self.turn - (role == "reference")  # the start answers the prompt of the turn before
+        turn = self.turn - (role == "reference")  # the reference answers the prompt of the turn before
         key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + turn, "role": role or self.role}
         key["greedy"] = greedy or self.greedy
         self.engine.begin(prompt.tokens, on_text)
         if self.runner is None:
             [[completion]] = self.engine.sample([request], 1, **key)
-            text = str(self.parts.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            text = str(self.policy.tokenizer.decode(completion.tokens, skip_special_tokens=True))
             return ChatAnswer(prompt, completion, text, None)
         [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
         text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
         return ChatAnswer(prompt, completion, text, episode)
-
-
-# ---- in a terminal ----
-
-Write = Callable[[str], None]
 
 
 def converse(session: ChatSession, *, read: Callable[[str], str] = input, write: Write | None = None) -> None:
@@ -227,64 +222,50 @@ def converse(session: ChatSession, *, read: Callable[[str], str] = input, write:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may be unable to write a character
     write = write or partial(print, end="", flush=True)
-    kind = "the conversation goes on" if session.chats else "no chat template: each line is a prompt of its own"
-    write(f"{visible(session.target.name)} ({kind}); /help says what else there is\n")
-    while True:
-        try:
-            line = read("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            write("\n")
-            return
-        if line in ("/quit", "/exit"):
-            return
-        try:
-            with StopFlag(signals=(signal.SIGINT,), leaves=False):
-                if line:
-                    _answer_line(session, line, write)
-        except Interrupted:
-            write("\n(stopped; it is not part of the conversation)\n")
-        except ValueError as error:
-            write(f"{visible(str(error))}\n")
+    kind = "conversation" if session.chats else "no chat template: each line is a prompt of its own"
+    write(f"{visible(session.target.name)} ({kind}); /help lists commands\n")
+    with suppress(EOFError, KeyboardInterrupt):
+        while (line := read("> ").strip()) not in ("/quit", "/exit"):
+            try:
+                with StopFlag(signals=(signal.SIGINT,), leaves=False):
+                    _obey(session, line, write)
+            except Interrupted:
+                write("\n(stopped; it is not part of the conversation)\n")
+            except ValueError as error:
+                write(f"{visible(str(error))}\n")
+        return
+    write("\n")
 
 
-def _answer_line(session: ChatSession, line: str, write: Write) -> None:
+def _obey(session: ChatSession, line: str, write: Write) -> None:
+    """Answer a line, or do what a command says. Raises ValueError for what cannot be done."""
+
     def show(who: str, text: str) -> None:  # what the policy only reads is in brackets
         write(visible(text) if who == "policy" else f"\n[{visible(text.strip())}]\n")
 
     command, _, rest = line.partition(" ")
     answer = None
-    if not command.startswith("/"):
+    if line and not command.startswith("/"):
         answer = session.say(line, show)
-    elif command in ("/temperature", "/prompt"):
-        try:
-            number = float(rest) if command == "/temperature" else int(rest)
-        except ValueError:
-            raise ValueError(f"{command} takes a number, and not {visible(rest)!r}") from None
-        if isinstance(number, int):
-            answer = session.say(number, show)
-        else:
-            session.set_temperature(number)
-            write("greedy\n" if session.greedy else f"temperature {session.engine.settings.temperature:g}\n")
+    elif command == "/prompt":
+        answer = session.say(int(rest), show)
+    elif command == "/compare":
+        write("initial model: ")
+        answer = session.compare(show)
+    elif command == "/temperature":
+        session.set_temperature(float(rest))
     elif command == "/reset":
         session.reset()
-        write("forgotten\n")
-    elif command == "/compare":
-        write("the start: ")
-        answer = session.compare(show)
     elif command == "/reward":
         for role, scores, why in session.rewards():
-            who = {"reference": "the start", "base": "the model"}.get(role, role)
-            each = ", ".join(f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
-            write(f"{who}: {each}" + (f" ({visible(why.splitlines()[-1])})" if why else "") + "\n")
-    else:
-        write(f"{HELP}\n" if command == "/help" else f"there is no {visible(command)}\n{HELP}\n")
-    if answer is not None:
-        episode = answer.episode
-        if episode is not None and episode.transcript and episode.transcript[-1]["role"] == "tool":
-            show("environment", episode.transcript[-1]["content"])
-        why = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}.get(
-            answer.completion.finish_reason, ""
-        )
-        if episode is not None and episode.failure is not None:
-            why += f"\n(the environment gave no answer: {visible(episode.failure)})"
-        write(f"{why}\n")
+            each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
+            write(f"{role}: {', '.join(each)}" + (f" ({visible(why.splitlines()[-1])})" if why else "") + "\n")
+    elif line:
+        write(HELP)
+    if answer is None:
+        return
+    if (episode := answer.episode) is not None and episode.transcript and episode.transcript[-1]["role"] == "tool":
+        show("environment", episode.transcript[-1]["content"])
+    if episode is not None and episode.failure is not None:
+        write(f"\n(the environment gave no answer: {visible(episode.failure)})")
+    write(ENDS.get(answer.completion.finish_reason, "") + "\n")

@@ -15,20 +15,16 @@ from tinyrl.generation.endpoint import LOCAL, Endpoint
 from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingParams, SamplingSettings
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.models.roles import load_policy
-from tinyrl.rollout.components import Options, Parts, resolve_threads
+from tinyrl.rollout.load import load_policy, resolve_threads
+from tinyrl.runs.launched import Options
 
-BASE = "base"  # the name of the model without its adapter
 GRACE_S = 5  # for answers under way when a signal comes
 
 
 def listen(host: str, port: int, *, key: str | None) -> socket.socket:
-    """Bind an address. Raises ValueError where it cannot be had, or others could reach it without a key."""
+    """Bind an address. Raises ValueError if that fails, or if other machines could reach it without a key."""
     if host not in (*LOCAL, "::1") and not key:
-        raise ValueError(
-            f"--host {host} can be reached from other machines, so it needs a key: TINYRL_KEY in the "
-            "environment, which clients bring as their API key"
-        )
+        raise ValueError(f"--host {host} can be reached from other machines, so set a key for clients: TINYRL_KEY")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -43,39 +39,38 @@ def listen(host: str, port: int, *, key: str | None) -> socket.socket:
 def served(
     target: Target, *, options: Options, max_rows: int, key: str | None = None, hosts: list[str] | None = None
 ) -> Iterator[Endpoint]:
-    """The endpoint of a target, loaded. hosts: names it may be called by. ValueError for what a user can fix."""
-    config, generation = target.config, target.config.generation
-    parts = Parts(config, options=options)
+    """Load a target and yield its endpoint. hosts: names it may be called by. Raises ValueError for bad settings."""
+    config, generation, has_run = target.config, target.config.generation, target.checkpoint is not None
+    policy = load_policy(config, options=options)
     if target.checkpoint is not None:
-        load_policy(parts.roles, target.checkpoint)
-    resolve_threads(parts)
-    engine, why = select_engine(
-        parts.roles,
-        parts.tokenizer,
-        SamplingSettings(generation.temperature, generation.max_new_tokens, max_rows=max_rows),
-        wanted="auto" if generation.engine == "server" else generation.engine,
-        dtype=parts.roles.dtype,
-        longest=parts.positions,
-    )
+        policy.load(target.checkpoint, only="policy")
+    resolve_threads(policy)
+    settings = SamplingSettings(generation.temperature, generation.max_new_tokens, max_rows=max_rows)
+    wanted = "auto" if generation.engine == "server" else generation.engine
+    how = {"wanted": wanted, "dtype": policy.dtype, "longest": policy.positions}
+    engine, why = select_engine(policy, policy.tokenizer, settings, **how)
     assert isinstance(engine, LocalEngine)
     print(f"engine {engine.name}: {why}", flush=True)
     name = Path(target.name).name if Path(target.name).is_dir() else target.name
-    names: dict[str, SampledRole] = {name: "base" if target.checkpoint is None else "policy"}
-    if target.checkpoint is not None and config.lora.enabled:
-        names[BASE] = "base"
-    parts.tokenizer.name_or_path = name  # errors of its template go to clients, whom the folder does not concern
+    names: dict[str, SampledRole] = {name: "policy" if has_run else "base"}
+    if has_run and config.lora.enabled:
+        names["base"] = "base"
+    policy.tokenizer.name_or_path = name  # errors of its template go to clients, whom the folder does not concern
     scheduler = LiveScheduler(engine, max_rows=max_rows)
     try:
-        yield Endpoint(
+        endpoint = Endpoint(
             scheduler,
             names,
             defaults=SamplingParams(generation.temperature, generation.top_p, generation.top_k),
             max_new_tokens=generation.max_new_tokens,
-            positions=parts.positions,
-            variables=config.task.chat_template,
+            positions=policy.positions,
+            variables=config.task.chat_template_kwargs,
             key=key,
             hosts=hosts,
         )
+        if endpoint.form is None and policy.tokenizer.chat_template:
+            print(f"tools that clients send are ignored: {endpoint.no_form}", flush=True)
+        yield endpoint
     finally:
         scheduler.close()
 

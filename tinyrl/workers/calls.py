@@ -8,7 +8,6 @@ into a file, so that no full pipe stops it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -32,7 +31,7 @@ from tinyrl.runs.launched import VARIABLES
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import did_you_mean, one_line, redact, visible
 from tinyrl.workers import worker
-from tinyrl.workers.loading import HERE, FunctionSource, defined_here
+from tinyrl.workers.loading import HERE, FunctionSource
 
 POLL_S = 0.1
 GRACE_S = 1.0  # the worker ends a late call itself and writes where it was; after this we do
@@ -45,17 +44,20 @@ MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
 ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
 MIN_ROW_TIMEOUT_S = 1.0
 MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
+END_S = 2 * worker.PATIENCE_S  # for a supervisor to end all that its command started
+MEMORY_SHARE = 0.5  # of the machine's memory, which a process may use
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+MAX_SHOWN_CHARS = 300
 
 
 class Printed:
     """The lines that one function prints, each after its name; without secrets, control characters named.
 
-    State: the output of the current call, and `kept`, the last lines while there is nowhere to write them.
+    kept: the last lines, while there is nowhere to write them.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._data = name, b""
-        self._write: Callable[[str], None] | None = None
+        self._name, self._write = name, None
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
 
     def send_to(self, write: Callable[[str], None]) -> None:
@@ -66,20 +68,14 @@ class Printed:
             self.kept.clear()
 
     def add(self, data: bytes) -> None:
-        """Take what was printed, whole lines or not."""
-        self._data += data
-
-    def end_call(self) -> None:
         """Hand over the lines of a call, up to CALL_BYTES of it."""
-        data, left_out = self._data[:CALL_BYTES], len(self._data) - CALL_BYTES
-        texts = [redact(raw.decode("utf-8", errors="replace")) for raw in data.splitlines()]
+        texts = [redact(raw.decode("utf-8", errors="replace")) for raw in data[:CALL_BYTES].splitlines()]
         lines = [f"{self._name}: {text if text.isprintable() else visible(text)}" for text in texts]
-        lines += [f"{self._name}: [{left_out} more bytes left out]"] if left_out > 0 else []
-        self._data = b""
-        if self._write is None:
-            self.kept.extend(lines)
-        elif lines:
-            self._write("".join(f"{line}\n" for line in lines))
+        if len(data) > CALL_BYTES:
+            lines.append(f"{self._name}: [{len(data) - CALL_BYTES} more bytes left out]")
+        self.kept.extend(lines)
+        if self._write is not None:
+            self.send_to(self._write)
 
 
 class CallFailed(Exception):
@@ -88,10 +84,6 @@ class CallFailed(Exception):
     def __init__(self, reason: str, *, worker_lost: bool) -> None:
         super().__init__(reason)
         self.worker_lost = worker_lost
-
-
-class LoadFailed(CallFailed):
-    """The function's file could not be imported, or not in time."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,14 @@ class RowFailure:
 
 @dataclass
 class Rows:
-    """One value for each row of a call, None for those among the failures; `retried`: why rows were tried alone."""
+    """One value for each row of a call, None for those among the failures; `retried`: why rows were tried alone;
+    `slowest`: seconds of the slowest row, and which that is, where rows were timed.
+    """
 
     values: list[Any]
     failures: list[RowFailure] = field(default_factory=list)
     retried: str | None = None
+    slowest: tuple[float, int] | None = None
 
 
 class WorkerFunction:
@@ -124,13 +119,13 @@ class WorkerFunction:
         self, sources: list[FunctionSource], *, setting: str, timeout_s: float, host: str | None = None, name: str = ""
     ) -> None:
         self._section, self._timeout_s = setting.partition(".")[0], timeout_s
-        if not (math.isfinite(self._timeout_s) and self._timeout_s > 0):
-            raise ValueError(f"{self._section}.timeout_s: must be a number of seconds above 0, not {self._timeout_s}.")
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"{self._section}.timeout_s: must be a number of seconds above 0, not {timeout_s}.")
+        if sys.platform == "win32" and sources[0].module != HERE:
+            raise ValueError(f"{setting}: people's code runs in a process that takes Linux or macOS; use WSL.")
         self.name = name or sources[0].function
         self.printed, self.read_as_text = Printed(self.name), False
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
-        first = sources[0]
-        self._here = defined_here(first.function) if first.module == HERE else None
         self._process: subprocess.Popen[bytes] | worker.Loaded | None = None
         self._count = 0  # of requests
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
@@ -156,17 +151,21 @@ class WorkerFunction:
             except CallFailed as failure:
                 raise ValueError(f"{self._setting} {failure}.") from failure
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, max_concurrency: bool = False) -> None:
         """End the worker and whatever it started; an idle one leaves by itself. A later call starts another."""
         process, self._process = self._process, None
         if isinstance(process, subprocess.Popen):
             assert process.stdin
             assert process.stdout
-            if not at_once:
+            if not max_concurrency:
                 process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=END_S)
-            end_supervised(process)
+            process.terminate()
+            try:
+                process.wait(timeout=END_S)
+            except subprocess.TimeoutExpired:  # a process stuck in the kernel must not hold us as well
+                process.kill()
             for file in (self._output, process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     file.close()
@@ -189,16 +188,19 @@ class WorkerFunction:
                 )
         if facts["parameters"] is not None:  # it has no **columns
             arguments = {name: arguments[name] for name in facts["parameters"] if name in arguments}
+        rows, rows_may_be_guilty = Rows([None] * num_rows), False
         try:
-            return self._ask(arguments, num_rows, call=call, timeout_s=self._timeout_s)
+            self._load()
+            rows_may_be_guilty = not facts["whole_batch"]
+            return self._ask(arguments, num_rows, call, self._timeout_s)
         except CallFailed as failure:
             why = str(failure)
-            rows_may_be_guilty = not isinstance(failure, LoadFailed) and not facts["whole_batch"]
         self.close()  # whatever state the failure left behind must not reach another row
         if not rows_may_be_guilty:
-            return Rows([None] * num_rows, [RowFailure(row, f"`{self.name}` {why}") for row in range(num_rows)])
+            rows.failures = [RowFailure(row, f"`{self.name}` {why}") for row in range(num_rows)]
+            return rows
 
-        rows, workers_lost = Rows([None] * num_rows, retried=why), 0
+        rows.retried, workers_lost = why, 0
         row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, self._timeout_s / MAX_WORKERS_LOST))
         deadline = time.monotonic() + ROWS_TIMEOUTS * self._timeout_s
         for row in range(num_rows):
@@ -207,51 +209,47 @@ class WorkerFunction:
                 given_up = f"{workers_lost} rows had hung or crashed by then"
             elif time.monotonic() > deadline:
                 given_up = f"{ROWS_TIMEOUTS} x timeout_s had gone into the rows before"
-            if given_up:
-                reason = f"`{self.name}` was not tried again alone: {given_up}; with the whole batch it {why}"
-                rows.failures.append(RowFailure(row, reason))
-                continue
             try:
-                one_row = {name: [values[row]] for name, values in arguments.items()}
-                alone = self._ask(one_row, 1, call=call, timeout_s=row_timeout_s)
+                if given_up:
+                    reason = f"was not tried again alone: {given_up}; with the whole batch it {why}"
+                    raise CallFailed(reason, worker_lost=False)
+                self._load()
+                alone = self._ask({n: [v[row]] for n, v in arguments.items()}, 1, call, row_timeout_s)
             except CallFailed as failure:
                 workers_lost += failure.worker_lost
                 rows.failures.append(RowFailure(row, f"`{self.name}` {failure}"))
-                continue
-            rows.values[row] = alone.values[0]
-            rows.failures += [RowFailure(row, failure.reason) for failure in alone.failures]
+            else:
+                rows.values[row] = alone.values[0]
+                rows.failures += [RowFailure(row, failure.reason) for failure in alone.failures]
         return rows
 
-    def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str, timeout_s: float) -> Rows:
-        self._load()
-        try:
-            reply = self._reply({"arguments": arguments, "num_rows": num_rows, "call": call}, timeout_s)
-        except (TypeError, ValueError, RecursionError):
-            for name, values in arguments.items():
-                try:
-                    json.dumps(values)
-                except (TypeError, ValueError, RecursionError) as error:
-                    raise ValueError(
-                        f"Column '{name}' cannot be handed to a person's function: {error}. "
-                        "Columns may hold text, numbers, true, false, null, and lists and objects of these."
-                    ) from error
-            raise
+    def _ask(self, arguments: dict[str, list[Any]], num_rows: int, call: str, timeout_s: float) -> Rows:
+        """Call the function in its worker. Raises CallFailed, and ValueError for arguments that are not JSON."""
+        for name, values in arguments.items():
+            try:
+                json.dumps(values)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"Column '{name}' cannot be handed to a person's function: {error}. "
+                    "Columns may hold text, numbers, true, false, null, and lists and objects of these."
+                ) from error
+        reply = self._reply({"arguments": arguments, "num_rows": num_rows, "call": call}, timeout_s)
         self.read_as_text |= reply["read_as_text"]
         if len(reply["values"]) != num_rows:
             raise CallFailed(f"had {len(reply['values'])} values for {num_rows} rows", worker_lost=False)
         failures = [RowFailure(row, f"`{self.name}` {quoted(reason)}") for row, reason in reply["failures"]]
-        return Rows(reply["values"], failures)
+        return Rows(reply["values"], failures, slowest=reply.get("slowest"))
 
     def _load(self) -> None:
         """Start a worker and load the function into it, unless there is one."""
         if isinstance(self._process, subprocess.Popen) and self._process.poll() is not None:
-            self.close(at_once=True)
+            self.close(max_concurrency=True)
         if self._process is not None:
             return
-        sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
-        if self._here is None:
+        if self._sources[0].module == HERE:
+            self._process = worker.Loaded()
+        else:
             self._output = tempfile.TemporaryFile()  # noqa: SIM115
-            fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # it is emptied after each call
             # Sets are in the same order in every run. Without a launcher's variables: people's code is none of the
             # processes that it started, and a library there would wait for the others.
             environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -264,29 +262,27 @@ class WorkerFunction:
                 env=environment | {"PYTHONHASHSEED": "0"},
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
-        else:
-            self._process = worker.Loaded()
-            sources = [{"file": getattr(getattr(self._here, "__code__", None), "co_filename", None)}]
+        sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
         path = [*(str(source.folder) for source in self._sources), *sys.path]
         load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}
         try:
             self._facts = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
         except CallFailed as failure:
             self.close()
-            raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
+            raise CallFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
 
     def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
-        started, self._count, reply = time.monotonic(), self._count + 1, dict[str, Any]()
-        data = json.dumps({**request, "id": self._count, "timeout_s": timeout_s}).encode("ascii") + b"\n"
-        process = self._process
-        assert process is not None
+        self._count += 1
+        request = {**request, "id": self._count, "timeout_s": timeout_s}
+        process, reply, started = self._process, dict[str, Any](), time.monotonic()
         if isinstance(process, worker.Loaded):
             check_stop()
-            reply = json.loads(json.dumps(process.answer(json.loads(data), [self._here])))
+            reply = json.loads(json.dumps(process.answer(json.loads(json.dumps(request)))))
         else:
+            assert process is not None
             try:
-                line = self._exchange(process, data, started + timeout_s + GRACE_S)
+                line = self._exchange(process, json.dumps(request).encode("ascii") + b"\n", timeout_s)
                 if not line:
                     late = time.monotonic() - started >= timeout_s
                     raise CallFailed(self._why_lost(process, timeout_s if late else None), worker_lost=True)
@@ -299,18 +295,17 @@ class WorkerFunction:
                 reply = found
             finally:
                 self.printed.add(self._written())
-                self.printed.end_call()
-                with contextlib.suppress(ValueError):  # another thread has closed it
-                    os.ftruncate(self._output.fileno(), 0)
+                self._empty_output()
                 if not reply:  # the worker's next reply would be to the wrong request
-                    self.close(at_once=True)
+                    self.close(max_concurrency=True)
         if "error" in reply:
             raise CallFailed(said(reply), worker_lost=False)
         return reply
 
-    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> bytes:
+    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> bytes:
         """Send a line and return the reply's; b"" where the worker ended or was too late."""
-        requests, replies, reply = process.stdin, process.stdout, bytearray()
+        requests, replies, line = process.stdin, process.stdout, bytearray()
+        deadline, waiting = time.monotonic() + timeout_s + GRACE_S, select.poll()
         assert requests
         assert replies
 
@@ -320,24 +315,30 @@ class WorkerFunction:
                     data = data[requests.write(data) or 0 :]
 
         threading.Thread(target=send, args=(data,), daemon=True).start()  # the pipe may be full
-        while not reply.endswith(b"\n"):
+        waiting.register(replies, select.POLLIN)
+        while not line.endswith(b"\n"):
             check_stop()
             if os.fstat(self._output.fileno()).st_size > MOST_OUTPUT_BYTES:
-                os.ftruncate(self._output.fileno(), 0)
-            if select.select([replies], [], [], POLL_S)[0]:
+                self._empty_output()
+            if waiting.poll(1000 * POLL_S):
                 received = os.read(replies.fileno(), 1 << 20)
-                reply += received
+                line += received
                 if not received:
                     return b""
             elif time.monotonic() > deadline:
                 return b""
-        return bytes(reply)
+        return bytes(line)
 
     def _written(self) -> bytes:
         """Return what the function has printed in this call."""
         with contextlib.suppress(ValueError):  # another thread has closed it
             return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
         return b""
+
+    def _empty_output(self) -> None:
+        with contextlib.suppress(ValueError):
+            os.ftruncate(self._output.fileno(), 0)
+            os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker's offset too
 
     def _why_lost(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> str:
         """Return how a call was lost, and where the function was if the worker could still write that down."""
@@ -356,16 +357,8 @@ class WorkerFunction:
         return f"{ending(code)}{where}{last}"
 
 
-# ---- processes ----
-
-END_S = 2 * worker.PATIENCE_S  # for a supervisor to end all that its command started
-MEMORY_SHARE = 0.5  # of the machine's memory, which a reward may use by default
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
-MAX_SHOWN_CHARS = 300
-
-
 def memory_limit() -> int:
-    """Return the bytes that each process of a reward may use: half of what the machine or its container has."""
+    """Return the bytes that each process of people's code may use: half of what the machine or its container has."""
     total = psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         total = min(total, int(CGROUP_LIMIT.read_text()))
@@ -376,15 +369,6 @@ def supervised(command: list[str], *, memory_bytes: int) -> list[str]:
     """Return the command line of a supervisor (worker.py) that runs a command, or without one answers requests."""
     # -P keeps our folder off sys.path, where loading.py would hide the user's
     return [sys.executable, "-P", worker.__file__, str(os.getpid()), str(memory_bytes), *command]
-
-
-def end_supervised(process: subprocess.Popen[bytes]) -> None:
-    """End a supervisor with all that its command has started."""
-    process.terminate()
-    try:
-        process.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:  # a process stuck in the kernel must not hold us as well
-        process.kill()
 
 
 def ending(code: int) -> str:

@@ -6,14 +6,15 @@ The source is parsed, not imported: a mistake in a recipe is answered at once, a
 import ast
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import decode_utf8, did_you_mean, shortened
 
 HERE = "__main__"
 
@@ -87,34 +88,25 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
             raise ValueError(f"{problem}: no module '{name}' here or among the installed ones.")
         file = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
         source = FunctionSource(use, function, place, file, base)
-    if file is not None:
-        _check_function(function, file, problem, classes=classes)
-    return source
-
-
-def _check_function(function: str, file: Path, problem: str, *, classes: bool) -> None:
-    """Check that the source binds the name somewhere: by a definition, an assignment or an import."""
+    if file is None:
+        return source
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        text = decode_utf8(file.read_bytes(), str(file))
+        ast.parse(text, filename=str(file))
     except (OSError, SyntaxError, ValueError) as error:  # also unreadable; a null byte
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ValueError(
-            f"{problem}: {file}{line}: {error.msg if isinstance(error, SyntaxError) else error}."
-        ) from error
-    functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, *((ast.ClassDef,) if classes else ()))
-    known = set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            known.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id == "globals"):
-            known.add(node.id)
-        elif isinstance(node, definitions):
-            known.add(node.name)
-    if not known & {function, "*", "__getattr__", "globals"}:  # the last three may give anything: the worker sees
-        near = did_you_mean(function, functions)
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{problem}: {file}{line}: {why}.") from error
+    # Whether the name is bound there is the worker's to find out: `import *` and `globals()` may give anything.
+    name = re.escape(function)
+    named = re.search(rf"\b({name}|globals|__getattr__)\b|import \*", text)
+    if not named or (not classes and re.search(rf"^class {name}\b", text, re.MULTILINE)):
+        functions = re.findall(r"^(?:async +)?def +(\w+)", text, re.MULTILINE)
         there_are = f"Its functions: {', '.join(functions) or 'none'}"
-        raise ValueError(f"{problem}: {file} has no function '{function}'.{near} {there_are}.")
+        raise ValueError(
+            f"{problem}: {file} has no function '{function}'.{did_you_mean(function, functions)} {there_are}."
+        )
+    return source
 
 
 def imported_beside(source: FunctionSource) -> list[Path]:
@@ -122,22 +114,19 @@ def imported_beside(source: FunctionSource) -> list[Path]:
 
     The text decides: a name that is put together while the program runs is not seen.
     """
-    waiting, found = [source.file] if source.file else [], set[Path]()
 
-    def add(folder: Path, name: str) -> None:
-        """Add the source files of a module, and of the packages it is in, as far as there are any."""
-        place = folder
+    def files_of(folder: Path, name: str) -> Iterator[Path]:
+        """Yield where a module may be, and the packages it is in."""
         for part in name.split("."):
-            place /= part
-            file = place / "__init__.py" if place.is_dir() else place.with_name(f"{part}.py")
-            if file.is_file() and file.is_relative_to(source.folder):
-                waiting.append(file)
+            folder /= part
+            yield from (folder / "__init__.py", folder.with_name(f"{part}.py"))
 
+    waiting, found = [source.file] if source.file else [], set[Path]()
     if source.module not in (None, HERE):
-        add(source.folder, source.module)
+        waiting += files_of(source.folder, source.module)
     while waiting:
         file = waiting.pop()
-        if file in found:
+        if file in found or not file.is_file() or not file.is_relative_to(source.folder):
             continue
         found.add(file)
         try:
@@ -147,9 +136,9 @@ def imported_beside(source: FunctionSource) -> list[Path]:
         for node in nodes:
             if isinstance(node, ast.Import):
                 for each in node.names:
-                    add(source.folder, each.name)
+                    waiting += files_of(source.folder, each.name)
             elif isinstance(node, ast.ImportFrom):
                 folder = file.parents[min(node.level, len(file.parents)) - 1] if node.level else source.folder
-                for name in [each.name for each in node.names] + ["__init__"] * (not node.module):
-                    add(folder, f"{node.module}.{name}" if node.module else name)
+                for name in (*(each.name for each in node.names), "__init__"):
+                    waiting += files_of(folder, f"{node.module}.{name}" if node.module else name)
     return sorted(found - {source.file})

@@ -14,7 +14,8 @@ first, so that what it prints, closes or reads cannot disturb them. The worker i
     {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "section", "sys_path"}}
         -> {"id", "whole_batch": bool, "parameters": names or null for any, "required": names, further facts}
     {"id", "timeout_s", "arguments": {name: list}, "num_rows", "call"}
-        -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "read_as_text": bool}
+        -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "read_as_text": bool,
+            "slowest": [seconds, row] or null}
 
 A host, "module:function" of tinyrl's own, makes a `Service` of the loaded objects; without one the object is a reward
 function. Where the function's code raises, the reply is {"id", "error": text, "at": " (file.py, line 3)" or ""}.
@@ -31,12 +32,11 @@ import json
 import math
 import os
 import reprlib
-import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -53,6 +53,8 @@ Checked = tuple[list[Any], list[tuple[int, str]]]  # one value a row, and (row, 
 
 def main() -> None:
     """Fork; supervise the child to its end, or to the run's."""
+    import resource  # Windows has none
+
     run, memory_bytes, *command = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -97,13 +99,6 @@ def main() -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-class Service(NamedTuple):
-    """Functions of (arguments by name, number of rows) by name, and facts about them for the run."""
-
-    calls: dict[str, Callable[[dict[str, list[Any]], int], Checked]]
-    facts: dict[str, Any]
-
-
 def answer_requests() -> None:
     """Answer requests until the parent closes the pipe."""
     requests, replies, last_words = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), os.dup(2)
@@ -135,47 +130,76 @@ def answer_requests() -> None:
         replies.flush()
 
 
+class Service(NamedTuple):
+    """Functions of (arguments by name, number of rows) by name, and facts about them for the run."""
+
+    calls: dict[str, Callable[[dict[str, list[Any]], int], Checked]]
+    facts: dict[str, Any]
+
+
 class Loaded:
     """A person's objects and the service made of them; it answers the requests described above."""
 
     def __init__(self, service: Service | None = None, file: str | None = None) -> None:
         self._service, self._file, self._section = service, file, "reward"
 
-    def answer(self, request: dict[str, Any], objects: list[Any] | None = None) -> dict[str, Any]:
-        """Import the sources (or take `objects`) and make a service of them, or call it."""
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import the sources and make a service of them, or call it."""
         Messages.read_as_text = False
         try:
             if "load" in request:
-                return self._load(request["load"], objects)
+                return self._load(**request["load"])
             assert self._service is not None
             values, failures = self._service.calls[request["call"]](request["arguments"], request["num_rows"])
-            return {"values": values, "failures": failures, "read_as_text": Messages.read_as_text}
+            seen = {"read_as_text": Messages.read_as_text, "slowest": Timed.slowest}
+            return {"values": values, "failures": failures, **seen}
         except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
             steps = traceback.walk_tb(error.__traceback__)
             lines = [line for frame, line in steps if frame.f_code.co_filename == self._file]
             where = f" ({os.path.basename(self._file)}, line {lines[-1]})" if self._file and lines else ""
             text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
-            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-            if isinstance(error, MemoryError) and limit > 0:
-                text += f" (a process of a {self._section} may use {limit / 1e9:.3g} GB)"
-            elif Messages.__name__ in str(error) and not isinstance(error, MemoryError):
+            if isinstance(error, MemoryError):
+                import resource
+
+                limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+                text += f" (a process of a {self._section} may use {limit / 1e9:.3g} GB)" if limit > 0 else ""
+            elif Messages.__name__ in str(error):
                 text += f" ({CHAT_HINT})"
             return {"error": f"raised {text}", "at": where}
 
-    def _load(self, request: dict[str, Any], objects: list[Any] | None) -> dict[str, Any]:
-        self._section = request["section"]
-        found: list[Any] = []
-        for source in request["sources"]:
-            self._file = source["file"]
-            found.append(objects[len(found)] if objects else _find(**source))
-        self._file, host = request["sources"][0]["file"], reward
-        if request["host"]:
-            module, _, name = request["host"].partition(":")
-            host = getattr(importlib.import_module(module), name)
+    def _load(
+        self, sources: list[dict[str, Any]], host: str | None, section: str, sys_path: list[str]
+    ) -> dict[str, Any]:
+        self._section = section
+        found = [self._find(**source) for source in reversed(sources)][::-1]  # the first is the one that is named
+        make = reward
+        if host:
+            module, _, name = host.partition(":")
+            make = getattr(importlib.import_module(module), name)
         elif not callable(found[0]):
             return {"error": f"is {_describe(found[0])}, not a function", "at": ""}
-        self._service = host(found)
+        self._service = make(found)
         return {"whole_batch": False, "parameters": None, "required": [], **self._service.facts}
+
+    def _find(self, module: str | None, file: str, function: str) -> Any:
+        """Import the file or module, unless a notebook has defined the function, and return the function."""
+        self._file = file
+        if module == "__main__":
+            from tinyrl.workers.loading import defined_here
+
+            found = defined_here(function)
+            self._file = getattr(getattr(found, "__code__", None), "co_filename", None)
+            return found
+        if module:
+            return getattr(importlib.import_module(module), function)
+        stem = os.path.splitext(os.path.basename(file))[0]
+        name = stem if stem not in sys.modules else f"reward_{stem}"  # a file called json.py does not replace json
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None, file
+        assert spec.loader is not None, file
+        sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return getattr(loaded, function)
 
 
 def reward(objects: list[Any]) -> Service:
@@ -183,9 +207,10 @@ def reward(objects: list[Any]) -> Service:
     function = objects[0]
 
     def score(arguments: dict[str, list[Any]], num_rows: int) -> Checked:
+        timed = Timed(Messages(c) if isinstance(c, list) else c for c in arguments.get("completions", []))
         if "completions" in arguments:
-            messages = [Messages(c) if isinstance(c, list) else c for c in arguments["completions"]]
-            arguments = {**arguments, "completions": messages}
+            arguments = {**arguments, "completions": timed}
+        begun = time.perf_counter()
         returned = function(**arguments)
         if inspect.isawaitable(returned):
             import asyncio  # slower to import than all the rest here; most functions do without
@@ -196,7 +221,9 @@ def reward(objects: list[Any]) -> Service:
 
             with ThreadPoolExecutor(1) as pool:  # in a notebook's own thread a loop is running already
                 returned = pool.submit(asyncio.run, finish()).result()
-        return check_values(returned, num_rows)
+        checked = check_values(returned, num_rows)
+        timed.close(time.perf_counter() - begun)
+        return checked
 
     facts = {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
     return Service({"score": score}, facts)
@@ -245,6 +272,32 @@ class Messages(list[Any]):
         return list, ([*self],)
 
 
+class Timed(list[Any]):
+    """The completions of a call, which time each row: from where a loop takes it until it asks for the next."""
+
+    slowest: tuple[float, int] | None = None  # of the last call: seconds and row
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self.seconds = [0.0] * len(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        for row, value in enumerate(super().__iter__()):
+            begun = time.perf_counter()
+            try:
+                yield value
+            finally:  # the last row of a zip is not followed by another
+                self.seconds[row] += time.perf_counter() - begun
+
+    def __reduce__(self) -> Any:
+        return list, ([*super().__iter__()],)
+
+    def close(self, call_s: float) -> None:
+        """Note the slowest row; None where most of the call's seconds were not spent in loops over the rows."""
+        most = max(self.seconds, default=0.0)
+        Timed.slowest = (most, self.seconds.index(most)) if sum(self.seconds) > call_s / 2 else None
+
+
 def check_values(returned: Any, num_rows: int) -> Checked:
     """Return the scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows. A
     score that came with a text, (score, why), is [score, why].
@@ -254,9 +307,8 @@ def check_values(returned: Any, num_rows: int) -> Checked:
     cannot be matched to rows.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
-    values = [*itertools.islice(values, num_rows + 1)] if isinstance(values, Iterator) else values  # it may not end
-    if isinstance(values, list | tuple):
-        values = [*values]  # a subclass may say that it is longer than it is
+    if isinstance(values, list | tuple | Iterator):
+        values = [*itertools.islice(values, num_rows + 1)] if isinstance(values, Iterator) else [*values]
         if len(values) == num_rows:
             pairs = [_score(value) for value in values]
             return [score for score, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
@@ -272,13 +324,12 @@ def _score(value: Any) -> tuple[Any, str]:
     plain: Any = value if why is None else value[0]
     plain = plain.tolist() if hasattr(plain, "tolist") else plain
     # a row of a (B, 1) tensor, or a tensor of one number
-    single: Any = plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
-    number = None
-    if single is not None:
-        if not hasattr(type(single), "__float__"):  # text has none
-            return None, f"returned {_describe(single)}, not a number"
+    number: Any = plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
+    if number is not None:
+        if not hasattr(type(number), "__float__"):  # text has none
+            return None, f"returned {_describe(number)}, not a number"
         try:
-            number = float(single)
+            number = float(number)
         except OverflowError:
             number = 2 * MAX_SCORE
         if not math.isfinite(number):
@@ -291,19 +342,6 @@ def _score(value: Any) -> tuple[Any, str]:
 def _describe(value: Any) -> str:
     kind, shown = type(value).__name__, isinstance(value, str | list | tuple | dict)
     return f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS] if shown else kind
-
-
-def _find(module: str | None, file: str, function: str) -> Any:
-    if module:
-        return getattr(importlib.import_module(module), function)
-    stem = os.path.splitext(os.path.basename(file))[0]
-    name = stem if stem not in sys.modules else f"reward_{stem}"  # a file called json.py does not replace json
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None, file
-    assert spec.loader is not None, file
-    sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return getattr(loaded, function)
 
 
 if __name__ == "__main__":

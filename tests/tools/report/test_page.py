@@ -19,39 +19,27 @@ def test_page_holds_outcome_charts_samples_and_settings(grpo: tuple[Path, str]) 
                 "Spread of rewards", "Groups without spread", "Gradient norm", "Time by phase"]  # fmt: skip
     assert re.findall(r"<figcaption><b>([^<]*)</b>", html) == captions
     assert "held-out from 0.460 at step 0 to 0.923 at step 60" in reader.text  # 0.46 + 0.48 * (1 - e^(-60/18))
-    for text in (
-        "sort: qwhzkalmbc =",
-        "abchklmqw",
-        "abchklmqwz",
-        "Before: step 0",
-        "After: step 60",
-        "grpo.group_size",
-    ):
-        assert text in reader.text
+    shown = ("sort: qwhzkalmbc =", "abchklmqw", "abchklmqwz", "Before: step 0", "After: step 60", "grpo.group_size")
+    assert [text for text in shown if text not in reader.text] == []
     assert "pass@1</th>" in html  # in the table of numbers; as a chart it would repeat the reward
     assert "tinyrl eval" in reader.text
 
 
 def test_same_prompts_before_and_after(tmp_path: Path) -> None:
+    a, b = (0, "PROMPT-A"), (1, "PROMPT-B")
     samples = [
-        sample(0, 1, "PROMPT-B", "before-b", 0.25),
-        sample(0, 0, "PROMPT-A", "before-a-second", 0.0, sample=1),
-        sample(0, 0, "PROMPT-A", "before-a", 0.0),
-        sample(0, 0, "PROMPT-A", "before-a-third", 0.0, sample=2),
-        sample(0, 0, "PROMPT-A", "in-training", 0.5, kind="train", sample=-1, rewards={"eval": 0.5}),
-        sample(5, 0, "PROMPT-A", "half-way", 0.5),
-        sample(9, 1, "PROMPT-B", "after-b", None, finish_reason="length"),
-        sample(9, 0, "PROMPT-A", "after-a", 0.75),
-        sample(9, 7, "PROMPT-C", "only-after", 1.0),
-    ]
+        sample(0, *b, "before-b", 0.25), sample(0, *a, "before-a-second", 0.0, sample=1),
+        sample(0, *a, "before-a", 0.0), sample(0, *a, "in-training", 0.5, kind="train", sample=-1),
+        sample(5, *a, "half-way", 0.5), sample(9, *b, "after-b", None, finish_reason="length"),
+        sample(9, *a, "after-a", 0.75), sample(9, 7, "PROMPT-C", "only-after", 1.0),
+    ]  # fmt: skip
     text = PageReader(page(write_run(tmp_path / "run", [{"step": 9, "reward/mean": 1}], samples=samples))).text
     text = text.partition("Extremes at")[0]
     wanted = ["PROMPT-A", "before-a", "half-way", "0.750", "after-a"]
     wanted += ["PROMPT-B", "before-b", "not sampled", "cut at the length limit", "after-b"]
     places = [text.index(word) for word in wanted]
     assert places == sorted(places)
-    for word in ("before-a-second", "before-a-third", "in-training", "only-after"):
-        assert word not in text
+    assert not [word for word in ("before-a-second", "in-training", "only-after") if word in text]
 
 
 def test_a_config_with_aliases_is_not_read(tmp_path: Path) -> None:
@@ -73,12 +61,7 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     metrics = [{"step": step, "reward/mean": 0.5, f"reward/{HOSTILE}": 1.0, "reward/b": 2.0, f"time/{HOSTILE}": 1.0,
                 f"loss/{HOSTILE}": 1.0, f"{HOSTILE}": None if step else 1.0} for step in (0, 1)]  # fmt: skip
     samples = [sample(step, 0, HOSTILE, HOSTILE, 1.0, finish_reason=HOSTILE) for step in (0, 1)]
-    config = {
-        "method": "<script>",
-        "task": {"name": "<script>"},
-        "<b>key</b>": "<script>",
-        "model": {"path": "<svg onload=x>"},
-    }
+    config = {"method": "<script>", "task": {"name": "<script>"}, "<b>key</b>": "<script>", "model": {"path": "<svg>"}}
     run = write_run(tmp_path / "<script>alert(2)<\u202e", metrics, samples=samples, config=config)
     (run / "env.json").write_text(json.dumps({"command": HOSTILE, HOSTILE: [HOSTILE]}), "utf-8")
     (run / "checkpoints" / "step-<script>").mkdir(parents=True)
@@ -87,8 +70,8 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     reader = PageReader(html)
     assert "<script" not in html.lower()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
-    assert {tag for tag, _ in reader.tags}.isdisjoint(
-        {"script", "img", "iframe", "object", "embed", "link", "base", "form"}
+    assert {"script", "img", "iframe", "object", "embed", "link", "base", "form"}.isdisjoint(
+        {t for t, _ in reader.tags}
     )
     for _, attributes in reader.tags:
         assert not [name for name in attributes if name.startswith("on")]
@@ -99,37 +82,25 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
         assert f'<span class="unseen">{name}</span>' in html
 
 
-def test_page_loads_nothing_from_elsewhere(grpo: tuple[Path, str]) -> None:
+def test_page_loads_nothing_and_its_references_are_in_it(grpo: tuple[Path, str]) -> None:
     html = grpo[1]
-    reader = PageReader(html)
-    policies = [attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes]
+    policies = [attributes["content"] for _, attributes in PageReader(html).tags if "http-equiv" in attributes]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
-    assert "http:" not in html
-    assert "https:" not in html
-    assert "@import" not in html
-    assert "<script" not in html
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
-
-
-def test_page_has_unique_ids_and_every_reference_has_one(grpo: tuple[Path, str]) -> None:
-    html = grpo[1]
+    assert not [text for text in ("http:", "https:", "@import", "<script") if text in html]
     ids = re.findall(r'\bid="([^"]*)"', html)
     assert len(ids) == len(set(ids))
-    references = re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"|aria-labelledby="([^"]*)"', html)
+    references = re.findall(r'url\(#?([^)]*)\)|href="#([^"]*)"|aria-labelledby="([^"]*)"', html)
     assert references
     assert {name for names in references for name in names if name} <= set(ids)
     assert html.count('role="img"') == 10  # nine panels, the first in two sizes
 
 
 def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
-    said = [
-        {"role": "assistant", "content": "<search>Ada</search>"},
-        {"role": "tool", "content": "<b>Bern</b>"},
-        {"role": "assistant", "content": "it is Bern"},
-    ]
+    said = [("assistant", "<search>Ada</search>"), ("tool", "<b>Bern</b>"), ("assistant", "it is Bern")]
+    turns = [{"role": role, "content": text} for role, text in said]
     many = [{"role": ("assistant", "tool")[i % 2], "content": f"said-{i:02d}"} for i in range(40)]
     samples = [
-        sample(2, 0, "PROMPT", "not shown", 1.0, episode=said, finish_reason="turns"),
+        sample(2, 0, "PROMPT", "not shown", 1.0, episode=turns, finish_reason="turns"),
         sample(2, 1, "PROMPT", "alone", 1.0),
         sample(2, 2, "PROMPT", "not shown", 1.0, episode=many),
     ]
@@ -139,7 +110,6 @@ def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
     assert "had no more turns" in html
     assert '</b></span><div class="text" dir="auto">alone</div>' in html  # no name where nobody answers
     assert "not shown" not in html
-    assert re.findall(r"said-(\d\d)", html.partition("Extremes at")[0]) == [
-        f"{i:02d}" for i in (*range(8), *range(32, 40))
-    ]
+    shown = re.findall(r"said-(\d\d)", html.partition("Extremes at")[0])
+    assert shown == [f"{i:02d}" for i in (*range(8), *range(32, 40))]
     assert "24 messages left out" in html

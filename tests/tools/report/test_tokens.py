@@ -17,16 +17,8 @@ def token(piece: str, **numbers: Any) -> dict[str, Any]:
 
 
 def line(step: int, tokens: list[Any], **more: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "kind": "eval",
-        "prompt_index": 3,
-        "sample": 1,
-        "prompt": "PROMPT",
-        "reward": 0.25,
-        "tokens": tokens,
-        **more,
-    }
+    return {"step": step, "kind": "eval", "prompt_index": 3, "sample": 1, "prompt": "PROMPT", "reward": 0.25,
+            "tokens": tokens, **more}  # fmt: skip
 
 
 def run_with(folder: Path, lines: list[dict[str, Any]], tail: str = "") -> Path:

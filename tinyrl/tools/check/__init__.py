@@ -1,4 +1,4 @@
-"""`tinyrl check`: whether a run will work and what it costs, on one page, before it costs anything.
+"""`tinyrl check`: find out whether a run will work and what it costs, on one page, before it costs anything.
 
 functions.py  the reward and the environment tried on rows, without a model
 offline.py    a section of the page; memory by arithmetic
@@ -17,7 +17,7 @@ import psutil
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import example_rows
+from tinyrl.data.rows import example_rows, row_key
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.launched import Options
@@ -29,6 +29,12 @@ from tinyrl.tools.check.functions import check_environment, check_reward
 from tinyrl.tools.check.offline import CheckSection, check_memory
 
 SHOWN = 400
+HARMLESS = {"a long run", "held-out rows are trained on"}
+
+
+def exit_code(found: list[Finding]) -> int:
+    """Return 3 where a finding would keep the run from learning, else 0."""
+    return 3 * any(finding.name not in HARMLESS for finding in found)
 
 
 def check(
@@ -38,14 +44,12 @@ def check(
     quick: bool = False,
     offline: bool = False,
     memory: str | None = None,
-    prompts: int = 64,
-    samples: int | None = None,
-    minutes: float = 2.0,
     write: Path | None = None,
+    **how: Any,
 ) -> Iterator[CheckSection]:
     """Yield the sections of the page as they are found. quick: nothing that needs a weight; offline: arithmetic alone,
-    for this machine or one of so much memory. The others say how many training prompts the policy answers, how often,
-    for how long at most, and where to write its pass rates.
+    for this machine or one of so much memory; write: where to write the pass rates of the prompts that were tried; how:
+    options of `policy.look`.
     """
     config = resolve(config)
     yield check_settings(config)
@@ -60,24 +64,23 @@ def check(
     if quick:
         yield from (rows, *parts)
         return
-    from tinyrl.rollout.components import resolve_threads, trainer_of
+    from tinyrl.rollout.load import load_method, resolve_threads
     from tinyrl.tools.check import loaded, policy
     from tinyrl.training.launch import out_of_memory_stops
 
-    trainer: Any = None
-    notes, refused = list[str](), ""
+    trainer, notes, refused = None, list[str](), ""
     try:
         with out_of_memory_stops("while the run was checked"):
             try:
-                trainer = trainer_of(config.method)(config, options=options)
-                notes = [resolve_threads(trainer), *trainer.check()]
+                trainer = load_method(config, options=options)
+                notes = [resolve_threads(trainer.policy), *trainer.check()]
                 cut = excerpt("\n".join(loaded.row_lines(trainer)), 4 * SHOWN)
                 rows.lines += [cut.head, *([f"[{cut.omitted:,} characters]", cut.tail] if cut.omitted else [])]
             except ExplainedByCheck as error:
                 refused = str(error)
             finally:  # also where the settings are wrong
                 yield from (rows, *parts)
-            if refused:
+            if trainer is None or refused:
                 finding = Finding("the run is refused", f"{refused}.", "Mend that first; the rest is not tried.", {})
                 yield CheckSection("model", ["not tried: the run is refused"], {}, [finding])
                 return
@@ -85,8 +88,7 @@ def check(
             if config.samples:
                 gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)
                 knows = gold is not None and gold >= config.task.solved_reward
-                how = {"num_prompts": prompts, "samples": samples, "minutes": minutes, "knows_gold": knows}
-                section, rates = policy.look(trainer, **how)
+                section, rates = policy.look(trainer, knows_gold=knows, **how)
                 yield section
                 if write is not None:
                     yield CheckSection("rates", [policy.write_rates(write, config, rates)])
@@ -98,19 +100,19 @@ def check(
 
 def check_settings(config: Config) -> CheckSection:
     """Return the settings that differ from the defaults, and the machine."""
-    plain = flat(Config.model_validate({"method": config.method}).written())
-    differing = {key: value for key, value in flat(config.written()).items() if plain.get(key) != value}
-    memory, found = psutil.virtual_memory(), versions()
+    plain, memory, found = (
+        Config.model_validate({"method": config.method}).written(),
+        psutil.virtual_memory(),
+        versions(),
+    )
+    sections = {name: of for name, of in config.written().items() if isinstance(of, dict)}
+    differing = {f"{name}.{key}": value for name, of in sections.items() for key, value in of.items()
+                 if plain.get(name, {}).get(key) != value}  # fmt: skip
     machine = f"{psutil.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
+    found = versions()
     installed = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers") if name in found)
     lines = [f"{config.method}: {', '.join(as_override(*pair) for pair in differing.items()) or 'all defaults'}"]
     return CheckSection("settings", [*lines, f"{installed}; {machine}"], {"settings": differing, "versions": found})
-
-
-def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of all sections by section.key."""
-    sections = {name: of if isinstance(of, dict) else {} for name, of in values.items()}
-    return {f"{name}.{key}": value for name, of in sections.items() for key, value in of.items()}
 
 
 def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
@@ -127,4 +129,17 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
         lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(str(gold), SHOWN // 4)!r}"]
         lines += [*layout_notes(row), *([] if gold is not None else ["the task knows no gold answers"])]
     lines.append("columns: " + ", ".join(f"{name}={one_line(str(value), 30)!r}" for name, value in row.items()))
-    return CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row}), train
+    section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
+    known = {row_key(row) for row in train}
+    if len(known) == 1 < len(train):
+        what, change = (
+            f"All {len(train):,} rows to train on are the same.",
+            "Other rows in task.data; task.max_samples=null.",
+        )
+        section.findings.append(Finding("one row", what, change, {}))
+    seen = sum(row_key(row) in known for row in held_out) if config.task.eval_data is not None else 0
+    if seen > len(held_out) / 10:
+        what = f"{seen:,} of {len(held_out):,} held-out rows are among those to train on."
+        change = "Other rows as task.eval_data, or none: then some of task.data are held out."
+        section.findings.append(Finding("held-out rows are trained on", what, change, {}))
+    return section, train

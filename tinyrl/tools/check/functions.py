@@ -1,11 +1,12 @@
-"""Trials of a person's reward and environment on their own rows, in the worker processes of a run, without a model."""
+"""Try a reward and an environment on rows, in the worker processes of a run, without a model."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from statistics import fmean
+from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ REWARD = (
         "The same completions got other scores the second time.", "Draw random numbers from the row alone."),
     Rule("rewards fail", lambda f: f.failed > MAX_FAILED_SHARE,
         "{failed:.0%} of the calls' rows failed, the first so: {why}.",
-        "Mend the function; a run stops after three batches like that."),
+        "Mend the function (reward.timeout_s is for a call); a run stops after three batches like that."),
     Rule("holes in the reward", lambda f: f.holes,
         "Wrong texts score nearly as much as right answers: {worst}.",
         "Judge one marked answer, the last, and compare it whole."),
@@ -59,6 +60,12 @@ ENVIRONMENT = (
     Rule("answers by chance", lambda f: f.unsteady,
         "The same turns ({unsteady}) got other answers the second time, so a resumed run is another run.",
         "Draw random numbers from the `seed` of an episode."),
+    Rule("no turn to read a reply", lambda f: f.turns == 1 and f.asked,
+        "Episodes end after one turn, so the policy reads no reply of the environment.",
+        "environment.max_turns=2, or as many as the task needs."),
+    Rule("replies are cut", lambda f: f.typical > 2 * f.limit,
+        "Half of the replies have some {typical:.0f} tokens or more, and the policy reads the first {limit}.",
+        "environment.max_observation_tokens={most}, within the model's positions."),
 )  # fmt: skip
 
 
@@ -66,24 +73,59 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
     """Score gold answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and reward
     models are left out: they are tried when the model is loaded.
     """
-    section, reward, rows = CheckSection("reward"), config.reward, rows[:REWARD_ROWS]
+    section, reward, rows, failures = CheckSection("reward"), config.reward, rows[:REWARD_ROWS], list[str]()
     used = [(f.use, f.weight) for f in reward.functions if not f.is_judge]
     used += [(task.grader, 1.0)] if task.grader and reward.is_verifier else []
     functions = [FunctionReward(use, weight=weight, timeout_s=reward.timeout_s) for use, weight in used]
     if not functions and (not reward.is_verifier or task.verify is None):
         section.lines = ["judged by a model; see below" if not reward.is_verifier else "none of its own"]
         return section
-    ours = config.environment
-    chat = bool(ours.use or ours.tools or task.respond or task.environment)
-    prompts, columns, failures = [task.prompt(row) for row in rows], row_columns(rows), list[str]()
+    golds, everywhere = [task.gold(row) for row in rows], [*range(len(rows))]
+    texts = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
+    texts |= {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
+    score = _scorer(functions, config, task, rows, failures)
+    with ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(function).start()  # its imports are not part of a call's time
+        begun = time.perf_counter()
+        scores = {kind: score(everywhere, of) for kind, of in texts.items()}
+        again = score(everywhere, next(iter(texts.values())))
+        seconds = (time.perf_counter() - begun) / (len(texts) + 1)
+        f = _reward_figures(scores, again)
+        f.failed, f.why = len(failures) / (4 * len(rows)), next(iter(failures), "")
+        f.hint = next((function.chat_hint for function in functions if function.chat_hint), "")
+        means = {kind: mean(of) for kind, of in scores.items()}
+        shown = ", ".join(f"{kind} {'no score' if math.isnan(one) else number(one)}" for kind, one in means.items())
+        names = " + ".join(function.name for function in functions) or task.name
+        section.lines = [f"{names}: {shown}; {seconds * 1e3:.1f} ms for {len(rows)} rows"]
+        section.facts = {kind: None if math.isnan(one) else one for kind, one in means.items()}
+        section.facts |= {"seconds": seconds, "failed": f.failed}
+        if 0 < f.failed <= MAX_FAILED_SHARE:
+            section.lines.append(f"warning: {f.failed:.0%} of the rows failed, the first so: {f.why}")
+        if reward.functions and seconds < SLOW_CALL_S and not any(rule.when(f) for rule in REWARD):
+            section.lines += _attack(f, score, task, rows[:ATTACKED_ROWS])
+            section.facts["holes"] = f.holes
+    for function in functions:
+        section.lines += [f"printed: {one_line(line, SHOWN)}" for line in list(function.printed.kept)[-2:]]
+    section.findings = [rule.finding(f) for rule in REWARD if rule.when(f)]
+    return section
+
+
+def _scorer(
+    functions: list[FunctionReward], config: Config, task: Task, rows: list[Row], failures: list[str]
+) -> Callable[[list[int], list[str]], list[float]]:
+    """Return a function that scores texts for some of the rows: the weighted sum over the reward functions, or the
+    task's verifier without any; NaN where one that weighs something fails or none applies. Failures are noted.
+    """
+    ours, prompts, columns = config.environment, [task.prompt(row) for row in rows], row_columns(rows)
+    chat = bool(ours.name or ours.tools or task.respond or task.environment)
 
     def score(where: list[int], texts: list[str]) -> list[float]:
-        """Return the weighted sum over the functions; NaN where one that weighs something fails or none applies."""
         asked, here = [prompts[i] for i in where], {name: [of[i] for i in where] for name, of in columns.items()}
-        said = [as_completion(text, [] if chat else prompt) for text, prompt in zip(texts, asked, strict=True)]
-        calls = [(function(asked, said, here), function.weight) for function in functions]
+        answers = [as_completion(text, [] if chat else prompt) for text, prompt in zip(texts, asked, strict=True)]
+        calls = [(function(asked, answers, here), function.weight) for function in functions]
         if task.verify is not None and not calls:
-            calls = [(call_in_process(task.verify, task.name, asked, said, here), 1.0)]
+            calls = [(call_in_process(task.verify, task.name, asked, answers, here), 1.0)]
         scores = np.array([weight * np.array(call.scores) for call, weight in calls])
         total = np.where(np.isnan(scores).all(0), math.nan, np.nansum(scores, 0))
         for call, weight in calls:
@@ -91,40 +133,18 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
             total[[failure.row for failure in call.failures if weight]] = math.nan
         return total.tolist()
 
-    golds = [task.gold(row) for row in rows]
-    texts = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
-    texts |= {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
-    with ExitStack() as stack:
-        for function in functions:
-            stack.enter_context(function).start()  # its imports are not part of a call's time
-        everywhere, begun = [*range(len(rows))], time.perf_counter()
-        scores = {kind: score(everywhere, of) for kind, of in texts.items()}
-        first = next(iter(texts))
-        again = score(everywhere, texts[first])
-        seconds = (time.perf_counter() - begun) / (len(texts) + 1)
-        known = [one for of in scores.values() for one in of if not math.isnan(one)]
-        rivals = np.nan_to_num([scores["nothing"], scores["nonsense"]]).max(0)
-        f = SimpleNamespace(golds="gold" in scores, known=known)
-        f.low, f.high = min(known, default=math.nan), max(known, default=math.nan)
-        f.beaten = fmean(np.array(scores["gold"]) <= rivals) if f.golds else 0.0
-        f.repeats, f.failed = str(again) == str(scores[first]), len(failures) / (4 * len(rows))
-        f.hint = next((function.chat_hint for function in functions if function.chat_hint), "")
-        f.why, f.holes, f.blind = failures[0] if failures else "", [], False
-        means = {kind: mean(of) for kind, of in scores.items()}
-        said = ", ".join(f"{kind} {'no score' if math.isnan(one) else number(one)}" for kind, one in means.items())
-        names = " + ".join(function.name for function in functions) or task.name
-        section.lines.append(f"{names}: {said}; {seconds * 1e3:.1f} ms for {len(rows)} rows")
-        section.facts |= {kind: None if math.isnan(one) else one for kind, one in means.items()}
-        section.facts |= {"seconds": seconds, "failed": f.failed}
-        if 0 < f.failed <= MAX_FAILED_SHARE:
-            section.lines.append(f"warning: {f.failed:.0%} of the rows failed, the first so: {f.why}")
-        if reward.functions and seconds < SLOW_CALL_S and not any(rule.when(f) for rule in REWARD):
-            section.lines += _attack(f, score, task, rows[:ATTACKED_ROWS])
-            section.facts["holes"] = f.holes
-        section.findings = [rule.finding(f) for rule in REWARD if rule.when(f)]
-        for function in functions:
-            section.lines += [f"printed: {one_line(line, SHOWN)}" for line in list(function.printed.kept)[-2:]]
-    return section
+    return score
+
+
+def _reward_figures(scores: dict[str, list[float]], again: list[float]) -> SimpleNamespace:
+    """Compute what REWARD needs from the scores of gold answers (where there are any), nothing and nonsense."""
+    known = [one for of in scores.values() for one in of if not math.isnan(one)]
+    f = SimpleNamespace(golds="gold" in scores, known=known, holes=[], blind=False)
+    f.low, f.high = min(known, default=math.nan), max(known, default=math.nan)
+    rivals = np.nan_to_num([scores["nothing"], scores["nonsense"]]).max(0)
+    f.beaten = fmean(np.array(scores["gold"]) <= rivals) if f.golds else 0.0
+    f.repeats = str(again) == str(next(iter(scores.values())))  # as text, where NaN is equal to itself
+    return f
 
 
 def _attack(f: SimpleNamespace, score: Any, task: Task, rows: list[Row]) -> list[str]:
@@ -149,14 +169,19 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     None where there is none, or an agent, which needs a model.
     """
     ours, section, rows = config.environment, CheckSection("environment"), rows[:EPISODES]
-    if not config.uses("environment") or ours.agent or not (ours.use or ours.tools or task.respond or task.environment):
+    if (
+        not config.uses("environment")
+        or ours.agent
+        or not (ours.name or ours.tools or task.respond or task.environment)
+    ):
         return None
     prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     environment = Environment(
         ours, task=task.name, respond=task.respond, use=task.environment, stop=task.stop,
         length=lambda text: len(text) // CHARS_A_TOKEN,
     )  # fmt: skip
-    f, seconds, shown, reasons = SimpleNamespace(unsteady="", longest=0), list[float](), "", list[str]()
+    f, seconds, reasons, asked = SimpleNamespace(unsteady=""), list[float](), list[str](), list[tuple[str, str]]()
+    longest = list[int]()
     with closing(environment):
         environment.start()
         opening, columns = environment.openings(prompts, columns)[0], {"seed": [*range(len(rows))], **columns}
@@ -170,22 +195,27 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
             if not answers.failures and environment.respond(prompts, transcripts, columns).values != answers.values:
                 f.unsteady = f.unsteady or kind
             replies: list[Reply] = [reply for reply in answers.values if reply is not None]
-            asks = [reply.text for reply in replies if reply.text and not reply.done]
-            shown = shown or (f"{one_line(turns[0], SHOWN)!r} -> {one_line(asks[0], SHOWN)!r}" if asks else "")
+            asked += [(turns[0], reply.text) for reply in replies if reply.text and not reply.done]
             reasons += [failure.reason for failure in answers.failures]
-            failed, invalid = len(answers.failures), sum(reply.invalid for reply in replies)
-            answered = sum(bool(reply.text) for reply in replies)
-            over = len(turns) - sum(not reply.done for reply in replies) - failed
-            f.longest = max([f.longest, *(len(reply.text) for reply in replies)])
-            counts = f"{answered} answered, {over} over, {invalid} invalid, {failed} failed"
-            rewarded = any(reply.reward for reply in replies)
-            paid = f", mean reward {fmean(reply.reward for reply in replies):.4g}" if rewarded else ""
-            section.lines.append(f"  {kind}: of {len(turns)} {counts}{paid}")
-            section.facts[kind] = {"answered": answered, "over": over, "failed": failed}
-    section.lines += [shown, f"{1e3 * fmean(seconds):.1f} ms a call of {len(rows)} episodes"]
-    if f.longest > CHARS_A_TOKEN * environment.max_observation_tokens:
-        limit = f"environment.max_observation_tokens={environment.max_observation_tokens}"
-        section.lines.append(f"the longest reply, some {f.longest // CHARS_A_TOKEN:,} tokens, is cut at {limit}")
+            longest.append(max((len(reply.text) for reply in replies), default=0))
+            counts = {"answered": sum(bool(reply.text) for reply in replies), "failed": len(answers.failures)}
+            counts["over"] = len(turns) - sum(not reply.done for reply in replies) - counts["failed"]
+            counts["invalid"] = sum(reply.invalid for reply in replies)
+            paid = [reply.reward for reply in replies if reply.reward is not None]
+            section.lines.append(
+                f"  {kind}: of {len(turns)} {', '.join(f'{count} {what}' for what, count in counts.items())}"
+                + (f", mean reward {fmean(paid):.4g}" if any(paid) else "")
+            )
+            section.facts[kind] = counts
+    section.lines += [f"{one_line(turn, SHOWN)!r} -> {one_line(text, SHOWN)!r}" for turn, text in asked[:1]]
+    section.lines.append(f"{1e3 * fmean(seconds):.1f} ms a call of {len(rows)} episodes")
+    f.turns, f.asked, f.longest, f.limit = ours.max_turns, asked, max(longest), environment.max_observation_tokens
+    f.most, f.typical = -(-f.longest // CHARS_A_TOKEN), 0.0
+    if asked:
+        f.typical = median(len(text) for _, text in asked) / CHARS_A_TOKEN
+    if f.longest > CHARS_A_TOKEN * f.limit:
+        limit = f"environment.max_observation_tokens={f.limit}"
+        section.lines.append(f"the longest reply, some {f.most:,} tokens, is cut at {limit}")
     f.failed, f.why = len(reasons) / (len(rows) * len(seconds)), visible(reasons[0]) if reasons else ""
     section.findings = [rule.finding(f) for rule in ENVIRONMENT if rule.when(f)]
     return section

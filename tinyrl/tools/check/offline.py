@@ -140,7 +140,7 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     generation, environment = config.generation, config.environment
     copy = 4 * shapes.linear if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
     new = generation.max_new_tokens
-    if environment.use or environment.tools or environment.agent:
+    if environment.name or environment.tools or environment.agent:
         new += (environment.max_turns - 1) * (environment.max_observation_tokens + generation.max_new_tokens)
     rows = min(max(config.on_policy.batch_size, config.run.eval_prompts), generation.max_rows or 1 << 30)
     cache = rows * (generation.max_prompt_tokens + new) * 2 * shapes.layers * shapes.keys * dtype_bytes

@@ -1,4 +1,4 @@
-"""What the policy makes of some training prompts before a run, and whether it can learn from them.
+"""Sample answers to some training prompts before a run, and find what would keep it from learning.
 
 Findings are lines of TABLE, as those of a run (runs/findings.py): name, condition, a sentence with figures, one thing
 to change.
@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Row
 from tinyrl.data.rows import PASS_RATE, keyed_order, row_key
 from tinyrl.evaluation.statistics import grouped, mean, numbers
 from tinyrl.runs.findings import Rule
@@ -40,31 +39,28 @@ RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 7
 
 
 def look(
-    trainer: Any, *, num_prompts: int, samples: int | None, minutes: float, knows_gold: bool
+    trainer: Any, *, knows_gold: bool, prompts: int = 64, samples: int | None = None, minutes: float = 2.0
 ) -> tuple[CheckSection, dict[str, float]]:
-    """Sample answers to up to `num_prompts` training prompts, for about so many minutes. No weight is changed. Returns
+    """Sample answers to so many training prompts, for about so many minutes at most. No weight is changed. Return
     the section, and the pass rates of the rows by their keys.
     """
-    config, there = trainer.config, trainer.train_prompts
+    config, there, started = trainer.config, trainer.collector.train_prompts, time.perf_counter()
     samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
-    chosen = [there[i] for i in keyed_order(f"probe {config.run.seed}", len(there))[:num_prompts]]
-    at_a_time = max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))
-    groups, greedy, logprobs = list[list[Answer]](), list[Answer](), 0.0
-    a_row, last, started = 0.0, 0.0, time.perf_counter()
-    for i in range(0, len(chosen), at_a_time):
+    chosen = [there[i] for i in keyed_order(f"probe {config.run.seed}", len(there))[:prompts]]
+    groups, greedy, a_row, last = list[list[Answer]](), list[Answer](), 0.0, 0.0
+    for some in grouped(chosen, max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))):
         before = time.perf_counter()
-        if i and before - started + last > 60 * minutes:
+        if groups and before - started + last > 60 * minutes:
             break
-        found, summed = answers(trainer, chosen[i : i + at_a_time], samples, greedy=False)
-        a_row = (time.perf_counter() - before) / len(found)
-        groups, logprobs = groups + grouped(found, samples), logprobs + summed
-        greedy += answers(trainer, chosen[i : i + at_a_time], 1, greedy=True)[0]
+        groups += grouped(answers(trainer, some, samples, greedy=False), samples)
+        a_row = (time.perf_counter() - before) / (samples * len(some))
+        greedy += answers(trainer, some, 1, greedy=True)
         last = time.perf_counter() - before
     f = figures(
-        config, groups, greedy, knows_gold=knows_gold, logprobs=logprobs, num_there=len(there),
-        seconds=time.perf_counter() - started, step_seconds=a_row * config.on_policy.batch_size,
-        positions=trainer.positions - max(len(prompt.tokens) for prompt in there),
+        config, groups, greedy, knows_gold=knows_gold, step_seconds=a_row * config.on_policy.batch_size,
+        positions=trainer.policy.positions - max(len(prompt.tokens) for prompt in there),
     )  # fmt: skip
+    f.prompts_there, f.seconds = len(there), time.perf_counter() - started
     return section(f), dict(zip([group[0].row for group in groups], f.pass_rates, strict=True))
 
 
@@ -77,44 +73,53 @@ def figures(
     greedy: list[Answer],
     *,
     knows_gold: bool = False,
-    logprobs: float = math.nan,
-    num_there: int = 0,
-    seconds: float = 0.0,
     step_seconds: float = 0.0,
     positions: float = math.inf,
 ) -> SimpleNamespace:
     """Compute what the section shows and TABLE needs; NaN, for which no condition holds, where it is not known.
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
-    answers; logprobs: of all tokens sampled; positions: of an answer behind the longest prompt.
+    answers; positions: tokens that an answer behind the longest prompt may have.
     """
-    everything = [answer for group in groups for answer in group]
-    drawn, solved = config.generation, config.task.solved_reward
-    f = SimpleNamespace(prompts_there=num_there, section=config.trains.own, limit=drawn.max_new_tokens)
-    f.prompts, f.samples, f.seconds, f.rollout_seconds = len(groups), len(groups[0]), seconds, step_seconds
+    everything, solved = [answer for group in groups for answer in group], config.task.solved_reward
+    f = SimpleNamespace(prompts=len(groups), samples=len(groups[0]), section=config.trains.own, prompts_there=0)
+    f.seconds, f.rollout_seconds, f.steps = 0.0, step_seconds, config.run.num_steps
+    f.run_seconds = step_seconds * f.steps
+    f.lasting = show_seconds(f.run_seconds)
     rewards = numbers([answer.reward for answer in everything])
     f.reward_mean, f.reward_greedy = mean(rewards), mean([answer.reward for answer in greedy])
     f.pass_rates = [mean([answer.reward >= solved for answer in rewarded(group)]) for group in groups]
     f.pass_rate, f.knows_right = mean(f.pass_rates), knows_gold or any(rate > 0 for rate in f.pass_rates)
-    lengths = [answer.tokens for answer in everything]
-    f.mean_length, f.longest, f.entropy = mean(lengths), max(lengths), -logprobs / max(1, sum(lengths))
     f.ends = [of(rewarded(everything), key=lambda answer: answer.reward) for of in (max, min) if rewards]
-
     f.dropped = (1 - len(rewards) / len(everything)) * config.trains.rewarded
     reasons = [answer.failed for answer in everything if answer.failed]
     f.why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
+    missed = [a for a in everything if a.gold and not a.reward >= solved and _holds(a.text, str(a.gold))]
+    f.missed, gold = len(missed) / len(everything) * knows_gold, str(missed[0].gold) if missed else ""
+    f.form = f"{'...' * (len(gold) > SHOWN)}{gold[-SHOWN:]!r}"
+    _lengths(f, config, groups, positions)
+    if knows_gold and len({*rewards}) <= 2:  # right or wrong: what is right may well be longer
+        f.correlation = math.nan
+    _variety(f, config, groups, knows_gold=knows_gold)
+    f.temperature, f.lost, f.least_lost = config.generation.temperature, math.nan, math.inf
+    lost = numbers([best.reward - mean([a.reward for a in group]) for best, group in zip(greedy, groups, strict=True)])
+    if len(lost) >= 8:  # by more than chance, and than a tenth of the rewards' range
+        f.lost, noise = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost))
+        f.least_lost = max(3 * noise, 0.1 * (max(rewards) - min(rewards + [a.reward for a in rewarded(greedy)])))
+    return f
+
+
+def _lengths(f: SimpleNamespace, config: Config, groups: list[list[Answer]], positions: float) -> None:
+    """Set what is known of lengths: how many answers are cut off, and whether rewards follow length."""
+    everything = [answer for group in groups for answer in group]
+    lengths = [answer.tokens for answer in everything]
+    f.mean_length, f.longest, f.limit = mean(lengths), max(lengths), config.generation.max_new_tokens
+    f.entropy = -sum(answer.logprob for answer in everything) / max(1, sum(lengths))
     f.truncated, f.empty = mean([a.cut for a in everything]), mean([not a.text.strip() for a in everything])
     ended, cut = (mean([a.reward for a in everything if a.cut == it]) for it in (False, True))
     known = not math.isnan(ended + cut)
     f.beside = f"; their mean reward is {cut:.3g}, of those that end {ended:.3g}" if known else ""
     f.room = int(min(2 * f.limit, positions))
-    f.texts = len({answer.text for answer in everything})
-    f.constant = len({*rewards}) == 1 and f.texts >= len(everything) / 8  # too easy and too hard aside
-    f.constant = f.constant and not knows_gold and f.truncated < 0.98
-    missed = [a for a in everything if a.gold and not a.reward >= solved and _holds(a.text, str(a.gold))]
-    f.missed, gold = len(missed) / len(everything) * knows_gold, str(missed[0].gold) if missed else ""
-    f.form = f"{'...' * (len(gold) > SHOWN)}{gold[-SHOWN:]!r}"
-
     beside = list[tuple[float, float]]()  # of rewards and lengths, from the means of their groups
     for whole in ([a for a in rewarded(group) if not a.cut] for group in groups):
         reward, tokens = mean([a.reward for a in whole]), mean([a.tokens for a in whole])
@@ -123,34 +128,29 @@ def figures(
     f.correlation = statistics.correlation(*zip(*beside, strict=True)) if varied else math.nan
     f.way = "longer" if f.correlation > 0 else "shorter"
 
-    f.size = config.on_policy.group_size if config.on_policy.group_size > 1 else f.samples
+
+def _variety(f: SimpleNamespace, config: Config, groups: list[list[Answer]], *, knows_gold: bool) -> None:
+    """Set how much answers to one prompt differ, in reward and in text."""
+    drawn, own_size = config.generation, config.on_policy.group_size
+    f.size = f.larger = own_size if own_size > 1 else f.samples
     f.spread = with_spread(groups, f.size)
-    f.larger, f.flat = f.size, 1 - f.spread
+    f.flat = 1 - f.spread
     while 2 * f.larger <= f.samples and with_spread(groups, f.larger) < 0.5:
         f.larger *= 2
     f.spread_then = with_spread(groups, f.larger)
     f.too_small = f.spread < 0.5 and f.spread_then >= max(1.5 * f.spread, 0.25)
+    distinct = [len({answer.text for answer in group}) for group in groups]
+    f.distinct, f.texts = mean(distinct) / f.samples, len({answer.text for group in groups for answer in group})
+    f.repeated = 1 - f.distinct
+    one_reward = len({answer.reward for group in groups for answer in rewarded(group)}) == 1
+    f.constant = one_reward and f.texts >= f.prompts * f.samples / 8  # too easy and too hard aside
+    f.constant = f.constant and not knows_gold and f.truncated < 0.98
     f.decided = f.knows_right and f.spread <= 0.25 and not f.constant and not f.too_small
     f.hard, f.easy = f.pass_rate <= 0.2 and f.spread < 0.05, f.pass_rate >= 0.9
-
-    distinct = [len({answer.text for answer in group}) for group in groups]
-    f.distinct = mean(distinct) / f.samples
-    f.repeated = 1 - f.distinct
     wider = ["generation.temperature=1.0"] * (drawn.temperature < 0.7)
     wider += ["generation.top_k=0"] * (0 < drawn.top_k < 5) + ["generation.top_p=1.0"] * (drawn.top_p < 0.9)
     f.wider = " ".join(wider) or "generation.temperature=1.3; or begin from a model trained for less long"
     f.alike = mean([count == 1 for count in distinct]) >= 0.75 or (bool(wider) and f.repeated >= 0.5)
-
-    f.temperature = drawn.temperature
-    lost = numbers([best.reward - mean([a.reward for a in group]) for best, group in zip(greedy, groups, strict=True)])
-    lowest = min([*rewards, *(answer.reward for answer in rewarded(greedy))], default=math.nan)
-    f.lost, f.least_lost = math.nan, math.inf
-    if len(lost) >= 8:
-        f.lost, noise = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost))
-        f.least_lost = max(3 * noise, 0.1 * (max(rewards) - lowest))
-    f.steps, f.run_seconds = config.run.num_steps, step_seconds * config.run.num_steps
-    f.lasting = show_seconds(f.run_seconds)
-    return f
 
 
 def rewarded(answers: list[Answer]) -> list[Answer]:
@@ -202,7 +202,7 @@ TABLE = (
         "Ask for shorter answers (task.system_prompt), or take a model with more positions."),
     Rule("empty completions", lambda f: f.empty >= 0.2,
         "{empty:.0%} of the completions hold no text: the policy ends its turn at once.",
-        "Look at how the prompt ends, above: task.chat and task.chat_template decide on that."),
+        "Look at how the prompt ends, above: task.chat and task.chat_template_kwargs decide on that."),
     Rule("group too small", lambda f: f.too_small,
         "{spread:.0%} of groups of {size} would have rewards that differ, and {spread_then:.0%} of groups of {larger}.",
         "{section}.group_size={larger}, with as many prompts fewer for the same time."),
@@ -255,7 +255,7 @@ def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
     if load_task(where.name or "rows").generate is not None:
         raise ValueError("--write: rows that are made have no file to put rates into")
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
-    rows: list[Row] = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
+    rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
     rated = [{**row, PASS_RATE: finite(to_number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

@@ -1,4 +1,4 @@
-"""`tinyrl export`: the policy of a checkpoint as a folder that other programs read, checked before it is kept.
+"""`tinyrl export`: write the policy of a checkpoint as a folder that other programs read, checked before it is kept.
 
 An adapter is copied as it is. A merged policy is computed in float32 on a freshly loaded base, saved, loaded back, and
 compared. The folder appears whole or not at all. Values of the card come from files of a run, which may quote anything:
@@ -12,10 +12,9 @@ import os
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from jinja2 import Environment, PackageLoader
@@ -30,8 +29,8 @@ from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.build import load_base
 from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, save_tokenizer
 from tinyrl.models.lora import load_start_adapter
+from tinyrl.models.policy import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
-from tinyrl.models.roles import weight_bytes
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
 from tinyrl.runs.metrics import TABLE
@@ -44,34 +43,123 @@ MAX_POSITIONS, MAX_LOGITS = 4096, 80_000_000  # compared, and the numbers that t
 MAX_TOKENS = 256  # of a prompt, and of a completion
 MAX_LOGPROB_DIFF = 5e-4  # nats, mean over the vocabulary, merged and not, both in float32
 MAX_CHANGED = 0.01  # share of greedy tokens that may change when the merged weights are rounded
+FACTS = "export.json"  # marks a folder as a tinyrl export
+PICTURE = "report.png"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
+OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")  # and nothing that only a resume needs
+MOST_POINTS = 12  # of the card's curve
 
 
-@dataclass(frozen=True)
-class MergeCheck:
-    """gap: mean difference of a position's log-probabilities, at the position where it is largest (a single rare token
-    may be further off); changed: share of positions with another likeliest token.
+class Bundle(NamedTuple):
+    """An exported folder, notes on it, and commands that use it, by purpose."""
+
+    folder: Path
+    notes: list[str]
+    commands: dict[str, str]
+
+    def render(self) -> str:
+        lines = [one_line(line, 4096) for line in (str(self.folder), *self.notes)]
+        return "\n".join([*lines, "", *(f"{what:9}  {one_line(line, 4096)}" for what, line in self.commands.items())])
+
+
+def export(
+    target: str,
+    *,
+    merge: bool = False,
+    dtype: str = "auto",
+    output: str | None = None,
+    overwrite: bool = False,
+    accept_changes: bool = False,
+    trust_remote_code: bool = False,
+) -> Bundle:
+    """Write the folder. Raises ValueError for what cannot be exported so, without reading weights; and, with nothing
+    left behind, where the saved model is not the policy: by its log-probabilities in float32, by more than 1 % of
+    greedy tokens in another dtype (unless `accept_changes`).
     """
+    run = open_run(run_of(Path(target)) or target)
+    config = run.read_config()
+    whole = merge or not config.lora.enabled
+    folder = _folder(target, run, config, merge=merge, dtype=dtype, output=output, overwrite=overwrite)
+    checkpoint, saved, notes, adapter = checkpoint_of(Path(target)), None, list[str](), dict[str, Any]()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.path.resolve().name).strip("-.") or "policy"  # as a repository may be
+    writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        if config.lora.enabled:  # the adapter is what it is, whatever the configuration says
+            adapter = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+            own = {"r": adapter["r"], "alpha": adapter["lora_alpha"]}
+            config = config.model_copy(update={"lora": config.lora.model_copy(update=own)})
+        if whole:
+            how = {"dtype": dtype, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
+            saved, notes = write_merged(config, checkpoint, writing, run=run, **how)
+        else:
+            for file in (file for file in OWN_FILES if (checkpoint / file).is_file()):
+                shutil.copyfile(checkpoint / file, writing / file)
+        if day := config.task.chat_template_kwargs.get(DATE):
+            notes.append(f"the chat template shows today's date, which was {day} in training")
+        step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
+        if picture:
+            shutil.copyfile(run.path / PICTURE, writing / PICTURE)
+        about = {"name": name, "step": step, "dtype": saved, "notes": notes, "picture": picture}
+        (writing / "README.md").write_text(model_card(config, read_steps(run.metrics, []), **about), encoding="utf-8")
+        facts = {"tinyrl": tinyrl.__version__, "run": run.path.resolve().name, "step": step, "dtype": saved}
+        (writing / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(writing, folder)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    base = None if whole else str(starter_path(config.model.path) or config.model.path)
+    return Bundle(folder, notes, _commands(str(folder), name=name, base=base, adapter=adapter))
 
-    gap: float
-    changed: float
-    positions: int
+
+def _folder(
+    target: str, run: RunDir, config: Config, *, merge: bool, dtype: str, output: str | None, overwrite: bool
+) -> Path:
+    """Return the folder to write. Raises ValueError for what cannot be exported so, and a folder that must stay."""
+    lora = config.lora.enabled
+    if not config.trains.policy:
+        raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
+    if lora and merge and config.model.random_init:
+        raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")
+    if lora and not merge and dtype != "auto":
+        raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
+    kind = "model" if not lora else "merged" if merge else "adapter"
+    folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
+        if not overwrite:
+            raise ValueError(f"{folder} exists; choose another --output, or use --overwrite")
+        if folder.is_symlink() or not (folder / FACTS).is_file():
+            raise ValueError(f"--overwrite: {folder} is no exported folder (it has no {FACTS}), so it is left alone")
+    return folder
+
+
+def _commands(folder: str, *, name: str, base: str | None, adapter: dict[str, Any]) -> dict[str, str]:
+    """Return what can be done with an adapter for `base`, or with a whole model (base None)."""
+    gguf, serve = ["--outfile", f"{name}.gguf"], ["vllm", "serve", folder]
+    convert = ["python", "llama.cpp/convert_hf_to_gguf.py", folder, *gguf]
+    if base is not None:
+        rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
+        most = next((each for each in RANKS if each >= rank), rank)
+        options = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", f"{name}={folder}"]
+        serve = ["vllm", "serve", base, *options]
+        of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
+        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", folder, *of, *gguf]
+    commands = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", folder]}
+    return {what: shlex.join(words) for what, words in commands.items()}
+
+
+# ---- a whole model ----
 
 
 def write_merged(
-    config: Config,
-    checkpoint: Path,
-    folder: Path,
-    *,
-    dtype: str,
-    run: RunDir,
-    accept_changes: bool,
-    trust_remote_code: bool,
+    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, accept_changes: bool, **trust: Any
 ) -> tuple[str, list[str]]:
     """Save the policy of a checkpoint as one model and load it back. dtype: auto is that of the base's own files.
     Returns the dtype's name, and notes on the difference; raises ValueError where that is too large.
     """
-    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    path, own = config.model.path, {"revision": config.model.revision, **trust}
+    path, own, quantization = config.model.path, {"revision": config.model.revision, **trust}, config.model.quantization
     saved = None if dtype == "auto" else getattr(torch, dtype)
     if saved is None:
         of_base = load_model_config(path, **own)
@@ -92,13 +180,13 @@ def write_merged(
     merged.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, revision=config.model.revision)
     del policy, merged
-    found = compared(wanted, distributions(load_causal_lm(str(folder), dtype=saved, **trust), sequences))
-    name, quantization = str(saved).removeprefix("torch."), config.model.quantization
-    differ = f"log-probabilities differ by at most {found.gap:.2g} on average over the vocabulary"
-    change = f"{found.changed:.2%} of {found.positions} greedy tokens change"
-    if name == "float32" and not found.gap <= MAX_LOGPROB_DIFF:
+    gap, changed = compared(wanted, distributions(load_causal_lm(str(folder), dtype=saved, **trust), sequences))
+    name = str(saved).removeprefix("torch.")
+    differ = f"log-probabilities differ by at most {gap:.2g} on average over the vocabulary"
+    change = f"{changed:.2%} of {sum(map(len, wanted))} greedy tokens change"
+    if name == "float32" and not gap <= MAX_LOGPROB_DIFF:
         raise ValueError(f"the saved model is not the policy: {differ}, over {MAX_LOGPROB_DIFF:g}; it is not kept")
-    if not found.changed <= MAX_CHANGED and not accept_changes:
+    if not changed <= MAX_CHANGED and not accept_changes:
         raise ValueError(
             f"in {name} {change}, more than {MAX_CHANGED:.0%}, so it is not kept: --dtype float32 keeps them, "
             "--accept-changes keeps this all the same"
@@ -130,16 +218,16 @@ def distributions(model: Any, sequences: list[tuple[list[int], int]]) -> list[Te
     return [each.float().log_softmax(-1) for each in logits]
 
 
-def compared(wanted: list[Tensor], saved: list[Tensor]) -> MergeCheck:
-    pairs, positions = list(zip(wanted, saved, strict=True)), sum(map(len, wanted))
+def compared(wanted: list[Tensor], saved: list[Tensor]) -> tuple[float, float]:
+    """Return the largest mean difference of a position's log-probabilities (a single rare token may be further off),
+    and the share of positions with another likeliest token.
+    """
+    pairs = list(zip(wanted, saved, strict=True))
     changed = sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in pairs)
-    return MergeCheck(max(float((a - b).abs().mean(-1).max()) for a, b in pairs), changed / positions, positions)
+    return max(float((a - b).abs().mean(-1).max()) for a, b in pairs), changed / sum(map(len, wanted))
 
 
 # ---- the card ----
-
-MOST_POINTS = 12  # of the curve
-PICTURE = "report.png"
 
 
 def model_card(
@@ -157,35 +245,28 @@ def model_card(
     """
     path, licence, run = config.model.path, licence_of(config.model.path), named_run(config.model.path)
     is_folder, embedded = Path(path).expanduser().is_dir(), starter_path(path) is not None
-    front: dict[str, Any] = {"library_name": "transformers" if dtype else "peft"}
-    front |= {} if is_folder or embedded else {"base_model": path}
-    front |= {"license": licence} if licence and re.fullmatch(r"[a-z0-9.-]+", licence) else {}
     sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
-    front |= {"datasets": sorted(map(str, sources))} if sources else {}
-    front["tags"] = ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])]
+    front: dict[str, Any] = {
+        "library_name": "transformers" if dtype else "peft",
+        "base_model": None if is_folder or embedded else path,
+        "license": licence if licence and re.fullmatch(r"[a-z0-9.-]+", licence) else None,
+        "datasets": sorted(map(str, sources)),
+        "tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])],
+    }
     evaluated = {at: line for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)}
     environment = Environment(  # noqa: S701  `plain` escapes
         loader=PackageLoader("tinyrl.tools.export", "."), trim_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"plain": _plain, "value": _value, "source": _source, "json": json.dumps}
+    environment.filters |= {"plain": _plain, "value": _value, "json": json.dumps}
+    environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
     return environment.get_template("model_card.md").render(
-        name=name,
-        step=step,
-        dtype=dtype,
-        notes=notes,
-        picture=PICTURE if picture else None,
-        config=config,
-        version=tinyrl.__version__,
-        front=front,
+        config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
+        picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
+        front={key: value for key, value in front.items() if value},
         base=f"{run.name}/{Path(path).name}" if run else Path(path).name if is_folder else path,
-        licence=licence,
-        task=config.task.name or "rows",
-        reward_model=Path(config.reward.model or "").name,
-        curve=curve(evaluated),
-        evaluated=max(evaluated, default=None),
-        evaluation=evaluated[max(evaluated)] if evaluated else {},
-        embedded=embedded,
-    )
+        reward_model=Path(config.reward.model or "").name, curve=curve(evaluated),
+        evaluated=max(evaluated, default=None), evaluation=evaluated[max(evaluated)] if evaluated else {},
+    )  # fmt: skip
 
 
 def licence_of(path: str) -> str | None:
@@ -193,15 +274,15 @@ def licence_of(path: str) -> str | None:
     if starter_path(path) is not None:
         return "apache-2.0"
     folder = Path(path).expanduser()
-    card = folder / "README.md"
-    text = card.read_text("utf-8", "replace")[:20_000] if card.is_file() else ""
-    front = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
-    named = re.search(r"^license:\s*[\"']?([\w .+-]{1,60})", front[1] if front else "", re.MULTILINE)
-    if named:
-        return named[1].strip()
-    files = sorted(folder.glob("LICEN[SC]E*")) if folder.is_dir() else []
-    lines = files[0].read_text("utf-8", "replace")[:2000].split("\n") if files else []
-    return next((one_line(line, 60) for line in lines if line.strip()), None)
+    for file in [folder / "README.md", *sorted(folder.glob("LICEN[SC]E*"))]:
+        text = file.read_text("utf-8", "replace")[:20_000] if file.is_file() else ""
+        if file.name == "README.md":
+            front = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
+            named = re.search(r"^license:\s*[\"']?([\w .+-]{1,60})", front[1] if front else "", re.MULTILINE)
+            text = named[1] if named else ""
+        if line := next((line for line in text.split("\n") if line.strip()), ""):
+            return one_line(line, 60)
+    return None
 
 
 def curve(evaluated: dict[int, dict[str, Any]]) -> str:
@@ -214,10 +295,6 @@ def curve(evaluated: dict[int, dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) if shown else "No held-out evaluation."
 
 
-def _source(source: str) -> str:
-    return _plain(source if hub_name(source) is not None else Path(source).name)
-
-
 def _value(value: Any) -> str:
     found = as_number(value)
     return "-" if found != found else str(int(found)) if found == int(found) else number(found)
@@ -227,105 +304,3 @@ def _plain(text: str) -> str:
     """Return one line that Markdown shows as it is, without invisible characters."""
     line = one_line(str(text), 300)
     return re.sub(r"[\\`*\[\]|#<]", lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", line)
-
-
-# ---- the folder ----
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-FACTS = "export.json"  # marks a folder as a tinyrl export
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
-OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """An exported folder, notes on it, and commands that use it, by purpose."""
-
-    folder: Path
-    notes: list[str]
-    commands: dict[str, str]
-
-    def render(self) -> str:
-        lines = [one_line(line, 4096) for line in (str(self.folder), *self.notes)]
-        return "\n".join([*lines, "", *(f"{what:9}  {one_line(line, 4096)}" for what, line in self.commands.items())])
-
-
-def export(
-    target: str,
-    *,
-    merge: bool = False,
-    dtype: Dtype = "auto",
-    output: str | None = None,
-    overwrite: bool = False,
-    accept_changes: bool = False,
-    trust_remote_code: bool = False,
-) -> Bundle:
-    """Write the folder. Raises ValueError for what cannot be exported so, without loading torch; and, with nothing left
-    behind, where the saved model is not the policy: by its log-probabilities in float32, by more than 1 % of greedy
-    tokens in another dtype (unless `accept_changes`).
-    """
-    run = open_run(run_of(Path(target)) or target)
-    config = run.read_config()
-    lora, whole, rank = config.lora.enabled, merge or not config.lora.enabled, 0
-    if not config.trains.policy:
-        raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
-    if lora and merge and config.model.random_init:
-        raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")
-    if not whole and dtype != "auto":
-        raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
-    kind = "model" if not lora else "merged" if merge else "adapter"
-    folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
-        if not overwrite:
-            raise ValueError(f"{folder} exists; choose another --output, or use --overwrite")
-        if folder.is_symlink() or not (folder / FACTS).is_file():
-            raise ValueError(f"--overwrite: {folder} is no exported folder (it has no {FACTS}), so it is left alone")
-    checkpoint, saved, notes = checkpoint_of(Path(target)), None, list[str]()
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.path.resolve().name).strip("-.") or "policy"  # as a repository may be
-    writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
-        if lora:
-            adapter = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-            own = {"r": adapter["r"], "alpha": adapter["lora_alpha"]}
-            config = config.model_copy(update={"lora": config.lora.model_copy(update=own)})
-            rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
-        if whole:
-            given = {"dtype": dtype, "run": run, "accept_changes": accept_changes}
-            saved, notes = write_merged(config, checkpoint, writing, trust_remote_code=trust_remote_code, **given)
-        else:
-            for file in OWN_FILES:  # and nothing that only a resume needs
-                if (checkpoint / file).is_file():
-                    shutil.copyfile(checkpoint / file, writing / file)
-        if day := config.task.chat_template.get(DATE):
-            notes.append(f"the chat template shows today's date, which was {day} in training")
-        step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
-        if picture:
-            shutil.copyfile(run.path / PICTURE, writing / PICTURE)
-        steps = read_steps(run.metrics, [])
-        card = model_card(config, steps, name=name, step=step, dtype=saved, notes=notes, picture=picture)
-        (writing / "README.md").write_text(card, encoding="utf-8")
-        facts = {"tinyrl": tinyrl.__version__, "run": run.path.resolve().name, "step": step, "dtype": saved}
-        (writing / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(writing, folder)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
-    base = None if whole else str(starter_path(config.model.path) or config.model.path)
-    return Bundle(folder, notes, _commands(str(folder), name=name, base=base, rank=rank))
-
-
-def _commands(folder: str, *, name: str, base: str | None, rank: int) -> dict[str, str]:
-    """Return what can be done with an adapter of this rank for `base`, or with a whole model (base None)."""
-    gguf = ["--outfile", f"{name}.gguf"]
-    serve, convert = ["vllm", "serve", folder], ["python", "llama.cpp/convert_hf_to_gguf.py", folder, *gguf]
-    if base is not None:
-        most = next((each for each in RANKS if each >= rank), rank)
-        options = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", f"{name}={folder}"]
-        serve = ["vllm", "serve", base, *options]
-        of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
-        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", folder, *of, *gguf]
-    commands = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", folder]}
-    return {what: shlex.join(words) for what, words in commands.items()}

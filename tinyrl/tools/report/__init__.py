@@ -28,7 +28,7 @@ from tinyrl.runs.records import HeldOut, RunRecords, evenly, number
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
-from tinyrl.tools.report.panels import MOST_MARKS, RunGroup, cells, group_runs, overlaid, panels_of
+from tinyrl.tools.report.panels import MOST_MARKS, Panel, RunGroup, cells, group_runs, overlaid, panels_of
 
 MOST_PROMPTS = 8
 MOST_STEPS = 16  # that can be chosen
@@ -42,12 +42,9 @@ def write_report(run_dir: Path) -> list[Path]:
 
     Raises ValueError when `run_dir` is not a run or has no metrics yet, and OSError when it cannot be written to.
     """
-    from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
-
     run = records.read_run(Path(run_dir))
-    panels, about = panels_of(run), {"about": figures.subtitle(run), "outcome": figures.outcome(run)}
-    charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
-    return _write(Path(run_dir), page_html(run, charts), picture_png(panels, title=run.name, **about))
+    about = {"title": run.name, "about": figures.subtitle(run), "outcome": figures.outcome(run)}
+    return _write(Path(run_dir), panels_of(run), run_values(run), **about)
 
 
 def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
@@ -55,23 +52,23 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
     Raises as write_report does, for each run; and ValueError for too many runs, or one twice.
     """
-    from tinyrl.tools.report.charts import panel_svgs, picture_png
-
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a report of several runs is written into one that exists.")
     if (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} is a run's folder, whose own report would be lost; name another with --output.")
     groups = group_runs([records.read_run(Path(run_dir)) for run_dir in run_dirs])
-    panels, title = overlaid(groups), f"{len(run_dirs)} runs"
     text = "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {figures.outcome(one.run)}" for one in groups)
+    return _write(folder, overlaid(groups), overlay_values(groups), title=f"{len(run_dirs)} runs", outcome=text)
+
+
+def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: str) -> list[Path]:
+    """Draw both files and write them, each whole or not at all."""
+    from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
+
     charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
-    return _write(folder, overlay_html(groups, charts), picture_png(panels, title=title, about="", outcome=text))
-
-
-def _write(folder: Path, page: str, picture: bytes) -> list[Path]:
-    """Write both files, each whole or not at all."""
+    page, picture = page_html(charts, **values).encode("utf-8"), picture_png(panels, **about)
     targets = [folder / "report.html", folder / "report.png"]
-    for target, content in zip(targets, (page.encode("utf-8"), picture), strict=True):
+    for target, content in zip(targets, (page, picture), strict=True):
         writing = target.with_name(f".{target.name}.writing")
         try:
             with writing.open("wb") as file:
@@ -102,60 +99,53 @@ def text_html(text: str | Excerpt) -> Markup:
     return Markup("".join(parts))  # noqa: S704 - escaped above
 
 
-def _page(**values: Any) -> str:
+def page_html(charts: list[Any], **values: Any) -> str:
+    """Return the page of one run or of several. charts: of each panel itself, its inline SVG and its cell."""
     environment = Environment(loader=PackageLoader("tinyrl.tools.report", "."), autoescape=True, trim_blocks=True)
     environment.filters |= {"text": text_html, "line": one_line, "excerpt": excerpt, "quote": shlex.quote}
     environment.filters |= {"show": figures.show, "seconds": figures.show_seconds, "count": "{:,}".format}
     environment.filters |= {"subtitle": figures.subtitle, "outcome": figures.outcome, "meaning": meaning_of}
     environment.filters |= {"number": number, "first_to_last": figures.first_to_last}
-    return environment.get_template("page.html").render(version=__version__, **values)
+    roles = {line.role for panel, *_ in charts for line in panel.lines}
+    return environment.get_template("page.html").render(version=__version__, charts=charts, roles=roles, **values)
 
 
-def page_html(run: RunRecords, charts: list[Any]) -> str:
-    """Return the page of one run. charts: of each panel itself, its inline SVG and its cell."""
+def run_values(run: RunRecords) -> dict[str, Any]:
+    """Return what the page shows of one run."""
     notes = list(run.notes)
     tokens = records.read_last_tokens(run.path / "tokens.jsonl", notes)
     measured = {key: label for key, (label, _) in figures.key_figures([run]).items() if key.startswith("eval/")}
     functions = [key for key in run.metric_names() if key.startswith("eval/reward/")]
     measured |= {key: one_line(key.removeprefix("eval/reward/"), 24) for key in functions if len(functions) > 1}
-    return _page(
-        title=run.name,
-        run=run,
-        notes=notes,
-        charts=charts,
-        roles={line.role for panel, *_ in charts for line in panel.lines},
-        tiles=figures.tiles(run),
-        measured=measured,
-        measured_steps=(steps := sorted({step for key in measured for step, _ in run.finite(key)})),
-        shown_steps=evenly(steps, MOST_MARKS),
-        phases={name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()},
-        config=_flat(run.config),
-        env=_flat(run.env),
-        **completions(run.held_out),
-        **token_view(tokens),
+    steps = sorted({step for key in measured for step, _ in run.finite(key)})
+    phases = {name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()}
+    values = {"title": run.name, "run": run, "notes": notes, "tiles": figures.tiles(run), "phases": phases}
+    values |= {"measured": measured, "measured_steps": steps, "shown_steps": evenly(steps, MOST_MARKS)}
+    return (
+        values | completions(run.held_out) | token_view(tokens) | {"config": _flat(run.config), "env": _flat(run.env)}
     )
 
 
-def overlay_html(groups: list[RunGroup], charts: list[Any]) -> str:
-    """Return the page of several runs."""
+def overlay_values(groups: list[RunGroup]) -> dict[str, Any]:
+    """Return what the page shows of several runs."""
     differences = differing([group.run.config for group in groups])
     held = [group.run.held_out.by_step for group in groups]
     last = [by_step[max(by_step)] if by_step else {} for by_step in held]
     # The same prompts are those with the same place and text: runs on other data have others at the same place.
     each = [{(i, one.prompt): one for i, one in sorted(samples.items())} for samples in last]
     shared = [prompt for prompt in each[0] if all(prompt in known for known in each)]
-    return _page(
-        title=f"{sum(len(group.seeds) for group in groups)} runs",
-        runs=groups,
-        notes=[f"{group.letter}: {note}" for group in groups for run in group.seeds for note in run.notes],
-        charts=charts,
-        columns=figures.key_figures([group.run for group in groups]),
-        common={key: values for key, values in differences.items() if None not in values},
-        others={key: values for key, values in differences.items() if None in values},
-        prompts=[[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]],
-        comparable=len({str(group.run.setting("task.name")) for group in groups}) == 1 < len(groups)
-        and all(group.run.setting("method") in ("grpo", "ppo") and group.run.checkpoints for group in groups),
-    )
+    comparable = len({str(group.run.setting("task.name")) for group in groups}) == 1 < len(groups)
+    trained = [group.run.setting("method") in ("grpo", "ppo") and group.run.checkpoints for group in groups]
+    return {
+        "title": f"{sum(len(group.seeds) for group in groups)} runs",
+        "runs": groups,
+        "notes": [f"{group.letter}: {note}" for group in groups for run in group.seeds for note in run.notes],
+        "columns": figures.key_figures([group.run for group in groups]),
+        "common": {key: values for key, values in differences.items() if None not in values},
+        "others": {key: values for key, values in differences.items() if None in values},
+        "prompts": [[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]],
+        "comparable": comparable and all(trained),
+    }
 
 
 def _flat(values: dict[str, Any]) -> dict[str, str]:
@@ -182,11 +172,10 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
     first, last = held_out.first_step, held_out.last_step
     before, after = held_out.by_step[first], held_out.by_step[last]
     steps = evenly([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
-    indices = sorted(before.keys() & after.keys())[:MOST_PROMPTS]
-    same = [(before[index], [held_out.by_step[step].get(index) for step in steps]) for index in indices]
+    both = sorted(before.keys() & after.keys())
+    same = [(before[i], [held_out.by_step[step].get(i) for step in steps]) for i in both[:MOST_PROMPTS]]
     scored = [sample for sample in held_out.last if math.isfinite(sample.reward)]
-    changes = {i: abs(after[i].reward - before[i].reward) for i in sorted(before.keys() & after.keys())}
-    changes = {i: change for i, change in changes.items() if change > 0}
+    changes = {i: change for i in both if (change := abs(after[i].reward - before[i].reward)) > 0}
     extremes = {
         "Worst": sorted(scored, key=lambda sample: sample.reward),
         "Best": sorted(scored, key=lambda sample: -sample.reward),
@@ -198,19 +187,19 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
     return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same, "extremes": extremes}
 
 
-def quantities(token: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers by which a token can be coloured, by the letters that page.html explains; none for one that
-    the policy only read.
-    """
-    n = {name: number(token.get(name)) for name in records.NUMBERS}
-    found = {"a": n["advantage"], "d": n["new"] - n["old"], "k": n["old"] - n["ref"], "s": n["old"], "t": n["teacher"]}
-    return {} if token.get("chosen") is False else {**found, "v": n["value"], "w": n["reward"]}
-
-
 def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the completions with a class for the colour of each token, and the scale of each quantity: the 95th
-    percentile of its sizes has the strongest colour. Nothing where no token was recorded.
+    """Return the completions with a class for the colour of each token, and the scale of each quantity, by the letters
+    that page.html explains: the 95th percentile of its sizes has the strongest colour. Nothing where no token was
+    recorded.
     """
+
+    def quantities(token: dict[str, Any]) -> dict[str, float]:
+        """Return the numbers by which a token can be coloured; none for one that the policy only read."""
+        n = {name: number(token.get(name)) for name in records.NUMBERS}
+        found = {"a": n["advantage"], "d": n["new"] - n["old"], "k": n["old"] - n["ref"], "s": n["old"]}
+        found |= {"t": n["teacher"], "v": n["value"], "w": n["reward"]}
+        return {} if token.get("chosen") is False else found
+
     each = [found for one in samples for token in one["tokens"] if (found := quantities(token))]
     scales = {key: scale for key in (each[0] if each else ()) if (scale := scale_of([one[key] for one in each]))}
     shown = []

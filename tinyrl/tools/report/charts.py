@@ -91,7 +91,7 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
     return svgs
 
 
-def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:
+def picture_png(panels: list[Panel], *, title: str, outcome: str, about: str = "") -> bytes:
     """Draw all panels in one picture with a title, a subtitle and the outcome above them."""
     lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
     top, grid, name, span = 51 + 17 * len(lines), cells(len(panels)), one_line(title, 48), _span(panels)

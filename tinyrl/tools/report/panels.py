@@ -31,7 +31,13 @@ EXAMPLES = [  # of the methods that learn from examples
     Metric("rewards/margin", title="Margin", held="eval/margin"),
 ]
 SIDES = ("chosen", "rejected")
-REWARD_STATISTICS = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
+REWARD_STATISTICS = {
+    "reward/mean",
+    "reward/std",
+    "reward/zero_spread_groups",
+    "reward/dropped",
+    "reward/slowest_seconds",
+}
 
 
 # ---- lines ----

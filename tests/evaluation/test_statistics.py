@@ -1,0 +1,208 @@
+"""Statistics of an evaluation: intervals and how often they cover the truth, pass@k, two policies paired by prompt, and
+held-out numbers of a reward model; by hand.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tinyrl.evaluation.statistics import (
+    interval,
+    label_metrics,
+    majority_passes,
+    mean_interval,
+    pair_metrics,
+    paired_difference,
+    roc_auc,
+    verdict_metrics,
+    win_rates,
+)
+
+NAN = math.nan
+
+
+# ---- intervals ----
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [(3, "normal"), (8, "normal"), (3, "uniform"), (32, "uniform"), (5, "shares"), (16, "shares"), (60, "normal")],
+)
+def test_an_interval_covers_the_mean_as_often_as_it_says(n: int, kind: str) -> None:
+    """Student's t for few (of three -1, 0, 1: t = 4.303, s = 1), the bootstrap from MANY on."""
+    assert interval([-1.0, 0.0, 1.0]) == pytest.approx([-4.303 / 3**0.5, 4.303 / 3**0.5], abs=5e-4)
+    rng, rounds = random.Random(n), 2000 if n < 50 else 300
+    draws: dict[str, Callable[[], float]] = {
+        "normal": lambda: rng.gauss(0.3, 2.0),
+        "uniform": lambda: rng.uniform(-0.7, 1.3),
+        "shares": lambda: 0.3 + (rng.randint(0, 8) - rng.randint(0, 8)) / 8,
+    }
+    hits = 0
+    for _ in range(rounds):
+        low, high = interval([draws[kind]() for _ in range(n)])
+        hits += low <= 0.3 <= high
+    assert 0.91 <= hits / rounds <= 0.985  # of three of a uniform distribution 92 %; the deviation is 0.5 to 1.3 %
+
+
+def test_wilson_against_published_values() -> None:
+    # Newcombe, Statistics in Medicine 17 (1998), Table I, method 3, without continuity correction
+    published = {
+        (81, 263): (0.2553, 0.3662),
+        (15, 148): (0.0624, 0.1605),
+        (0, 20): (0.0, 0.1611),
+        (1, 29): (0.0061, 0.1718),
+    }
+    for (successes, trials), ends in published.items():
+        values = [1.0] * successes + [0.0] * (trials - successes)
+        assert mean_interval(values) == pytest.approx(ends, abs=5e-5)
+
+
+@pytest.mark.parametrize(("n", "p"), [(64, 0.95), (64, 0.5), (512, 0.93)])
+def test_an_interval_of_graded_samples_covers_the_truth_as_often_as_it_says(n: int, p: float) -> None:
+    """Summed over every count of right ones."""
+    covered = 0.0
+    for right in range(n + 1):
+        low, high = mean_interval([1.0] * right + [0.0] * (n - right))
+        covered += math.comb(n, right) * p**right * (1 - p) ** (n - right) * (low <= p <= high)
+    assert 0.93 <= covered <= 0.98
+
+
+@pytest.mark.parametrize(("n", "samples", "p"), [(5, 4, 0.98), (8, 4, 0.5), (64, 8, 0.9)])
+def test_an_interval_of_means_of_samples_covers_the_truth_as_often_as_it_says(n: int, samples: int, p: float) -> None:
+    rng, hits, rounds = random.Random(n), 0, 1000
+    for _ in range(rounds):
+        low, high = mean_interval([sum(rng.random() < p for _ in range(samples)) / samples for _ in range(n)])
+        hits += low <= p <= high
+    assert hits / rounds >= 0.92  # the standard deviation is 0.7 %
+
+
+def test_no_interval_has_a_width_of_0() -> None:
+    """Equal shares say at least as much as as many samples; of other equal numbers nothing is known."""
+    low, high = mean_interval([1.0] * 64)
+    assert (low, high) == (pytest.approx(64 / (64 + 1.959964**2)), 1.0)  # 0.943
+    assert mean_interval([0.0] * 64) == pytest.approx([0.0, 1 - low])
+    low, high = mean_interval([0.5] * 10)
+    assert low == pytest.approx(0.5 - 0.29, abs=0.01)  # 0.5 t / sqrt(10 + t^2) with t = 2.262
+    assert high == pytest.approx(1 - low)
+    for n in (9, 90):
+        assert all(math.isnan(end) for value in (0.0, -3.0) for end in interval([value] * n))
+    assert all(math.isnan(end) for end in interval([0.3 - 0.2, 0.4 - 0.3, 0.1]))  # equal but for rounding
+
+
+def test_an_interval_ignores_missing_prompts_and_needs_two() -> None:
+    assert mean_interval([1.0, 0.0, math.nan]) == mean_interval([1.0, 0.0])
+    assert mean_interval([2.0, 4.0, math.nan]) == mean_interval([2.0, 4.0])
+    for few in ([], [1.0], [0.5, math.nan]):
+        assert all(math.isnan(end) for end in mean_interval(few))
+
+
+# ---- verdicts ----
+
+
+def test_pass_at_k_is_over_the_prompts_with_a_verdict() -> None:
+    """Of four samples 1, 2 and 0 are right; of the last prompt nothing is known."""
+    verdicts = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, *[math.nan] * 4]
+    found = verdict_metrics(verdicts, None, 4, is_pass=lambda verdict: verdict == 1.0)
+    assert found == {"pass@1": pytest.approx(3 / 12), "verifier_mean": pytest.approx(3 / 12), "pass@4": 2 / 3}
+    assert verdict_metrics([math.nan], None, 1, is_pass=bool) == {}
+
+
+def test_the_most_frequent_answer_decides_and_ties_share() -> None:
+    assert majority_passes(["a", "a", "b"], [True, True, False]) == 1.0
+    assert majority_passes(["a", "b", "b"], [True, False, False]) == 0.0
+    assert majority_passes(["a", "b"], [True, False]) == 0.5  # a tie shares the verdict
+    assert majority_passes([None, None, "a"], [False, False, True]) == 1.0  # no answer, no vote
+    assert majority_passes([None, None], [False, False]) == 0.0
+
+
+# ---- two policies ----
+
+
+def test_no_better_below_the_number_of_prompts_that_can_show_it() -> None:
+    """Under policies alike five prompts all go one way in 2 / 2^5 = 6 % of cases, six in 3 %."""
+    for n, verdict in ((1, False), (5, False), (6, True), (40, True)):
+        difference = paired_difference([1.0, math.nan] * n, [0.0, 9.0] * n)
+        assert (difference["reward_mean"], difference["distinguishable"]) == (1.0, verdict)
+        assert all(math.isnan(end) for end in difference["reward_ci"])  # every prompt says the same: no spread
+        assert paired_difference([1.0] * n + [0.5] * 90, [0.0] * n + [0.5] * 90)["distinguishable"] is verdict
+    same = paired_difference([1.0] * 40, [1.0] * 40)
+    assert (same["reward_mean"], same["distinguishable"]) == (0.0, False)
+
+
+@pytest.mark.parametrize(("n", "p"), [(3, 0.5), (6, 0.5), (10, 0.95), (60, 0.95)])
+def test_two_policies_alike_are_told_apart_in_no_more_than_5_percent(n: int, p: float) -> None:
+    rng, told, rounds = random.Random(n), 0, 1000
+    for _ in range(rounds):
+        ours, other = ([float(rng.random() < p) for _ in range(n)] for _ in range(2))
+        told += paired_difference(ours, other)["distinguishable"]
+    assert told / rounds <= 0.07  # the standard deviation is 0.7 %
+
+
+def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
+    """Prompt 1: 1 beats both 0s, 0 ties with both: 3/4. Prompt 2: both 2s tie with 2 and beat 1: 3/4. Prompt 3 has no
+    value. Prompt 4: the 3 ties with 3 and loses to 4: 1/4. Half of all meetings are ties.
+    """
+    ours = dict(reward=[[1.0, 0.0], [2.0, 2.0], [NAN, NAN], [3.0, NAN]])
+    other = dict(reward=[[0.0, 0.0], [2.0, 1.0], [1.0, 1.0], [3.0, 4.0]])
+    rate = win_rates(ours, other)["reward"]
+    assert rate["mean"] == pytest.approx((0.75 + 0.75 + 0.25) / 3)
+    assert rate["ties"] == pytest.approx(0.5)
+    assert win_rates(other, ours)["reward"]["mean"] == pytest.approx(1 - rate["mean"])
+
+
+def test_each_judge_of_both_sides_has_a_rate_with_an_interval() -> None:
+    ours = dict(reward=[[1.0]] * 40, verifier=[[0.5]] * 40, alone=[[1.0]] * 40)
+    other = dict(reward=[[0.0]] * 30 + [[2.0]] * 10, verifier=[[0.5]] * 40)
+    rates = win_rates(ours, other)
+    assert rates.keys() == {"reward", "verifier"}
+    assert rates["verifier"]["mean"] == 0.5
+    assert rates["verifier"]["ci"] == pytest.approx([0.348, 0.652], abs=1e-3)  # 0.5 t / sqrt(40 + t^2), t = 2.023
+    assert rates["verifier"]["ties"] == 1.0
+    assert rates["reward"]["mean"] == 0.75
+    assert rates["reward"]["ci"] == pytest.approx([0.598, 0.858], abs=1e-3)  # Wilson's of 30 in 40
+    assert rates["reward"]["ties"] == 0.0
+
+
+def test_without_a_value_on_both_sides_the_rate_is_unknown() -> None:
+    rate = win_rates(dict(reward=[[NAN], [1.0]]), dict(reward=[[1.0], [NAN]]))["reward"]
+    assert all(math.isnan(value) for value in (rate["mean"], *rate["ci"], rate["ties"]))
+
+
+# ---- a reward model ----
+
+
+def test_the_area_under_the_curve_counts_ordered_pairs_and_ties_half() -> None:
+    assert roc_auc([0.35, 0.8], [0.1, 0.4]) == 0.75  # the example of scikit-learn's manual
+    assert roc_auc([0.3, 0.5], [0.3]) == 0.75
+    assert roc_auc([4.0], [5.0, 6.0]) == 0.0
+
+
+def test_pairs() -> None:
+    """Differences 2, -1 and 0, of which the second is lost."""
+    found = pair_metrics(torch.tensor([3.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1.0]), torch.zeros(3))
+    assert (found["accuracy"], found["num_pairs"]) == (0.5, 3)
+    assert found["margin"] == pytest.approx(1 / 3)
+    assert found["loss"] == pytest.approx((math.log(1 + math.exp(-2)) + math.log(1 + math.e) + math.log(2)) / 3)
+
+
+def test_the_loss_of_held_out_pairs_asks_for_their_margins() -> None:
+    found = pair_metrics(torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([2.0], dtype=torch.float64))
+    assert found["loss"] == pytest.approx(math.log(2))
+    assert (found["margin"], found["accuracy"]) == (2.0, 1.0)
+
+
+def test_labels() -> None:
+    found = label_metrics(torch.tensor([2.0, -1.0, 0.5, 0.0]), torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    assert found["accuracy"] == 2.5 / 4
+    assert found["margin"] == pytest.approx((2.0 + 0.0) / 2 - (-1.0 + 0.5) / 2)
+    assert found["auc"] == 0.75
+    assert found["num_rows"] == 4
+
+
+def test_one_label_has_no_margin() -> None:
+    found = label_metrics(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]))
+    assert not {"margin", "auc"} & {*found}
+    assert found["accuracy"] == 0.5

@@ -1,0 +1,143 @@
+"""Keyed uniforms; a token by inverse CDF against a naive cumulative sum; truncation; shares of what is sampled."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tests.generation.sampling import CPU, make_engine, sample, scored
+from tests.tiny_models import TinyModels
+from tinyrl.generation.engine import SamplingParams, draw, row_params, sample_keys, truncate, uniforms
+
+LARGEST = 1.0 - 2.0**-53  # below one
+WORDS = ("a", "b", "c", "d", "e")
+
+
+def keys(seed: int = 0, step: int = 0, prompts: tuple[int, ...] = (0,), samples: tuple[int, ...] = (0,)) -> list[int]:
+    return sample_keys(seed, step, prompts=np.array(prompts), samples=np.array(samples)).tolist()
+
+
+def test_uniforms_are_those_of_splitmix64():
+    """The published outputs for seed 1234567, shifted to 53 bits, whichever rows and counts are beside them."""
+    words = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    out = uniforms(np.array([3, 1234567], dtype=np.uint64), num_tokens=50)
+    assert out.dtype == torch.float64
+    assert out[1, :5].tolist() == [(word >> 11) / 2**53 for word in words]
+    assert torch.equal(out[1:, :7], uniforms(np.array([1234567], dtype=np.uint64), num_tokens=7))
+
+
+def test_every_part_of_a_key_matters():
+    parts = ((0, 1, 2**63), (0, 1, 2, 1 << 40), range(5), range(5))
+    grid = [keys(a, b, (c,), (d,))[0] for a in parts[0] for b in parts[1] for c in parts[2] for d in parts[3]]
+    assert len(set(grid)) == len(grid)
+    assert keys(1, 2, (3, 4), (5, 6)) == [*keys(1, 2, (3,), (5,)), *keys(1, 2, (4,), (6,))]
+
+
+@pytest.mark.parametrize("along", ["tokens", "samples", "prompts", "steps"])
+def test_uniforms_are_uniform_and_uncorrelated(along: str):
+    n, zeros = 20_000, np.zeros(20_000, dtype=np.int64)
+    if along == "tokens":
+        u = uniforms(np.array(keys(), dtype=np.uint64), num_tokens=n)[0]
+    else:
+        rows = {"samples": (zeros, np.arange(n)), "prompts": (np.arange(n), zeros)}.get(along)
+        several = np.array([keys(0, i) for i in range(n // 10)], dtype=np.uint64)[:, 0]
+        u = uniforms(several if rows is None else sample_keys(0, 0, prompts=rows[0], samples=rows[1]), num_tokens=1)[
+            :, 0
+        ]
+    # Kolmogorov-Smirnov at 0.1 %: 1.95 / sqrt(n)
+    ranks = torch.arange(1, len(u) + 1, dtype=torch.float64) / len(u)
+    assert float((u.sort().values - ranks).abs().max()) < 1.95 / math.sqrt(len(u))
+    for lag in (1, 2, 7):
+        assert abs(float(torch.corrcoef(torch.stack([u[:-lag], u[lag:]]))[0, 1])) < 3.3 / math.sqrt(len(u))
+    assert 0.0 <= float(u.min()) < float(u.max()) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("probs", "u", "index"),
+    [
+        ([0.5, 0.5], 0.0, 0),
+        ([0.5, 0.5], 0.49, 0),
+        ([0.5, 0.5], 0.5, 1),
+        ([0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0], 0.0, 1),
+        ([0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0], LARGEST, 4),
+        ([0.0, 0.0, 3.0, 0.0, 1.0, 0.0, 0.0], 0.74, 2),  # need not add up to one
+        ([0.0, 0.0, 3.0, 0.0, 1.0, 0.0, 0.0], 0.76, 4),
+        ([0.0] * 9 + [1e-30] + [0.0] * 9, 0.3, 9),
+    ],
+)
+def test_inverse_cdf_by_hand(probs: list[float], u: float, index: int):
+    assert draw(torch.tensor([probs]), torch.tensor([u], dtype=torch.float64))[0].tolist() == [index]
+
+
+def test_entries_of_probability_zero_are_never_drawn():
+    """Above all at the edges of their neighbours: exact sums in quarters, and uniforms on every boundary."""
+    generator = torch.Generator().manual_seed(0)
+    quarters = torch.randint(0, 3, (400, 50), generator=generator) * 0.25
+    quarters[:, 25] += 0.25
+    cdf = quarters.double().cumsum(-1)
+    for column in range(0, 50, 7):
+        for nudge in (-1e-16, 0.0, 1e-16):
+            u = (cdf[:, column] / cdf[:, -1] + nudge).clamp(0.0, LARGEST)
+            assert (quarters.gather(1, draw(quarters, u)[0].unsqueeze(1)) > 0).all()
+
+
+def test_large_vocabularies_are_exact_where_a_float32_sum_is_not():
+    generator = torch.Generator().manual_seed(0)
+    probs = (torch.randn(151_936, generator=generator) * 2).softmax(-1)
+    u = torch.rand(2000, generator=generator, dtype=torch.float64)
+    exact, rounded = np.cumsum(probs.double().numpy()), np.cumsum(probs.numpy(), dtype=np.float32)
+    expected = np.searchsorted(exact, u.numpy() * exact[-1], side="right")
+    found = np.concatenate([draw(probs.expand(500, -1), part)[0].numpy() for part in u.split(500)])
+    assert (found == expected).all()
+    assert (np.searchsorted(rounded, u.numpy(), side="right") != expected).sum() > 20  # so this test would have seen it
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 1.0, [0.0, 0.5, 0.0, 0.3]),
+        (9, 1.0, [0.15, 0.5, 0.05, 0.3]),
+        (0, 0.5, [0.0, 0.5, 0.0, 0.0]),
+        (0, 0.51, [0.0, 0.5, 0.0, 0.3]),
+        (0, 0.9, [0.15, 0.5, 0.0, 0.3]),
+        (1, 0.9, [0.0, 0.5, 0.0, 0.0]),
+        (0, 1e-9, [0.0, 0.5, 0.0, 0.0]),
+    ],
+)
+def test_truncation_by_hand(top_k: int, top_p: float, kept: list[float]):
+    """Beside a row that is not truncated."""
+    probs = torch.tensor([[0.15, 0.5, 0.05, 0.3]] * 2)
+    params = row_params([SamplingParams(top_p=top_p, top_k=top_k), SamplingParams()], CPU)
+    found = truncate(probs, top_k=params["top_k"], top_p=params["top_p"])
+    torch.testing.assert_close(found, torch.stack([torch.tensor(kept), probs[0]]))
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("fused", 0.6), ("hf", 1.0)])
+def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperature: float, name: str):
+    """Chi-square over every completion of at most two tokens, on a vocabulary of eight; 1 % of seeds would fail."""
+    engine = make_engine(tiny("llama", vocabulary=WORDS), name, temperature=temperature, max_new_tokens=2)
+    count, eos = 6000, 1
+    drawn = Counter(tuple(c.tokens) for c in sample(engine, count, prompts=[[3, 4, 5]], seed=4)[0])
+    outcomes = [[eos], *([first, second] for first in range(8) if first != eos for second in range(8))]
+    logprobs = scored(engine, [[3, 4, 5]] * len(outcomes), outcomes)
+    expected = {tuple(o): count * math.exp(sum(lp)) for o, lp in zip(outcomes, logprobs, strict=True)}
+    assert set(drawn) <= set(expected)
+    assert sum(expected.values()) == pytest.approx(count, rel=1e-4)
+    rest = [(drawn[o], e) for o, e in expected.items() if e < 5]
+    cells = [(drawn[o], e) for o, e in expected.items() if e >= 5] + [tuple(map(sum, zip(*rest, strict=True)))] * bool(
+        rest
+    )
+    statistic, freedom = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells), len(cells) - 1
+    # Wilson and Hilferty's approximation of the 99th percentile
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 2.326 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize(("options", "allowed"), [({"top_k": 3}, 3), ({"top_p": 1e-6}, 1)])
+def test_truncated_samples_are_scored_by_the_whole_distribution(tiny: TinyModels, options: dict, allowed: int):
+    folder, prompts = tiny("llama", vocabulary=WORDS), [[3, 4, 5]]
+    logprobs = [p for [p] in scored(make_engine(folder), prompts * 8, [[t] for t in range(8)])]
+    completions = sample(make_engine(folder, "fused", max_new_tokens=1, **options), 300, prompts=prompts)[0]
+    assert {c.tokens[0] for c in completions} == set(sorted(range(8), key=lambda t: -logprobs[t])[:allowed])
+    assert all(c.logprobs == pytest.approx([logprobs[c.tokens[0]]], abs=1e-5) for c in completions)

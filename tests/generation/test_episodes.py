@@ -1,0 +1,300 @@
+"""Episodes of several turns: rows that wait for a reply in the cache give the episodes of prefilling each turn anew."""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.faults.lookup_runs import lookup
+from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, stir
+from tests.tiny_models import TinyModels
+from tinyrl.environments import Reply
+from tinyrl.environments.environment import Episode
+from tinyrl.generation import scheduler
+from tinyrl.generation.decoder import Decoder, RowCache
+from tinyrl.generation.engine import Completion, FinishReason, Request, Response, SamplingEngine, sample_keys, uniforms
+from tinyrl.generation.turns import play, play_plainly
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
+
+TURNS, BUDGET, LONGEST = 3, 20, 9  # of an episode: turns, tokens sampled in all; tokens of a reply
+WORDS = tuple(a + b for a in "abcdefg" for b in "vwxyz")
+Respond = Callable[[int, list[list[int]]], list[int] | None]
+
+
+def echo(sample: int, turns: list[list[int]]) -> list[int] | None:
+    """A function of what was said: 0 to LONGEST tokens; about one episode in eight ends before its last turn."""
+    number = sum((i + 1) * t for i, t in enumerate(turns[-1])) + 31 * len(turns)
+    return None if number % 8 == 7 else [(number + 7 * i) % 200 + 2 for i in range(number % (LONGEST + 1))]
+
+
+class Scripted:
+    """Replies `respond(sample, turns so far)`; over after TURNS turns or BUDGET tokens. late: each reply comes after a
+    few polls, or when waited for, in an order of its own.
+    """
+
+    max_episode_tokens = BUDGET + (TURNS - 1) * LONGEST
+
+    def __init__(
+        self, respond: Respond = echo, *, limits: tuple[int, ...] = (5, 9, 3, 20, 12), late: bool = False
+    ) -> None:
+        self.respond, self.limits, self.late, self.restarts = respond, limits, late, 0
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.responses, self.random = defaultdict[int, Response](Response), random.Random(0)
+        self.turns, self.reasons = defaultdict[int, list[list[int]]](list), defaultdict[int, list[FinishReason]](list)
+        self.ready: list[tuple[int, list[int] | None]] = []
+
+    def limit(self, sample: int) -> int:
+        turns = self.turns[sample]
+        return min(self.limits[(sample + len(turns)) % len(self.limits)], BUDGET - sum(map(len, turns)))
+
+    def ended(self, sample: int, turn: Completion) -> None:
+        turns = self.turns[sample]
+        turns.append(turn.tokens)
+        self.responses[sample].add(turn.tokens, turn.logprobs)
+        self.reasons[sample].append(turn.finish_reason)
+        over = len(turns) == TURNS or sum(map(len, turns)) == BUDGET
+        self.ready.append((sample, None if over else self.respond(sample, [*turns])))
+
+    def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
+        assert self.ready or not wait, "waiting for replies that never come"
+        come = [i for i in range(len(self.ready)) if not self.late or self.random.random() < 0.15]
+        come = come or ([self.random.randrange(len(self.ready))] if wait else [])
+        self.random.shuffle(come if self.late else [])
+        came, self.ready = [self.ready[i] for i in come], [r for i, r in enumerate(self.ready) if i not in come]
+        for sample, tokens in came:
+            self.responses[sample].add(tokens or [])
+        return came
+
+    def completions(self, group: int) -> list[list[Completion]]:
+        flat = [self.responses[i].ended(self.reasons[i][-1]) for i in range(len(self.responses))]
+        return [flat[i : i + group] for i in range(0, len(flat), group)]
+
+
+def make(folder: Any, name: str = "fused", **options: Any) -> Any:
+    engine = make_engine(folder, name, max_new_tokens=BUDGET, **options)
+    engine.eos, engine.overlaps = set(range(1, 9)), True
+    return engine
+
+
+def fast(engine: Any, script: Scripted, **options: Any) -> list[list[Completion]]:
+    engine.play(requests(), 4, **{"episodes": script, "seed": 0, "step": 0, **options})
+    return script.completions(4)
+
+
+def plain(engine: Any, script: Scripted, **options: Any) -> list[list[Completion]]:
+    """Each turn sampled anew from its whole prefix, all of a turn before the next."""
+    how: Any = {"episodes": script, "options": {"seed": 0, "step": 0, **options}}
+    play_plainly(requests(), 4, engine=engine, **how)
+    return script.completions(4)
+
+
+def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
+    assert_same(ours, theirs)
+    assert [[c.action_mask for c in group] for group in ours] == [[c.action_mask for c in group] for group in theirs]
+
+
+@pytest.mark.parametrize(("kind", "max_rows"), [("qwen2", 3), ("qwen3", None)])
+def test_fast_turns_give_the_episodes_of_plain_turns(tiny: TinyModels, kind: str, max_rows: int | None):
+    """Ragged turns, prompts and replies; EOS, stop strings and limits; greedy and sampled."""
+    engines = [make(tiny(kind), name, stop=["a", "Z", "}"]) for name in ("fused", "fused", "hf")]
+    engines[0].max_rows = max_rows
+    for engine in engines:
+        stir(engine)
+    for options in ({}, {"greedy": True}, {"seed": 5, "step": 2}):
+        script = Scripted()
+        episodes, reasons = fast(engines[0], script, **options), script.reasons
+        for engine in engines[1:]:
+            assert_same_episodes(episodes, plain(engine, script, **options))
+            assert reasons == script.reasons
+        if not options:
+            assert {r for of_one in reasons.values() for r in of_one} == {"eos", "stop", "length"}
+            assert {len(of_one) for of_one in reasons.values()} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("late", "look_every", "max_rows"), [(False, 1, 3), (True, 4, 7)])
+def test_episodes_do_not_depend_on_when_replies_come(tiny: TinyModels, late: bool, look_every: int, max_rows: int):
+    """Nor on the rows there are, nor on how often ended rows are looked for: rows run past the end of a turn."""
+    engine = make(tiny("qwen2"), stop=["a"])
+    expected = plain(make(tiny("qwen2"), stop=["a"]), Scripted())
+    engine.max_rows, engine.look_every = max_rows, look_every
+    assert_same_episodes(fast(engine, Scripted(late=late)), expected)
+
+
+def spoken(tiny: TinyModels, stop: list[str], observation: list[int]) -> tuple[Any, list[list[list[int]]]]:
+    """Eight episodes of two turns of at most 6 words, with this reply between them."""
+    engine = make(tiny("llama", vocabulary=WORDS), stop=stop)
+    engine.eos = set()
+    script = Scripted(lambda _, turns: observation if len(turns) == 1 else None, limits=(6,))
+    engine.play(requests([[20, 21, 22]]), 8, episodes=script, seed=0, step=0)
+    return engine.tokenizer, [script.turns[i] for i in range(8)]
+
+
+def test_only_the_policys_own_words_of_this_turn_stop_it(tiny: TinyModels):
+    observation = [10, 11, 12]
+    tokenizer, free = spoken(tiny, [], observation)
+    assert all(len(turn) == 6 for turns in free for turn in turns)
+    said = {pair for turns in free for turn in turns for pair in pairwise(turn)}
+    around = {pair for first, second in free for pair in pairwise([first[-1], *observation, second[0]])} - said
+    assert len(around) > 10  # in the reply, and across its borders
+    assert spoken(tiny, [tokenizer.decode(pair) for pair in around], observation)[1] == free
+    stopped = spoken(tiny, [tokenizer.decode(free[3][1][1:3])], observation)[1]
+    assert (stopped[3], stopped[0]) == ([free[3][0], free[3][1][:3]], free[0])
+
+
+def test_only_replies_are_prefilled_and_only_once(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, prefills: list[tuple[str, list[int]]]
+):
+    monkeypatch.setattr(scheduler, "EXTEND_TOKENS", {"cpu": 24})
+    script = Scripted()
+    episodes = [c for group in fast(make(tiny("llama")), script) for c in group]
+    assert [lengths for name, lengths in prefills if name == "prefill"] == [[len(p) for p in PROMPTS]]
+    extended = [lengths for name, lengths in prefills if name == "extend"]
+    observed = sum(c.action_mask.count(False) for c in episodes if c.action_mask)
+    resumed = sum(len(turns) - 1 for turns in script.turns.values())
+    assert sum(map(sum, extended)) == observed + resumed  # and the last token of the turn before
+    assert all(len(rows) * max(rows) <= 24 or len(rows) == 1 for rows in extended)
+    assert max(map(len, extended)) > 1
+
+
+def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    expected, script = plain(make(tiny("llama")), Scripted()), Scripted(late=True)
+    engine, extend, new_cache, caches = make(tiny("llama")), Decoder.extend, Decoder.new_cache, list[Any]()
+
+    def full(self: Decoder, *args: Any, **named: Any) -> Any:
+        if named["cache"].entries.shape[1] > 5:
+            raise torch.OutOfMemoryError("full")
+        return extend(self, *args, **named)
+
+    def noted(self: Decoder, rows: int, width: int) -> RowCache:
+        assert all(cache() is None for cache in caches)  # a failed attempt holds no memory
+        caches.append(weakref.ref(cache := new_cache(self, rows, width)))
+        return cache
+
+    monkeypatch.setattr(Decoder, "extend", full)
+    monkeypatch.setattr(Decoder, "new_cache", noted)
+    assert_same_episodes(fast(engine, script), expected)
+    assert (script.restarts, engine.max_rows) == (3, 4)
+
+
+def test_a_reply_that_leaves_no_room_is_found_before_it_is_prefilled(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """It would be written into the next row's part of the cache."""
+    monkeypatch.setattr(Decoder, "extend", lambda *_, **__: pytest.fail("prefilled"))
+    script = Scripted(lambda *_: [40] * (Scripted.max_episode_tokens - 5), limits=(5,))
+    with pytest.raises(AssertionError):
+        make(tiny("llama")).play(requests(PROMPTS[:1]), 4, episodes=script, seed=0, step=0)
+
+
+# ---- with an environment: the lookup task ----
+
+GROUP, SEED, STEP = 8, 3, 2
+
+
+@pytest.fixture(scope="module")
+def parts() -> Collector:
+    """The lookup model with an adapter that is not zero."""
+    parts = load_collector(lookup(generation={"engine": "fused"}), options=Options(device="cpu"))
+    stir(parts, by=0.02)  # pyright: ignore
+    return parts
+
+
+def episodes_of(
+    parts: Any, *, num_prompts: int | None = None, step: int = STEP, engine: SamplingEngine | None = None
+) -> tuple[list[Completion], list[Episode]]:
+    prompts = parts.train_prompts[:num_prompts]
+    asked = [Request(p.tokens, prompt_row=p.index) for p in prompts]
+    return play(prompts, asked, GROUP, engine=engine or parts.engine, runner=parts.runner, seed=SEED, step=step)
+
+
+def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.MonkeyPatch):
+    """Which rows are decoded together changes the rounding, so it must not hang on the clock."""
+    environment, delay = parts.runner.environment, random.Random(0)
+    respond = environment._respond
+
+    def late(prompts: list[Any], transcripts: list[Any], **columns: Any) -> list[Any]:
+        time.sleep(delay.random() * 0.02)
+        return [reply or Reply("found Amy Berg ;") for reply in respond(prompts, transcripts, **columns)]
+
+    monkeypatch.setattr(environment, "_respond", late)
+    for num_prompts in (1, 2):  # few rows, where each one more is another rounding
+        first, *others = [episodes_of(parts, num_prompts=num_prompts)[0] for _ in range(4)]
+        assert all([c.logprobs for c in other] == [c.logprobs for c in first] for other in others)
+
+
+def test_an_episode_is_drawn_and_scored_as_one_sequence(parts: Any):
+    """One forward pass of the library over each whole row gives the log-probabilities, and with the random numbers of
+    the row's places the tokens; with those of turn 1 again it does not.
+    """
+    again = longest = 0
+
+    def token_at(logprobs: torch.Tensor, u: torch.Tensor) -> int:
+        return int((logprobs.double().exp().cumsum(0) <= u).sum())
+
+    for row, (completion, episode) in enumerate(zip(*episodes_of(parts), strict=True)):
+        prompt = parts.train_prompts[row // GROUP]
+        with torch.inference_mode(), parts.policy.acting("policy") as model:
+            logits = model(input_ids=torch.tensor([prompt.tokens + completion.tokens])).logits[0]
+        logits = logits[len(prompt.tokens) - 1 : -1].float().log_softmax(-1)
+        key = sample_keys(SEED, STEP, prompts=np.array([prompt.index]), samples=np.array([row % GROUP]))
+        u, starts = uniforms(key, num_tokens=len(completion.tokens))[0], [0, *(end + 1 for end in episode.turn_ends)]
+        assert completion.action_mask is not None
+        for t, chosen in enumerate(completion.action_mask):
+            if not chosen:
+                assert completion.logprobs[t] == 0.0
+                continue
+            assert completion.logprobs[t] == pytest.approx(float(logits[t, completion.tokens[t]]), abs=1e-5)
+            assert token_at(logits[t], u[t]) == completion.tokens[t]
+            if t > episode.turn_ends[0]:
+                first = t - next(start for start in reversed(starts) if start <= t)
+                again += token_at(logits[t], u[first]) != completion.tokens[t]
+        longest = max(longest, len(episode.turn_ends))
+    assert longest == 3
+    assert again > 10
+
+
+def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def noted(prompts: list[Any], transcripts: list[Any], seed: list[int], **columns: Any) -> list[Reply | None]:
+        asked.extend(seed)
+        return [Reply(done=True)] * len(prompts)
+
+    monkeypatch.setattr(parts.runner.environment, "_respond", noted)
+    for step in (STEP, STEP, STEP + 1):
+        episodes_of(parts, step=step)
+    batch = len(parts.train_prompts) * GROUP
+    assert len(asked) == 3 * batch
+    assert sorted(asked[:batch]) == sorted(asked[batch : 2 * batch])
+    assert len({*asked}) == 2 * batch
+
+
+class Parrot(SamplingEngine):
+    """All that an engine has to be: it writes the first tokens of its prompt."""
+
+    name, exact = "parrot", False
+
+    def sample(self, requests: list[Request], samples_per_request: int, **options: Any) -> list[list[Completion]]:
+        completions = [Completion(r.prompt_tokens[:3], [-1.0] * 3, "stop") for r in requests]
+        return [[completion] * samples_per_request for completion in completions]
+
+
+def test_an_engine_of_one_method_plays_episodes(parts: Any):
+    engine = Parrot()
+    completions, episodes = episodes_of(parts, engine=engine)
+    assert (engine.start([]), engine.release(), engine.close()) == ([], False, None)
+    for i, (completion, episode) in enumerate(zip(completions, episodes, strict=True)):
+        assert completion.tokens[:3] == parts.train_prompts[i // GROUP].tokens[:3]
+        assert completion.action_mask is not None
+        assert sum(completion.action_mask) == 3 * len(episode.turn_ends)

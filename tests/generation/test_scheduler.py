@@ -1,0 +1,228 @@
+"""The scheduler: requests that come one by one, prefixes that stay in the cache, and steps replayed from graphs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.generation.recording import Recording, pretend_cuda, recordable
+from tests.generation.sampling import PROMPTS, assert_same, make_engine, stir
+from tests.tiny_models import TinyModels
+from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
+from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, StepGraphs, score
+
+PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
+LONG = list(range(20, 50))
+
+
+def make_live(tiny: TinyModels, kind: str = "llama", engine: str = "fused", *, rows: int = 4) -> LiveScheduler:
+    return LiveScheduler(make_engine(tiny(kind), engine, lora=True), max_rows=rows)
+
+
+class Client(Sequence):
+    """A request, and what its client has got."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams = PARAMS[0], *, row: int = 0, limit: int = 6) -> None:
+        [key] = sample_keys(0, LIVE_STEP, prompts=np.array([row]), samples=np.array([0]))
+        super().__init__(prompt, params, key, limit, after="cached")
+        self.number, self.pieces, self.results = row, list[int](), queue.Queue[Any]()
+        self.on_tokens, self.on_end = self.pieces.extend, self.results.put
+
+    def answer(self) -> Completion:
+        if isinstance(result := self.results.get(timeout=60), Exception):
+            raise result
+        return result
+
+
+def alone(live: LiveScheduler, client: Client) -> Completion:
+    """What the engine itself gives for the request."""
+    params, engine = client.params, live.engine
+    own = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+    engine.settings = replace(engine.settings, **own)
+    request = Request(client.prompt, prompt_row=client.number, max_new_tokens=client.limit)
+    return engine.sample([request], 1, seed=0, step=LIVE_STEP, greedy=params.greedy)[0][0]
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("llama", "fused"), ("gpt2", "hf")])
+def test_many_at_once_get_what_each_would_get_alone(
+    tiny: TinyModels, kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where rows that are drawn otherwise share the batch."""
+    live, together, decode = make_live(tiny, kind, engine, rows=3), set[int](), Scheduler._decode
+
+    def noted(self: Scheduler) -> None:
+        together.add(len({sequence.params for sequence in self.live}))
+        decode(self)
+
+    monkeypatch.setattr(Scheduler, "_decode", noted)
+    clients = [Client(PROMPTS[i % 4], PARAMS[i % 4], row=i % 5, limit=3 + 4 * (i % 5)) for i in range(16)]
+    for client in clients:
+        threading.Thread(target=live.submit, args=([client],)).start()
+    answers = [client.answer() for client in clients]
+    assert_same([answers], [[alone(live, client) for client in clients]])
+    assert [client.pieces for client in clients] == [answer.tokens for answer in answers]
+    assert engine == "hf" or max(together) > 1
+    live.close()
+
+
+def test_one_that_is_cancelled_ends_and_makes_room(tiny: TinyModels):
+    live, started = make_live(tiny, rows=1), threading.Event()
+    first, second = Client(PROMPTS[0], limit=4000), Client(PROMPTS[1], row=1, limit=3)
+    first.on_tokens = lambda tokens: started.set()
+    assert live.submit([first, second])
+    assert started.wait(60)
+    first.cancelled = True
+    assert len(second.answer().tokens) == 3
+    assert len(first.tokens) < 4000
+    assert first.results.empty()
+    live.close()
+
+
+@pytest.mark.parametrize(("engine", "bad"), [("fused", 0), ("fused", 2), ("hf", 3)])
+def test_a_request_that_fails_fails_alone(engine: str, bad: int, tiny: TinyModels):
+    """A token that the model has not, first, in the middle and behind others; who listens hears each token once."""
+    live = make_live(tiny, engine=engine, rows=3)
+    clients = [Client(PROMPTS[i], row=i) for i in range(4)]
+    clients[bad] = Client([20, 10**6], row=bad)
+    assert live.submit(clients)
+    answers = [client.results.get(timeout=60) for client in clients]
+    live.close()
+    assert isinstance(answers.pop(bad), IndexError)
+    del clients[bad]
+    assert [answer.tokens for answer in answers] == [alone(live, client).tokens for client in clients]
+    assert [client.pieces for client in clients] == [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("end", ["close", "release"])
+def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels):
+    """When a server closes, and when the rollout of agents ends: behind it the weights change."""
+    live, started = make_live(tiny, rows=1), threading.Event()
+    going, waiting = Client(PROMPTS[0], limit=4000), Client(PROMPTS[1], limit=4000)
+    going.on_tokens = lambda tokens: started.set()
+    assert live.submit([going, waiting])
+    assert started.wait(60)
+    ending = threading.Thread(target=getattr(live, end))
+    ending.start()
+    while not (live._jobs or live._closed):
+        time.sleep(0.01)
+    going.cancelled = True
+    ending.join(60)
+    assert isinstance(waiting.results.get_nowait(), RuntimeError)
+    live.close()
+    assert not waiting.tokens
+    assert not live.submit([Client(PROMPTS[0])])
+    with pytest.raises(RuntimeError):
+        live.run(lambda: None)
+
+
+def test_too_many_are_turned_away_and_a_job_raises_where_it_was_handed_in(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tinyrl.generation.scheduler.MOST_WAITING", 2)
+    live = make_live(tiny)
+    assert not live.submit([Client(PROMPTS[0], row=i) for i in range(3)])
+    assert live.run(threading.current_thread).name == "scheduler"
+    with pytest.raises(ZeroDivisionError):
+        live.run(lambda: 1 // 0)
+    live.close()
+
+
+# ---- prefixes that ended rows have in the cache ----
+
+
+def answer_to(live: LiveScheduler, prompt: list[int], row: int = 0, *, limit: int = 6) -> list[int]:
+    """What follows a prompt, compared with a pass over all of it."""
+    client = Client(prompt, row=row, limit=limit)
+    assert live.submit([client])
+    answer = client.answer()
+    scored = score(live.engine, prompt + answer.tokens, role="policy", temperature=1.0)
+    assert scored.logprobs[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-5)
+    return answer.tokens
+
+
+def test_a_conversation_is_prefilled_from_where_it_was(tiny: TinyModels, prefills: list[tuple[str, list[int]]]):
+    """An answer's last token is not in the cache. Other conversations do not matter; new weights do."""
+    live = make_live(tiny)
+    first, other = answer_to(live, LONG), answer_to(live, list(range(60, 90)), 1)
+    prefills.clear()
+    second = answer_to(live, [*LONG, *first, 51, 52])
+    answer_to(live, [*LONG, *first, 51, 52, *second, 53])
+    answer_to(live, [*range(60, 90), *other, 51], 1)
+    assert prefills == [("extend", [3]), ("extend", [2]), ("extend", [2])]
+    stir(live.engine)  # pyright: ignore
+    live.release()
+    answer_to(live, [*LONG, *first, 51])
+    live.close()
+    assert prefills[3:] == [("prefill", [len(LONG) + len(first) + 1])]
+
+
+def test_a_history_that_was_edited_is_prefilled_from_the_edit(tiny: TinyModels, prefills: list[tuple[str, list[int]]]):
+    """At half of what the row holds, or later; the same prompt again prefills its last token."""
+    live = make_live(tiny)
+    answer_to(live, LONG, limit=2)
+    prefills.clear()
+    answer_to(live, [*LONG[:20], 3, 4])
+    answer_to(live, [*LONG[:20], 3, 4])
+    answer_to(live, [*LONG[:8], 3, 4])
+    live.close()
+    assert prefills == [("extend", [2]), ("extend", [1]), ("prefill", [10])]
+
+
+def test_rows_that_have_ended_give_way_the_oldest_first(tiny: TinyModels, prefills: list[tuple[str, list[int]]]):
+    live, texts = make_live(tiny, rows=2), [[start, *LONG] for start in (60, 61, 62)]
+    answers = [answer_to(live, text, i) for i, text in enumerate(texts)]
+    prefills.clear()
+    for i in (1, 2, 0):
+        answer_to(live, [*texts[i], *answers[i], 51], i)
+    live.close()
+    assert [name for name, _ in prefills] == ["extend", "extend", "prefill"]
+
+
+# ---- CUDA graphs as far as a CPU can follow them: replayed from a recording (samples on a GPU: tests/gpu) ----
+
+
+def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone(monkeypatch: pytest.MonkeyPatch):
+    pretend_cuda(monkeypatch)
+    state, calls = torch.zeros(3), []
+
+    def step(rows: int) -> None:
+        calls.append(rows)
+        state[:rows] += rows
+
+    graphs = StepGraphs(recordable(step), state=(state,))
+    for rows in (2, 2, 3, 2):
+        graphs(rows)
+    assert state.tolist() == [9.0, 9.0, 3.0]  # each call once, whatever warming up did
+    assert calls == [2, 2, 2, 3, 3, 2]  # the first of so many rows runs twice
+    assert set(graphs.graphs) == {(2,), (3,)}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not permitted when stream is capturing"), torch.OutOfMemoryError()])
+def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, error: RuntimeError):
+    """Warned of once; a lack of memory is an error all the same."""
+    pretend_cuda(monkeypatch)
+    state = torch.zeros(2)
+
+    def step(rows: int) -> None:
+        if Recording.capturing is not None:
+            Recording.capturing = None
+            raise error
+        state[:rows] += 1
+
+    graphs = StepGraphs(step, state=(state,))
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs(1)
+        return
+    with pytest.warns(UserWarning, match="graph"):
+        graphs(1)
+    graphs(2)  # without a second try
+    assert state.tolist() == [2.0, 1.0]
+    assert not graphs.graphs

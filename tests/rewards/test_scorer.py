@@ -1,0 +1,194 @@
+"""The scorer: its check before step 1, its metrics, and the guard that stops a run whose rewards keep failing."""
+
+import textwrap
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.tiny_models import tiny_tokenizer
+from tinyrl.config.sections import RewardConfig
+from tinyrl.errors import ExplainedByCheck, GuardStop
+from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.rewards.functions import FunctionReward, count_bad_batches, describe_failure
+from tinyrl.rewards.model_text import TextFormat
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks import load_task
+from tinyrl.tasks.prompts import PreparedPrompt
+
+REWARDS = """
+    import time
+
+    def in_text(prompts, completions, answer, **columns):
+        return [float(a in c) for c, a in zip(completions, answer)]
+
+    def in_message(prompts, completions, answer, **columns):
+        return [float(a in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def length(prompts, completions, **columns):
+        return [{"nan": float("nan"), "none": None}.get(c, len(c)) for c in completions]
+
+    def constant(prompts, completions, **columns):
+        return [None if c == "nothing" else 1.0 for c in completions]
+
+    def flat(prompts, completions, **columns):
+        return [1.0 for c in completions]
+
+    def raises(prompts, completions, answer, **columns):
+        return [1 / 0 for c in completions]
+
+    def raises_on_gold(prompts, completions, answer, **columns):
+        return [1 / (a not in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def sleeps(prompts, completions, **columns):
+        return [time.sleep(1.1 * (c == "slow")) or 1.0 for p, c in zip(prompts, completions)]
+
+    def raises_on_one_prompt(prompts, completions, answer, **columns):
+        return [1 / (a != "a") for a in answer]
+"""
+
+
+def scorer_of(folder: Path, weights: dict[str, float]) -> Scorer:
+    (folder / "rewards.py").write_text(textwrap.dedent(REWARDS))
+    functions = [{"use": f"{folder / 'rewards.py'}:{name}", "weight": weight} for name, weight in weights.items()]
+    return Scorer(
+        RewardConfig.model_validate({"functions": functions}),
+        load_task("rows"),
+        tokenizer=tiny_tokenizer(),
+        policy=cast(Any, None),
+        policy_format=TextFormat(),
+        micro_batches=MicroBatches(torch.device("cpu")),
+    )
+
+
+def warning(folder: Path, function: str, *, answer: str | None, others: int = 0) -> str | None:
+    scorer = scorer_of(folder, {function: 1.0})
+    prompt = [{"role": "user", "content": "say a"}]
+    rows = [{"prompt": prompt, "answer": answer}, *({"prompt": prompt, "answer": "b"} for _ in range(others))]
+    try:
+        return scorer.check_gold([PreparedPrompt(i, row, prompt, "say a", [1, 2], "") for i, row in enumerate(rows)])
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("in_text", ["`in_text` compares a completion with text", 'its text is completion[0]["content"]']),
+        ("in_message", []),
+        ("flat", ["the gold answer scores 1, no more than an empty one (1) or nonsense (1)"]),
+        (
+            "raises_on_gold",
+            ["the gold answer gets no score: `raises_on_gold` raised ZeroDivisionError", "rewards.py, line"],
+        ),
+        ("raises_on_one_prompt", ["raised ZeroDivisionError"]),  # its row is at fault: nothing is refused
+    ],
+)
+def test_a_reward_that_cannot_be_learnt_from_is_warned_of(function: str, said: list[str], tmp_path: Path) -> None:
+    found = warning(tmp_path, function, answer="a", others=1)
+    assert (found is None) == (not said)
+    assert all(part in str(found) for part in said)
+
+
+@pytest.mark.parametrize("others", [0, 5])
+@pytest.mark.parametrize("answer", ["a", None])
+def test_one_that_always_raises_is_refused(others: int, answer: str | None, tmp_path: Path) -> None:
+    with pytest.raises(ExplainedByCheck, match=r"the reward fails on .*nonsense.*: `raises` raised ZeroDivisionError"):
+        warning(tmp_path, "raises", answer=answer, others=others)
+
+
+@pytest.mark.parametrize("metric", [0.0, 0.5])
+def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Path, metric: float) -> None:
+    scorer = scorer_of(tmp_path, {"constant": 1.0, "length": metric})
+    texts = ["nan", "none", "nothing", "ab"]
+    prompts = [PreparedPrompt(i, {"prompt": "p"}, "p", "p", [1], "") for i in range(len(texts))]
+    scorer.text = lambda tokens: texts[tokens[0]]
+    try:
+        sheet = scorer(prompts, [[i] for i in range(len(texts))])
+    finally:
+        scorer.close()
+    nan = float("nan")
+    wanted = {0.0: [1.0, 1.0, nan, 1.0], 0.5: [nan, 1.0, 3.5, 2.0]}[metric]
+    assert [failure.row for failure in sheet.failures] == [0]
+    torch.testing.assert_close(sheet.rewards, torch.tensor(wanted), equal_nan=True)
+    torch.testing.assert_close(sheet.scores[:, 1], torch.tensor([nan, nan, 7.0, 2.0]), equal_nan=True)
+
+
+def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(tmp_path: Path) -> None:
+    scorer, texts = scorer_of(tmp_path, {"sleeps": 1.0}), ["a b", "a  b\n", "slow", "ab c", "a b"]
+    prompts = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in (5, 5, 7, 7, 5)]
+    scorer.text = lambda tokens: texts[tokens[0]]
+    try:
+        scorer(prompts, [[i] for i in range(5)])
+        found = scorer.metrics()
+        assert 1.1 <= found.pop("reward/slowest_seconds") < 10
+        assert found == {"completion/whitespace_duplicates": 3 / 5}
+        assert scorer.metrics() == {}  # each step anew
+        scorer(prompts[:2], [[0], [4]])  # equal; a function's output is logged with its next call at the latest
+        assert scorer.metrics()["completion/whitespace_duplicates"] == 0.0
+        assert any("prompt 7 (p7), 1." in line for line in scorer.functions[0].printed.kept)
+    finally:
+        scorer.close()
+
+
+def test_rows_are_timed_where_a_loop_takes_them(tmp_path: Path) -> None:
+    """The last row of a zip too; nothing where a function works on rows by their place, or on all at once."""
+    (tmp_path / "rewards.py").write_text(
+        "import asyncio, time\n"
+        "def zipped(prompts, completions, **columns):\n"
+        "    return [time.sleep(float(c)) or 1.0 for p, c in zip(prompts, completions)]\n"
+        "def indexed(completions, **columns):\n"
+        "    return [time.sleep(float(completions[i])) or 1.0 for i in range(len(completions))]\n"
+        "async def together(completions, **columns):\n"
+        "    return await asyncio.gather(*(asyncio.sleep(float(c), 1.0) for c in completions))\n"
+    )
+    slowest = {}
+    for name in ("zipped", "indexed", "together"):
+        with FunctionReward(f"{tmp_path}/rewards.py:{name}") as reward:
+            call = reward(["p"] * 3, ["0.01", "0.02", "0.1"], {})
+            assert call.scores == [1.0] * 3
+            slowest[name] = call.slowest
+    assert slowest["indexed"] is slowest["together"] is None
+    assert slowest["zipped"] is not None
+    assert slowest["zipped"][0] >= 0.1
+    assert slowest["zipped"][1] == 2
+
+
+# ---- the guard ----
+
+
+def counted(*batches: tuple[int, int, int], before: int = 0) -> int:
+    """After batches of (rows, failed, rewarded)."""
+    for rows, failed, rewarded in batches:
+        why = f"{failed} of them"
+        before = count_bad_batches(before, rows=rows, failed=failed, rewarded=rewarded, first_failure=why)
+    return before
+
+
+def test_three_bad_batches_in_a_row_trip():
+    """Of failures, or without any reward."""
+    assert counted((10, 3, 7), (10, 10, 0)) == counted((10, 0, 0), (10, 1, 0)) == 2
+    with pytest.raises(GuardStop, match=r"3 batches in a row \(last: 4 of 10\).*4 of them"):
+        counted((10, 4, 6), before=2)
+    with pytest.raises(GuardStop, match=r"3 batches in a row \(last: 16 rows\)"):
+        counted((16, 0, 0), before=2)
+
+
+@pytest.mark.parametrize(
+    ("batches", "count"),
+    [
+        ([(10, 2, 8)] * 10, 0),  # a fifth is not more than a fifth
+        ([(10, failed, 10 - failed) for failed in (10, 10, 0, 10, 10, 2, 10, 10)], 2),  # a good one starts it again
+        ([(0, 0, 0)] * 5, 0),  # an empty one is not bad
+        ([(10, 0, 1)] * 5, 0),  # one reward is enough
+    ],
+)
+def test_batches_that_do_not_trip(batches: list[tuple[int, int, int]], count: int):
+    assert counted(*batches) == count
+
+
+def test_a_failure_is_described_on_one_short_line():
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello\n\x1b[2J"}]
+    assert describe_failure(chat, "why") == "Prompt 'hello [ESC][2J': why"
+    assert len(describe_failure("x" * 10_000, "why")) < 100

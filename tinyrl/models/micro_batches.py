@@ -1,0 +1,219 @@
+"""Micro-batches: rows cut by one token budget, which halves where memory runs out.
+
+Every pass through a model uses it: update, log-probabilities, values, scores, evaluation.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from tinyrl.errors import out_of_memory
+from tinyrl.models.batch import Item
+from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory
+from tinyrl.models.packing import shared_start
+from tinyrl.models.parallel import ALONE, World
+from tinyrl.runs.signals import check_stop, watched
+
+MOST_TOKENS = 131_072  # that a measurement may come to
+SHARE = 0.8  # of the free memory that a micro-batch may take
+
+
+@dataclass(frozen=True)
+class SequenceLengths:
+    """How long the rows of a step are, and which of them share a prompt.
+
+    prompts, responses: tokens of each row's prompt and response; groups: rows with the same number have the same
+    prompt; packed: rows stand end to end, a prompt once for its group, instead of padded to the longest; start: tokens
+    that all prompts begin with, which packed rows read once.
+    """
+
+    prompts: Sequence[int]
+    responses: Sequence[int]
+    groups: Sequence[int]
+    packed: bool
+    start: int = 0
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], responses: Iterable[int], *, packed: bool) -> SequenceLengths:
+        """Of rows with these prompts (equal ones are shared) and this many response tokens."""
+        numbers: dict[tuple[int, ...], int] = {}
+        groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        start = shared_start(numbers) if packed and len(numbers) > 1 else 0
+        return cls([len(prompt) for prompt in prompts], list(responses), groups, packed, start)
+
+    @classmethod
+    def of_items(cls, items: Sequence[Item], *, packed: bool) -> SequenceLengths:
+        """Of items that stay together in a micro-batch, each with its responses."""
+        if packed:
+            return cls.of([item.prompt for item in items], [sum(map(len, i.responses)) for i in items], packed=True)
+        padded = [len(i.responses) * (len(i.prompt) + max(map(len, i.responses))) for i in items]
+        return cls.alone(padded, packed=False)
+
+    @classmethod
+    def alone(cls, lengths: Sequence[int], *, packed: bool) -> SequenceLengths:
+        return cls([0] * len(lengths), lengths, range(len(lengths)), packed)
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [p + r for p, r in zip(self.prompts, self.responses, strict=True)]
+
+    def cost(self, rows: Sequence[int]) -> int:
+        """Tokens that go through the model for these rows together, padding included."""
+        if self.packed:
+            prompts = {self.groups[row]: self.prompts[row] - self.start for row in rows}
+            return self.start + sum(prompts.values()) + sum(self.responses[row] for row in rows)
+        return len(rows) * max(self.prompts[row] + self.responses[row] for row in rows)
+
+    def plan(self, rows: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+        """Group rows into micro-batches of at most `max_tokens`. A row longer than the budget goes alone."""
+        if self.packed:
+            return self._plan_groups(rows, max_tokens)
+        lengths, plan = self.lengths, list[list[int]]()
+        for row in sorted(rows, key=lambda r: (-lengths[r], r)):  # of at most max_tokens with the padding
+            if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
+                plan[-1].append(row)
+            else:
+                plan.append([row])
+        return plan
+
+    def shares(self, rows: Sequence[int], count: int) -> list[list[int]]:
+        """Rows in `count` shares of about as many tokens. Rows with one prompt stay together, where that is read once
+        for all of them, unless there are too few groups to share out evenly.
+        """
+        groups: dict[int, list[int]] = {}
+        for row in rows:
+            groups.setdefault(self.groups[row] if self.packed else row, []).append(row)
+        parts = list(groups.values()) if len(groups) >= 2 * count else [[row] for row in rows]
+        costs = [self.cost(part) for part in parts]
+        widest_first = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
+        return [[row for i in share for row in parts[i]] for share in _spread(widest_first, costs, count)]
+
+    def smaller(self, plan: Sequence[Sequence[int]]) -> int | None:
+        """A budget that breaks the widest micro-batch of a plan in two; None when each is a single row."""
+        costs = [self.cost(micro) for micro in plan if len(micro) > 1]
+        return max(1, max(costs) // 2) if costs else None
+
+    def _plan_groups(self, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Keep a group together if it fits, else split it. The widest parts go first, the others beside them."""
+        groups: dict[int, list[int]] = {}
+        for row in sorted(rows):
+            groups.setdefault(self.groups[row], []).append(row)
+        parts = [part for group in groups.values() for part in self._split(group, max_tokens)]
+        plan: list[list[int]] = []
+        costs: list[int] = []
+        for part in watched(sorted(parts, key=lambda part: (-self.cost(part), part[0]))):
+            more = self.cost(part) - self.start
+            place = next((i for i, used in enumerate(costs) if used + more <= max_tokens), None)
+            if place is None:
+                plan.append(part)
+                costs.append(self.start + more)
+            else:
+                plan[place] = plan[place] + part
+                costs[place] += more
+        return sorted(plan, key=lambda micro: -self.cost(micro))  # memory of the widest serves the others
+
+    def _split(self, group: list[int], max_tokens: int) -> list[list[int]]:
+        """A group in as few parts as fit the budget, each repeating the prompt, of similar length."""
+        room = max_tokens - self.prompts[group[0]]
+        longest_first = sorted(group, key=lambda row: (-self.responses[row], row))
+        rest = [row for row in longest_first if self.responses[row] <= room]
+        alone = [[row] for row in longest_first if self.responses[row] > room]
+        fewest = max(1, -(-sum(self.responses[row] for row in rest) // max(1, room)))
+        for count in range(fewest, len(rest)):
+            parts = _spread(rest, self.responses, count)
+            if max(sum(self.responses[row] for row in part) for part in parts) <= room:
+                return [*alone, *(sorted(part) for part in parts if part)]
+        return alone + [[row] for row in rest]
+
+
+def _spread(indices: Iterable[int], costs: Sequence[int], count: int) -> list[list[int]]:
+    """Indices in `count` parts, each to the lightest so far, the first of equally light ones."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, place) for place in range(count)]  # a heap
+    for index in indices:
+        filled, place = lightest[0]
+        parts[place].append(index)
+        heapq.heapreplace(lightest, (filled + costs[index], place))
+    return parts
+
+
+class Work(NamedTuple):
+    """A pass over rows: their lengths, and the function to run on the places of each micro-batch."""
+
+    lengths: SequenceLengths
+    run: Callable[[list[int]], None]
+
+
+class MicroBatches:
+    """The token budget of every pass through a model, and the one rule for when memory runs out.
+
+    Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
+    halves when memory runs out. On a GPU `auto` is set by the memory that the first forward and backward pass takes,
+    which is that of the longest rows (`fit`). `make_room` frees what other phases keep, and says whether there was
+    anything; as they will keep it again, the second time this halves, too.
+    """
+
+    def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
+        self.device = device
+        self.tokens = MICRO_BATCH_TOKENS[device.type] if tokens == "auto" else tokens
+        self.unmeasured = tokens == "auto" and device.type == "cuda"
+        self.make_room: Callable[[], bool] = lambda: False
+        self._made_room = False
+
+    def run(self, *passes: Work, world: World = ALONE, restart: Callable[[], None] = lambda: None) -> None:
+        """Do all the work, a micro-batch at a time; the processes of `world` share it out by tokens.
+
+        When memory runs out, make room or halve the tokens, and start over after `restart` has removed all traces of
+        the attempt.
+        Raises OutOfRoom where a single row does not fit.
+        """
+        while True:
+            restart()
+            plans = [self._plan(work.lengths, world) for work in passes]
+            try:
+                with as_out_of_memory():
+                    for work, plan in zip(passes, plans, strict=True):
+                        for rows in plan:
+                            check_stop()
+                            work.run(rows)
+                return
+            except torch.OutOfMemoryError as error:
+                again, freed = self._made_room, self.make_room()
+                self._made_room = again or freed
+                if again or not freed:
+                    self._halve(passes, plans, error, may_stay=freed)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _plan(self, lengths: SequenceLengths, world: World) -> list[list[int]]:
+        rows = range(len(lengths))
+        own = rows if world.size == 1 else lengths.shares(rows, world.size)[world.rank]
+        return lengths.plan(own, max_tokens=self.tokens)
+
+    def fit(self, *, cost: int, taken: int, free: int) -> None:
+        """Set `tokens` so that a micro-batch takes a share of `free` bytes, from one of `cost` tokens that took `taken`
+        bytes: gradients, activations and logits.
+        """
+        self.unmeasured = False
+        self.tokens = min(MOST_TOKENS, max(cost, int(cost * SHARE * free / max(1, taken))))
+
+    def _halve(
+        self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError, *, may_stay: bool
+    ) -> None:
+        """may_stay: whether a row may be tried again where it is alone already."""
+        budgets = [work.lengths.smaller(plan) for work, plan in zip(passes, plans, strict=True)]
+        smaller = max((budget for budget in budgets if budget is not None), default=None)
+        if smaller is None and may_stay:
+            return
+        if smaller is None:
+            alone = [work.lengths.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
+            raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
+        self.tokens = smaller

@@ -1,0 +1,510 @@
+"""The models of a run: policy, reference, critic and reward as adapters and heads on one base.
+
+This is the only place that switches adapters, and that saves and loads them.
+
+PEFT's switching turns off the gradients of other adapters, and a backward pass after a switch silently loses
+gradients. So: one role at a time, forward, backward, then switch, and each role's parameters are collected once, by
+name, and kept trainable.
+
+    role       with LoRA                                                  with full fine-tuning
+    policy     adapter `default`                                          the model itself
+    reference  adapters off, or adapter `reference` (a frozen copy)       a frozen copy of the model
+    critic     a value head on the states of one of (critic.kind):
+      adapter          adapter `critic`                                   -
+      shared           the policy, whose backbone the value loss moves too   the same
+      shared-detached  the policy, whose backbone it does not move           the same
+      separate         a model of its own (with LoRA)                     a model of its own
+    reward     adapter `reward` and a score head, both frozen             -
+    teacher    adapter `teacher`, frozen, or a model of its own           a model of its own
+    base       adapters off                                               the model itself
+
+A reward model of its own is not a role (reward_model.py). A batch (batches.py) lists N response tokens; flat values
+(N,) and states (N, H) are in that order. Results are (b, T): b rows of a micro-batch, T its longest response.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tinyrl.config.schema import Config
+from tinyrl.models.batch import Batch, Item, Masks, Tokens, batch_of, make_batch, make_packed_batch
+from tinyrl.models.checks import check_head, packs_exactly
+from tinyrl.models.device import Accelerator, autocast_dtype, to_device
+from tinyrl.models.loading import embedding_rows, save_tokenizer
+from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
+from tinyrl.models.lora import (
+    ADAPTER_FILE,
+    POLICY_ADAPTER,
+    adapted_parameter,
+    load_adapter_weights,
+    read_finite,
+    read_tensors,
+    save_adapter,
+)
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+from tinyrl.models.packing import attending_as_now
+from tinyrl.models.parallel import World, world
+from tinyrl.models.reading import reading
+from tinyrl.models.reward_model import positions_of
+from tinyrl.models.states import backbone_of, last_states, response_states
+
+MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
+STATE_BYTES = 32_000  # of a checkpoint's random numbers, configuration and counters
+Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
+CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
+
+
+class Policy:
+    """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
+    role by name, whether batches are packed (rows end to end behind shared prompts) or padded. `load_policy`
+    (models/build.py) adds the rest: the configuration with the date of the run, tokenizer, accelerator, micro-batches.
+    """
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    accelerator: Accelerator
+    micro_batches: MicroBatches
+
+    def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
+        self.peft = model if isinstance(model, PeftModel) else None
+        self.causal: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model  # pyright: ignore
+        self.device = device
+        self.has_reference = reference
+        self.revision: str | None = None  # of the base on the hub
+        self.reference_adapter: str | None = None
+        self.reference_model: PreTrainedModel | None = None
+        self.critic_kind: CriticKind | None = None
+        self.critic_model: PreTrainedModel | PeftModel | None = None
+        self.teacher_model: PreTrainedModel | None = None
+        self.value_head: ValueHead | None = None
+        self.score_head: ValueHead | None = None
+        self.lora_dropout = False  # on in training passes (supervised and preference training); no other ever is
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
+        if self.peft is None:
+            if reference:
+                self.reference_model = self._frozen_copy()
+            self.causal.float()
+        self._collect_adapters()
+        policy = self.adapter_parameters(POLICY_ADAPTER) if self.peft else dict(self.causal.named_parameters())
+        self.parameters["policy"] = policy
+        self.keep_trainable()
+        check_head(self.causal, self.head("policy"), self.backbone("policy"))
+        self.packs = packs_exactly(self.backbone("policy"))
+
+    # ---- building roles ----
+
+    def _frozen_copy(self) -> PreTrainedModel:
+        """Copy the model in the dtype that it has now, never to be trained. Under autocast it computes what the model
+        will with float32 weights: embeddings are read in float32, so the sums between layers are too.
+        """
+        copied: Any = copy.deepcopy(self.causal).requires_grad_(False).to(self.device).eval()  # pyright: ignore
+        if copied.dtype != torch.float32:
+            copied.get_input_embeddings().register_forward_hook(
+                lambda _layer, _ids, embedded: embedded.float() if autocast_dtype(embedded.device.type) else embedded
+            )
+        return copied
+
+    def adapter_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
+        """Return the LoRA parameters of one adapter, by their names in the base model."""
+        return {n: p for n, p in self.causal.named_parameters() if f".{adapter}." in f".{n}." and "lora_" in n}
+
+    def adapted_layers(self, adapter: str) -> list[LoraLayer]:
+        return [layer for layer in self._layers if adapter in layer.lora_A]
+
+    def freeze_reference_adapter(self) -> None:
+        """Make the reference a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
+        assert self.peft is not None
+        self.add_adapter("reference", config=self.peft.peft_config[POLICY_ADAPTER])  # pyright: ignore[reportArgumentType]
+        frozen, policy = (self.adapter_parameters(name).values() for name in ("reference", POLICY_ADAPTER))
+        with torch.no_grad():
+            for copied, parameter in zip(frozen, policy, strict=True):
+                copied.copy_(parameter)
+        self.reference_adapter = "reference"
+
+    def add_adapter(self, name: str, *, config: LoraConfig) -> None:
+        """Add an adapter to the same base; which roles train is decided by `self.parameters`."""
+        assert self.peft is not None
+        fresh, policy = copy.deepcopy(config), self.peft.peft_config[POLICY_ADAPTER]
+        fresh.fan_in_fan_out = policy.fan_in_fan_out  # pyright: ignore[reportAttributeAccessIssue]
+        self.peft.add_adapter(name, fresh)
+        self._collect_adapters()
+
+    def _collect_adapters(self) -> None:
+        """Collect adapted layers: a new adapter may sit in layers that had none, its dropout is on, and PEFT's
+        bookkeeping may have changed what is active and what trains. (PEFT makes its parameters float32.)
+        """
+        self.causal.to(self.device).eval()  # pyright: ignore[reportArgumentType]
+        self._layers = [module for module in self.causal.modules() if isinstance(module, LoraLayer)]
+        self._switch(POLICY_ADAPTER)
+        self.keep_trainable()
+
+    def add_critic(
+        self, kind: CriticKind, *, lora: LoraConfig | None = None, model: PreTrainedModel | PeftModel | None = None
+    ) -> None:
+        """Add a value head over the states of an adapter, of the policy, or of `model`, which trains as it stands."""
+        self.critic_kind, self.critic_model = kind, model
+        self.value_head = ValueHead(self.hidden_size("policy" if model is None else "critic")).to(self.device)
+        parameters: dict[str, nn.Parameter] = {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
+        if kind == "adapter":
+            assert lora is not None
+            self.add_adapter("critic", config=lora)
+            parameters |= self.adapter_parameters("critic")
+        elif model is not None:
+            model.to(self.device).eval()  # pyright: ignore[reportArgumentType]
+            backbone = self.backbone("critic")
+            if not isinstance(model, PeftModel):
+                backbone.float()
+            self.packs = self.packs and packs_exactly(backbone)
+            parameters |= {n: p for n, p in backbone.named_parameters() if p.requires_grad}
+        self.parameters["critic"] = parameters
+        self.keep_trainable()
+
+    def add_teacher(self, model: PreTrainedModel) -> None:
+        """Add a frozen model of its own to learn from, with the policy's vocabulary."""
+        placed = model if getattr(model, "is_loaded_in_8bit", False) else model.to(self.device)  # pyright: ignore
+        self.teacher_model = placed.eval().requires_grad_(False)
+        self.packs = self.packs and packs_exactly(self.backbone("teacher"))
+
+    def train_score_head(self, *, bias: bool = True) -> None:
+        """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model). In
+        a difference of two scores the bias has no gradient but rounding's, and can be left at 0.
+        """
+        self.score_head = ValueHead(self.hidden_size("policy")).to(self.device)
+        self.score_head.bias.requires_grad_(bias)
+        heads = {f"score_head.{n}": p for n, p in self.score_head.named_parameters() if p.requires_grad}
+        self.parameters["policy"] |= heads
+
+    def keep_trainable(self) -> None:
+        """Undo what libraries do to gradients: exactly the roles' own parameters are trainable, and all rows of them
+        (an embedding's padding_idx exempts the pad token, which may be the end of text; masks come from lengths).
+        """
+        for model in self._trained_models():
+            model.requires_grad_(False)
+            for module in model.modules():
+                if isinstance(module, nn.Embedding):
+                    module.padding_idx = None
+        for parameters in self.parameters.values():
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
+
+    def _trained_models(self) -> list[PreTrainedModel]:
+        return [self.causal] if self.critic_model is None else [self.causal, self._model_of("critic")]
+
+    # ---- switching ----
+
+    @contextmanager
+    def acting(self, role: Role) -> Iterator[PreTrainedModel]:
+        """Yield the model as `role` sees it; forward AND backward belong inside. LoRA's dropout, where it is in use, is
+        on in blocks entered with gradients on.
+        """
+        self._switch(self.adapter_of(role), dropout=self.lora_dropout and torch.is_grad_enabled())
+        try:
+            yield self._model_of(role)
+        finally:
+            self._switch(POLICY_ADAPTER)
+
+    @contextmanager
+    def acting_merged(self, role: Role) -> Iterator[PreTrainedModel]:
+        """As `acting`, with the role's adapter merged into private copies of the weights: for sampling."""
+        adapter = self.adapter_of(role)
+        with self.acting(role) as model, ExitStack() as undo:
+            for layer in [] if adapter is None else self.adapted_layers(adapter):
+                base, name = adapted_parameter(layer)
+                original: Tensor = getattr(base, name)
+                undo.callback(setattr, base, name, original)
+                undo.callback(setattr, layer, "_disable_adapters", False)
+                merged = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
+                setattr(base, name, nn.Parameter(merged.to(original.dtype), requires_grad=False))
+                layer._disable_adapters = True
+            yield model
+
+    def adapter_of(self, role: str) -> str | None:
+        """Return the adapter of the base that `role` acts through; None: the base as it is."""
+        own = {
+            "reference": self.reference_adapter,
+            "reward": "reward",
+            "base": None,
+            "critic": "critic" if self.critic_kind == "adapter" else POLICY_ADAPTER,
+            "teacher": "teacher" if self.teacher_model is None else POLICY_ADAPTER,
+        }
+        return own.get(role, POLICY_ADAPTER)
+
+    def _switch(self, adapter: str | None, *, dropout: bool = False) -> None:
+        for layer in self._layers:
+            layer._disable_adapters = adapter is None  # PEFT's own switch, without its side effects on requires_grad
+            if adapter is not None:
+                layer._active_adapter = [adapter]
+            layer.lora_dropout.train(dropout)
+
+    # ---- what roles compute ----
+
+    def _model_of(self, role: Role) -> PreTrainedModel:
+        if role == "reference" and self.peft is None:
+            assert self.reference_model is not None, "there is no reference"
+            return self.reference_model
+        own: Any = {"critic": self.critic_model, "teacher": self.teacher_model}.get(role) or self.causal
+        return own.get_base_model() if isinstance(own, PeftModel) else own  # pyright: ignore[reportReturnType]
+
+    def backbone(self, role: Role) -> nn.Module:
+        return backbone_of(self._model_of(role))
+
+    def head(self, role: Role) -> Head:
+        return head_of(self._model_of(role))
+
+    def hidden_size(self, role: Role) -> int:
+        """Return H, the width of the states of `role`."""
+        return self._model_of(role).config.get_text_config().hidden_size
+
+    def batch(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: Masks = None, *, last_tokens: bool = False
+    ) -> Batch:
+        """Make the models' input, listing the response tokens of `masks` (None: all). last_tokens: for `scores`."""
+        if self.packs:
+            return make_packed_batch(prompts, responses, masks, device=self.device, last_tokens=last_tokens)
+        return make_batch(prompts, responses, masks, device=self.device)
+
+    def policy_states(self, batch: Batch) -> Tensor:
+        """Compute the hidden states (N, H) of the policy, which must be acting."""
+        return response_states(self.backbone("policy"), batch)
+
+    def logprobs(
+        self,
+        role: Literal["policy", "reference", "teacher"],
+        batch: Batch,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+        states: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute log-probabilities and entropies, (b, T) each, of the response tokens; the role must be acting."""
+        states = response_states(self.backbone(role), batch) if states is None else states
+        logprobs, entropy = token_logprobs(
+            states, self.head(role), targets=batch.targets, temperature=temperature, entropy_grad=entropy_grad
+        )
+        return batch.to_rows(logprobs), batch.to_rows(entropy)
+
+    def values(self, batch: Batch, *, states: Tensor | None = None) -> Tensor:
+        """Compute values (b, T) of states before each response token; the critic must be acting, or `states` given."""
+        assert self.value_head is not None
+        if states is None:  # a larger policy of the family samples, now and then, a row that belongs to no token
+            rows = embedding_rows(self._model_of("critic"))
+            if rows < embedding_rows(self.causal):
+                batch = replace(batch, input_ids=batch.input_ids.clamp(max=rows - 1))
+            states = response_states(self.backbone("critic"), batch)
+        return batch.to_rows(self.value_head(states))
+
+    @property
+    def value_role(self) -> Role:
+        """Whose weights act when values are computed: the critic's own, or the policy's with a head on its states."""
+        return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Compute scores (b,) at each row's last token; the reward role must be acting (or the policy it trains in)."""
+        assert self.score_head is not None
+        return self.score_head(last_states(backbone_of(self.causal), batch))
+
+    def batch_of(self, items: Sequence[Item], tokens: Tokens = "loss", *, last_tokens: bool = False) -> Batch:
+        """Make the models' input of samples or examples; last_tokens: for `scores`."""
+        return batch_of(items, packed=self.packs, device=self.device, tokens=tokens, last_tokens=last_tokens)
+
+    def map_samples(
+        self,
+        compute: Callable[[Batch], tuple[Tensor, ...]],
+        items: Sequence[Item],
+        *,
+        role: Role,
+        width: int | None = None,
+        tokens: Tokens = "loss",
+        last_tokens: bool = False,
+        among: World | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Apply `compute`, which gives tensors (n, at most width), to micro-batches of items without gradient; return
+        (N, width) tensors on the CPU. width: by default that of the longest first response. Each process of `among`
+        (None: all) computes some of the rows.
+        """
+        width = max(len(item.responses[0]) for item in items) if width is None else width
+        among = self.world if among is None else among
+        outputs: list[Tensor] = []
+
+        def run(rows: list[int]) -> None:
+            batch = self.batch_of([items[i] for i in rows], tokens, last_tokens=last_tokens)
+            results = compute(batch)
+            if not outputs:
+                outputs.extend(torch.zeros(len(items), width, device=self.device) for _ in results)
+            where = to_device(torch.as_tensor(rows), self.device)
+            for output, result in zip(outputs, results, strict=True):
+                output[where, : result.shape[1]] = result.float()
+
+        with torch.no_grad(), self.acting(role), self.accelerator.autocast():
+            self.micro_batches.run(Work(self.lengths(items), run), world=among)
+        count = max(1, *among.gather(len(outputs)))  # none where it had no rows
+        outputs += [torch.zeros(len(items), width, device=self.device) for _ in range(count - len(outputs))]
+        among.sum(*outputs)
+        return tuple(output.cpu() for output in outputs)
+
+    def lengths(self, items: Sequence[Item]) -> SequenceLengths:
+        return SequenceLengths.of_items(items, packed=self.packs)
+
+    @property
+    def world(self) -> World:
+        return world()
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a prompt with its response."""
+        return positions_of(self.causal.config.get_text_config())
+
+    # ---- how they compute ----
+
+    def check_gradient_checkpointing(self) -> None:
+        """Check early that `gradient_checkpointing` can be used. Raises ValueError where the model cannot."""
+        for model in self._trained_models():
+            if not recomputable_layers(model):
+                raise ValueError(
+                    f"model.gradient_checkpointing=true: {type(model).__name__} has no layers to recompute"
+                )
+
+    @contextmanager
+    def gradient_checkpointing(self) -> Iterator[None]:
+        """Recompute the decoders' layers in backward; forward AND backward belong inside. The library recomputes only
+        layers in training mode, which also turns dropout on (some, such as OPT's, check their own `training`). So a
+        layer is in training mode only while recomputation is chosen, and not while it computes.
+        """
+        layers = [layer for model in self._trained_models() for layer in recomputable_layers(model)]
+        for layer in layers:
+            layer.gradient_checkpointing, layer.training = True, True
+            layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing, layer.training = False, False
+                del layer._gradient_checkpointing_func
+
+    # ---- memory ----
+
+    def bytes_by_role(self, *, reward_model: nn.Module | None = None) -> dict[str, int]:
+        """Return the bytes of `base`, the weights that roles share, and of what each role adds, if anything."""
+        parts: dict[str, tuple[nn.Module | None, ...]] = {
+            POLICY_ADAPTER: (),
+            "reference": (self.reference_model,),
+            "critic": (self.critic_model, self.value_head),
+            "reward": (reward_model, self.score_head),
+            "teacher": (self.teacher_model,),
+        }
+        found = {"base": weight_bytes(p for n, p in self.causal.named_parameters() if "lora_" not in n)}
+        for name, modules in parts.items():
+            own = [p for module in modules if module is not None for p in module.parameters()]
+            role = "policy" if name == POLICY_ADAPTER else name
+            found[role] = weight_bytes([*self.adapter_parameters(name).values(), *own])
+        return {role: size for role, size in found.items() if size}
+
+    def describe_memory(self, *, reward_model: nn.Module | None = None, sampling_copy: int = 0) -> str:
+        """Return a line with the bytes of weights by part, the engine's copy and the optimizers' state among them."""
+        per_parameter = 8 if self.config.optim.optimizer == "adamw" else 2
+        more = {"sampling copy": sampling_copy, "optimizers": self.num_trained * per_parameter}
+        parts = self.bytes_by_role(reward_model=reward_model) | more
+        return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in parts.items() if b)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(p.numel() for role in self.parameters.values() for p in role.values())
+
+    def checkpoint_bytes(self) -> int:
+        """Estimate a checkpoint's bytes: trained weights and Adam's two moments in float32, and the run's state."""
+        return 3 * 4 * self.num_trained + STATE_BYTES
+
+    # ---- checkpoint files: at the root the policy, as plain PEFT files or a plain transformers model ----
+
+    def _adapters(self) -> list[tuple[str, str, PeftModel, str]]:
+        """List the adapters that a checkpoint holds: (role, folder, model, name)."""
+        found = []
+        if self.peft is not None:
+            found.append(("policy", "", self.peft, POLICY_ADAPTER))
+            if self.reference_adapter is not None:
+                found.append(("reference", "reference", self.peft, self.reference_adapter))
+            if self.critic_kind == "adapter":
+                found.append(("critic", "critic", self.peft, "critic"))
+        if isinstance(self.critic_model, PeftModel):
+            found.append(("critic", "critic", self.critic_model, POLICY_ADAPTER))
+        return found
+
+    def _critic_modules(self) -> dict[str, nn.Module]:
+        """Return the critic's modules that a checkpoint holds whole, by file."""
+        own = self.critic_model is not None and not isinstance(self.critic_model, PeftModel)
+        found = {f"critic/{MODEL}": self.backbone("critic")} if own else {}
+        return found if self.value_head is None else {**found, VALUE_HEAD: self.value_head}
+
+    def save(self, folder: Path) -> None:
+        """Save policy and value_head.safetensors at the root, critic/ and reference/ where they have own weights."""
+        for _, place, model, name in self._adapters():
+            save_adapter(model, name, folder / place)
+        if self.peft is None:
+            self.causal.save_pretrained(folder, max_shard_size="10000GB")
+        save_tokenizer(self.tokenizer, folder, revision=self.revision)
+        for file, module in self._critic_modules().items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            save_file({n: t.detach().contiguous().cpu() for n, t in module.state_dict().items()}, folder / file)
+
+    def load(self, folder: Path, *, only: Literal["policy", "critic"] | None = None) -> None:
+        """Load a checkpoint, or `only` one role of it; the policy may be any PEFT folder or model of the same shape."""
+        for role, place, model, name in self._adapters():
+            if only in (None, role):
+                load_adapter_weights(model, name, folder / place / ADAPTER_FILE)
+        if self.peft is None and only != "critic":
+            load_weights(self.causal, folder / MODEL)
+        if only != "policy":
+            for file, module in self._critic_modules().items():
+                load_weights(module, folder / file)
+        self.keep_trainable()
+
+
+def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    attending = attending_as_now()  # backward comes when the forward pass, and its attention, are over
+
+    def without_dropout(*inputs: Any) -> Any:
+        was, layer.training = layer.training, False
+        try:
+            with attending():
+                return run(*inputs)
+        finally:  # the recomputation is cut short by an exception of its own
+            layer.training = was
+
+    return checkpoint(without_dropout, *args, use_reentrant=False)
+
+
+def weight_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of distinct tensors (tied weights once)."""
+    unique = {tensor.data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.numel() * tensor.itemsize for tensor in unique.values())
+
+
+def load_weights(module: nn.Module, file: Path) -> None:
+    """Load a whole model, decoder or head. Raises ValueError where the file is of another one."""
+    tensors = read_finite(file) if isinstance(module, ValueHead) else read_tensors(file)
+    with reading(f"{file} does not fit this model"):  # a tensor of another shape
+        missing, unexpected = module.load_state_dict(tensors, strict=False)
+    tied = set(getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ())
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise ValueError(f"{file} does not fit this model: missing {missing[:1]}, unexpected {unexpected[:1]}")

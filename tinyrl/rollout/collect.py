@@ -1,0 +1,199 @@
+"""Sample a step's responses and score them; rules for truncated ones, and rewards of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import FEW, few_held_out, prompt_key
+from tinyrl.environments.environment import Episode
+from tinyrl.generation.agents import AgentRunner
+from tinyrl.generation.engine import (
+    Completion,
+    Request,
+    SampledRole,
+    SampleOptions,
+    SamplingEngine,
+    eos_token_ids,
+    unused_defaults,
+)
+from tinyrl.generation.turns import EpisodeRunner, episode_notes, play
+from tinyrl.models.checks import check_reference
+from tinyrl.models.loading import check_ids
+from tinyrl.models.policy import Policy
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.sample import Sample
+from tinyrl.tasks import Task, answers, layout_notes
+from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
+
+
+class Collector:
+    """What samples from a policy and scores the samples: prompts, task, environment, engine, scorer; made by
+    `load_collector`. runner: plays episodes of several turns, or agents; None: one turn. engine_reason: why that one.
+    """
+
+    train_prompts: list[PreparedPrompt]
+    eval_prompts: list[PreparedPrompt]
+    scorer: Scorer
+    owns_scorer: bool
+    engine: SamplingEngine
+    engine_reason: str
+    row_fingerprints: dict[str, str]  # of both splits
+
+    def __init__(self, policy: Policy, task: Task, runner: EpisodeRunner | AgentRunner | None) -> None:
+        self.policy, self.task, self.runner = policy, task, runner
+        self.world = policy.world
+
+    @property
+    def config(self) -> Config:
+        return self.policy.config
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of a response, with what is read between its turns."""
+        return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
+
+    def prepared(
+        self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None
+    ) -> list[PreparedPrompt]:
+        """Prompts of rows, with what an environment, or `openings`, add to them; `limit`: tokens of a prompt."""
+        where, runner, tokenizer = self.config.task, self.runner, self.policy.tokenizer
+        if openings is None and runner is not None:
+            openings = runner.openings(self.task, rows)
+        prepared = prepare_prompts(
+            self.task,
+            rows,
+            tokenizer=tokenizer,
+            chat=where.chat,
+            system_prompt=where.system_prompt,
+            variables=where.chat_template_kwargs if runner is None else runner.variables,
+            max_prompt_tokens=1 << 30 if limit is None else limit,
+            on_overlong_prompt=where.on_overlong_prompt,
+            openings=openings,
+        )
+        check_ids((p.tokens for p in prepared), tokenizer, self.policy.causal)
+        return prepared
+
+    def check(self) -> list[str]:
+        """Check the reference at step 0, and the reward on a gold answer; returns lines worth showing."""
+        config, prompts, policy = self.config, [prompt.tokens for prompt in self.train_prompts], self.policy
+        temperature = config.generation.temperature
+        check_reference(policy, prompts[:4], temperature=temperature, autocast=policy.accelerator.autocast)
+        if not self.world.is_main:  # rank 0 calls the rewards
+            return []
+        self.scorer.start()
+        judged, warnings = self.scorer.check(self.train_prompts)
+        rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
+        warnings += template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
+        if config.run.eval_prompts:
+            held_out, train = ({prompt_key(p.prompt) for p in of} for of in (self.eval_prompts, self.train_prompts))
+            warnings += few_held_out(len(held_out), trained_on=len(held_out) < FEW and held_out <= train)
+        notes = [*layout_notes(self.train_prompts[0].row), *self.engine.start(prompts)]
+        if isinstance(self.runner, AgentRunner):
+            notes.append(f"environment {self.runner.environment.describe()}")
+        elif self.runner is not None:
+            notes += episode_notes(self.runner)
+        notes += filter(None, [*judged, unused_defaults(policy.causal, config.generation)])
+        return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
+
+    def describe_memory(self) -> str:
+        model = self.scorer.model.model if self.scorer.model is not None else None
+        return self.policy.describe_memory(reward_model=model, sampling_copy=self.engine.copy_bytes)
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        """Hand what reward functions print to `write`, in whole lines, from now on."""
+        for function in [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]:
+            function.printed.send_to(write)
+
+    def close(self) -> None:
+        """End helper processes."""
+        if self.owns_scorer:
+            self.scorer.close()
+        self.engine.close()
+        if self.runner is not None:
+            self.runner.close()
+
+    def collect(
+        self,
+        prompts: list[PreparedPrompt],
+        *,
+        group_size: int,
+        step: int,
+        greedy: bool = False,
+        role: SampledRole = "policy",
+    ) -> list[Sample]:
+        """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
+
+        Where something answers in between, a response is an episode of turns, or what an agent asked for. A prompt that
+        is in the batch twice gets further samples, not the same ones again. Samples without a reward are not in the
+        loss: it failed, or none applies. Each process samples some of the prompts, and all of them get all samples.
+        """
+        options: SampleOptions = {"seed": self.config.run.seed, "step": step, "greedy": greedy, "role": role}
+        seen: dict[int, int] = {}
+        requests = []
+        for prompt in prompts:
+            first = seen.get(prompt.index, 0)
+            seen[prompt.index] = first + group_size
+            requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
+        repeated = [prompt for prompt in prompts for _ in range(group_size)]
+        texts, others = [prompt.tokens for prompt in repeated], []
+        if isinstance(self.runner, AgentRunner):  # each agent writes its own prompt
+            played = self.runner.play(prompts, requests, group_size, engine=self.engine, options=options)
+            completions, texts, episodes, others = played
+        else:
+            completions, episodes = self._sample(prompts, requests, group_size, options)
+        samples = [
+            Sample.of(tokens, completion, row=prompt.index, played=episodes[i] if episodes else None)
+            for i, (tokens, completion, prompt) in enumerate(zip(texts, completions, repeated, strict=True))
+        ]
+        for other in others:
+            first = samples[other.episode]
+            first.further.append(Sample.of(other.prompt, other.completion, row=first.row))
+        tokens = [completion.tokens for completion in completions]
+        found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
+        for i, sample in enumerate(samples):
+            sample.scores, sample.reward = found.scores[i].tolist(), float(found.rewards[i])
+            sample.episode, sample.in_loss = i, sample.rewarded
+            sample.comment = found.whys[i] if found.whys else ""
+        for failure in found.failures:
+            samples[failure.row].failures.append(failure.reason)
+        return samples
+
+    def _sample(
+        self, prompts: list[PreparedPrompt], requests: list[Request], group_size: int, options: SampleOptions
+    ) -> tuple[list[Completion], list[Episode] | None]:
+        runner, engine, world = self.runner, self.engine, self.world
+        assert not isinstance(runner, AgentRunner)
+        own, episodes = world.own(range(len(requests))), None
+        prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
+        if runner is None:
+            completions = [
+                completion for group in engine.sample(requests, group_size, **options) for completion in group
+            ]
+        elif own:
+            completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
+        else:
+            completions, episodes = [], []
+        if world.size == 1:
+            return completions, episodes
+
+        def gathered(own: list[Any], kind: Callable[..., Any]) -> list[Any]:
+            """Exchange whole groups, so that they are in order."""
+            groups = [[asdict(one) for one in own[i : i + group_size]] for i in range(0, len(own), group_size)]
+            return [kind(**fields) for group in world.merge(groups) for fields in group]
+
+        return gathered(completions, Completion), None if episodes is None else gathered(episodes, Episode)
+
+
+def template_fault(policy: Policy) -> str | None:
+    """What is wrong with the chat template, where prompts go through it, for a policy that is to end its turns."""
+    where, ends = policy.config.task, eos_token_ids(policy, policy.tokenizer)
+    return answers.template_fault(policy.tokenizer, ends, chat=where.chat, variables=where.chat_template_kwargs)
+
+
+def template_warnings(policy: Policy) -> list[str]:
+    fault = template_fault(policy)
+    return [f"warning: chat template: {fault}"] if fault else []

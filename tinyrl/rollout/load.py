@@ -1,0 +1,188 @@
+"""Load what a method works on: the models of a run, and what samples from them and scores the samples."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from datetime import date
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.config.methods import METHODS
+from tinyrl.config.schema import Config
+from tinyrl.data.readers import placed_rows
+from tinyrl.data.rows import example_rows, fingerprints
+from tinyrl.generation.agents import AgentRunner
+from tinyrl.generation.engine import end_at_turn_end
+from tinyrl.generation.engines import engine_of
+from tinyrl.generation.turns import EpisodeRunner, load_episode_runner
+from tinyrl.models.build import build_policy, build_reward_model
+from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, seed_generators, threads_for
+from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokenizer
+from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.parallel import world
+from tinyrl.models.policy import Policy
+from tinyrl.models.tokens import DATE, asks_for_date
+from tinyrl.rewards.model_text import TextFormat
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.collect import Collector
+from tinyrl.runs.launched import Options
+from tinyrl.tasks import Task, load_splits, load_task
+
+
+def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
+    """Load the models of a run on its device: policy, reference, critic and, where it is wanted, the teacher.
+
+    Random weights (LoRA's A) are drawn from run.seed. Raises ValueError, in a sentence, for what a user can fix.
+    """
+    accelerator = make_accelerator(options.device, dtype=config.model.dtype)
+    model, trust = config.model, options.trust_remote_code
+    seed_generators(config.run.seed)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add up in another order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
+    config = _with_date(config, tokenizer)
+    policy = build_policy(
+        config, device=accelerator.device, dtype=accelerator.dtype, trust_remote_code=trust, teacher=teacher
+    )
+    policy.config, policy.tokenizer, policy.accelerator = config, tokenizer, accelerator
+    policy.revision = model.revision
+    policy.micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
+    check_vocabulary(tokenizer, policy.causal, path=model.path)
+    if policy.critic_model is not None:  # it reads the policy's tokens
+        rows, critic = embedding_rows(policy.causal), config.critic.path or model.path
+        check_vocabulary(tokenizer, policy.critic_model, path=critic, sampled=rows)
+    end_at_turn_end(policy.causal, tokenizer, config.task)
+    return policy
+
+
+def _with_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+    """Record the date of the run, where the chat template asks for one; a run that has one keeps it."""
+    kept, where = config.task.chat_template_kwargs, config.task
+    variables = {name: value for name, value in kept.items() if name != DATE}
+    if where.chat is not False and asks_for_date(tokenizer):
+        variables[DATE] = kept.get(DATE) or world().on_main(lambda: date.today().isoformat())
+    return config.model_copy(update={"task": where.model_copy(update={"chat_template_kwargs": variables})})
+
+
+def resolve_threads(policy: Policy) -> str:
+    """Set torch's thread count (CPU only), by the model's width where run.threads is auto; returns a line with it."""
+    wanted, device, processes = policy.config.run.threads, policy.accelerator.device, policy.world
+    if device.type != "cpu":
+        return f"device {device} ({torch.cuda.get_device_name(device)})"
+    if wanted != "auto":
+        torch.set_num_threads(wanted)
+        return f"device cpu, {wanted} threads (run.threads)"
+    cores = min(processes.gather(cores_here()))
+    if processes.size > 1 and cores == 1:
+        torch.set_num_threads(1)
+        return f"device cpu, 1 thread ({processes.local_size} processes on this machine, a core for each)"
+    # One number for all processes: norms are summed by threads, and weights must stay the same.
+    threads = threads_for(width=policy.causal.config.get_text_config().hidden_size, cores=cores)
+    torch.set_num_threads(threads)
+    return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (run.threads=auto)"
+
+
+def load_collector(
+    config: Config, *, options: Options, judge: Scorer | None = None, teacher: bool = False
+) -> Collector:
+    """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
+    teacher: also the model to learn from. Raises ValueError for what a user can fix.
+    """
+    rows = load_splits(config)  # a bad row is reported before a weight is loaded
+    policy = load_policy(config, options=options, teacher=teacher)
+    config = policy.config
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    runner = _load_runner(config, policy)
+    collector = Collector(policy, task, runner)
+    generation, longest, positions = config.generation, collector.longest_response, policy.positions
+    if longest >= positions:
+        between = longest - generation.max_new_tokens
+        read = "" if runner is None else f" and up to {between} that are read between turns"
+        raise ValueError(
+            f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
+            "positions for prompt and response (of longrope those of original_max_position_embeddings)"
+        )
+    limit = min(generation.max_prompt_tokens, positions - longest)
+    collector.train_prompts, collector.eval_prompts = (collector.prepared(split, limit=limit) for split in rows)
+    collector.owns_scorer = judge is None
+    collector.scorer = (
+        load_scorer(config, task, policy=policy, options=options, runner=runner)
+        if judge is None
+        else judge.with_tokenizer(policy.tokenizer)
+    )
+    prompts = [len(p.tokens) for p in (*collector.train_prompts, *collector.eval_prompts)]
+    by_agents = isinstance(runner, AgentRunner)  # which write their own prompts
+    collector.engine, collector.engine_reason = engine_of(
+        generation,
+        policy,
+        policy.tokenizer,
+        stop=[*generation.stop, *(runner.environment.stop if runner else ())],
+        longest_response=longest,
+        longest_prompt=generation.max_prompt_tokens if by_agents else max(prompts, default=0),
+    )
+    policy.micro_batches.make_room = collector.engine.release
+    collector.row_fingerprints = fingerprints(
+        [p.row for p in collector.train_prompts], [p.row for p in collector.eval_prompts]
+    )
+    return collector
+
+
+def _load_runner(config: Config, policy: Policy) -> EpisodeRunner | AgentRunner | None:
+    if config.environment.agent is None or not config.uses("environment"):
+        return load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
+    if policy.world.size > 1:
+        raise ValueError("environment.agent works in one process, and several were launched")
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
+    return AgentRunner(config, positions=policy.positions)
+
+
+def load_scorer(
+    config: Config, task: Task, *, policy: Policy, options: Options, runner: EpisodeRunner | AgentRunner | None
+) -> Scorer:
+    """Load the configuration's own rewards, not started."""
+    dtype = resolve_dtype(config.model.dtype, on_cpu=policy.accelerator.device.type == "cpu")
+    model = build_reward_model(config, policy, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    return Scorer(
+        config.reward,
+        task,
+        tokenizer=policy.tokenizer,
+        policy=policy,
+        policy_format=TextFormat.of_run(config),
+        model=model,
+        micro_batches=policy.micro_batches,
+        environment=runner.environment if runner else None,
+        needed=config.trains.rewarded,
+    )
+
+
+def method_of(name: str) -> Any:
+    """Return the class of a method; imported now, since others may need libraries that this one does not."""
+    module, _, kind = METHODS[name].trainer.partition(":")
+    return getattr(importlib.import_module(module), kind)
+
+
+def load_method(config: Config, *, options: Options) -> Any:
+    """Load a method (training/method.py) with all that it works on. Raises ValueError for what a user can fix."""
+    method = method_of(config.method)
+    if not METHODS[config.method].samples:
+        notes: list[str] = []
+        rows, held_out = example_rows(config, notes)
+        return method(load_policy(config, options=options), rows, held_out, notes)
+    generation = config.generation
+    if generation.top_p < 1 or generation.top_k:
+        setting = "top_k" if generation.top_k else "top_p"
+        raise ValueError(
+            f"generation.{setting}={getattr(generation, setting)} cuts the distribution that is sampled, not the "
+            "one that is scored: KL turns negative, ratios lie. `tinyrl eval` takes it"
+        )
+    text = placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
+    made = method(load_collector(config, options=options, teacher=True))
+    if text:
+        made.read_text(text)
+    return made

@@ -1,0 +1,132 @@
+"""Lines of samples.jsonl and tokens.jsonl: samples as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinyrl.data.messages import policy_text
+from tinyrl.rollout.sample import Sample, num_episodes, token_rewards_of
+
+if TYPE_CHECKING:
+    from tinyrl.rewards.scorer import Scorer
+
+SAMPLES_BYTES = 90e6  # of samples.jsonl; a long run leaves out steps
+TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
+CHARACTER_TOKENS = 8  # no character is made of more
+
+
+def completion_text(sample: Sample, scorer: Scorer) -> str:
+    """What the policy wrote."""
+    return scorer.text(sample.response) if sample.played is None else policy_text(sample.played.transcript)
+
+
+def sample_key(sample: Sample, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
+    """The prompt of a sample and its number in the group; prompts: their texts, by index."""
+    return {"prompt_index": sample.row, "sample": sample.episode % group_size, "prompt": prompts[sample.row]}
+
+
+def sample_lines(
+    samples: Sequence[Sample],
+    texts: list[str],
+    *,
+    kind: str,
+    prompts: Mapping[int, str],
+    group_size: int,
+    names: list[str],
+    advantages: Tensor | None = None,
+) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl, without their step, of the first samples: those whose texts are given.
+
+    prompts: their texts, by index; advantages (B,).
+    """
+    return [
+        {
+            "kind": kind,
+            **sample_key(sample, prompts=prompts, group_size=group_size),
+            "completion": text,
+            **({} if sample.played is None else {"episode": sample.played.transcript}),
+            "rewards": dict(zip(names, sample.scores, strict=True)),
+            "reward": sample.reward,
+            "advantage": None if advantages is None else float(advantages[row]),
+            "finish_reason": sample.finish,
+        }
+        for row, (sample, text) in enumerate(zip(samples, texts, strict=False))
+    ]
+
+
+# ---- lines of tokens.jsonl: completions token by token, as the update saw them ----
+
+
+def shown_samples(samples: list[Sample], *, group_size: int) -> list[Sample]:
+    """Those shown token by token: of each prompt those with the highest and lowest reward, then others in the loss."""
+    first: dict[int, Sample] = {}
+    for start in range(0, num_episodes(samples), group_size):
+        group = [sample for sample in samples[start : start + group_size] if sample.in_loss]
+        if group:
+            ends = max(group, key=lambda sample: sample.reward), min(group, key=lambda sample: sample.reward)
+            first |= {id(sample): sample for sample in ends}
+    others = [sample for sample in samples if sample.in_loss and id(sample) not in first]
+    return [*first.values(), *others][:TOKEN_BY_TOKEN]
+
+
+def token_lines(
+    samples: list[Sample],
+    *,
+    new_logprobs: Tensor,
+    rewards: Tensor | None,
+    tokenizer: Any,
+    prompts: dict[int, str],
+    group_size: int,
+) -> Iterator[dict[str, Any]]:
+    """Lines of tokens.jsonl: each token with its advantage in the loss, its log-probability before the update, after it
+    and under the reference, its value, and the reward that stands on it. Tokens that were only read have none of these.
+
+    new_logprobs (B, T); rewards (B, T) of tokens, None: the score is on the last one.
+    """
+    if rewards is None:
+        rewards = token_rewards_of(samples, torch.zeros(new_logprobs.shape), kl_coef=0.0)
+    for row, sample in enumerate(samples):
+        assert sample.advantage is not None
+        tokens = sample.response
+        kinds = {
+            "advantage": sample.advantage.expand(len(tokens)),
+            "old": torch.tensor(sample.logprobs) if sample.old is None else sample.old,
+            "ref": sample.ref,
+            "value": sample.values,
+            "teacher": sample.teacher,
+            "reward": rewards[row],
+            "new": new_logprobs[row],
+        }
+        columns = {name: None if x is None else x.tolist() for name, x in kinds.items()}
+        yield {
+            "kind": "train",
+            **sample_key(sample, prompts=prompts, group_size=group_size),
+            "reward": sample.reward,
+            "tokens": [
+                {"piece": piece, "chosen": sample.mask[t]}
+                | {name: round(column[t], 3) if column and sample.mask[t] else None for name, column in columns.items()}
+                for t, piece in enumerate(pieces(tokenizer, tokens, before=sample.prompt[-1:]))
+            ],
+        }
+
+
+def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:
+    """The text each token adds behind `before`; a character of several tokens is the last one's."""
+    out: list[str] = []
+    ids, known, read = [*before, *tokens], 0, len(before)
+
+    def text(start: int, end: int) -> str:
+        return str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))
+
+    for end in range(len(before) + 1, len(ids) + 1):
+        now = text(known, end)
+        if now.endswith("\ufffd") and end - read < CHARACTER_TOKENS and end < len(ids):
+            out.append("")
+            continue
+        out.append(now[len(text(known, read)) :])
+        known, read = read, end
+    return out

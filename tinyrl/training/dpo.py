@@ -1,0 +1,214 @@
+"""Direct preference optimization: a policy learns from pairs of answers, without a reward model, without sampling.
+
+DPO (2305.18290) Eq. 7. IPO, KTO, ORPO and SimPO are other losses of the same log-probabilities, one word away
+(algorithms/preference.py).
+
+    for each step: a batch of pairs; log-probabilities of both answers under the reference, at a pair's first use,
+    and under the policy; the loss; an optimizer step
+
+Both answers stand behind one prompt, which is read once. The reference is what training starts from: the base with
+adapters off, a frozen copy of the start adapter, or of the model. Its log-probabilities of a row are kept in the
+checkpoint, so nothing waits for them before the first step, no epoch computes them again, and a resume is exact. KTO is
+learnt from pairs here, each a desirable and an undesirable example; rows with a single labelled answer are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
+from tinyrl.config.method_sections import DpoConfig
+from tinyrl.data.formats import Side, preference
+from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.readers import Row
+from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.models.batch import Batch, Example
+from tinyrl.models.checks import check_reference, reference_of
+from tinyrl.models.packing import common_length
+from tinyrl.models.policy import Policy
+from tinyrl.training.rows import BatchLoss, Rows, joined, rendered
+from tinyrl.training.run import Run
+
+REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
+Split = Literal["training", "held-out"]
+
+
+class Dpo(Rows):
+    """Preference optimization. A row has one example, a pair.
+
+    State: `reference`, for each split (N, 3): the reference's log-probabilities of chosen and rejected, and 1 where
+    they are known.
+    """
+
+    def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
+        super().__init__(policy, rows, held_out, notes)
+        if self.config.dpo.loss == "kto" and len(self.train_rows) < 2:
+            raise ValueError(
+                "dpo.loss=kto estimates a KL from the answers to other prompts, so it needs 2 pairs or more"
+            )
+        self.forget()
+
+    def forget(self) -> None:
+        self.reference: dict[Split, Tensor] = {
+            "training": torch.zeros(len(self.train_rows), 3),
+            "held-out": torch.zeros(len(self.held_out), 3),
+        }
+
+    @property
+    def limit(self) -> tuple[int, str]:
+        most = self.config.dpo.max_tokens
+        return (most, f"dpo.max_tokens={most}") if most and most <= self.policy.positions else super().limit
+
+    def examples(self, row: Row) -> list[Example]:
+        """Both sides behind what their prompts have in common: all, unless a side begins with other messages."""
+        pair = preference(row)
+        sides = [answered(self.policy, pair.prompt, answer) for answer in pair.answers]
+        at = common_length([side.prompt for side in sides])
+        answers = tuple(side.texts[0][at:] for side in sides)
+        masks = None
+        if any(side.masks or len(side.prompt) > at for side in sides):
+            learnt = [side.listed()[0] for side in sides]
+            masks = tuple([False] * (len(s.prompt) - at) + mask for s, mask in zip(sides, learnt, strict=True))
+        return [Example(sides[0].prompt[:at], answers, masks)]
+
+    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
+        # 1. Log-probabilities under the reference; for KTO, how far the policy is from it elsewhere.
+        reference, kl = None, 0.0
+        if self.policy.has_reference:
+            with run.timed("reference"):
+                reference, kl = self.reference_logprobs("training", rows), reference_point(self, examples)
+
+        places = {id(pair): place for place, pair in enumerate(examples)}
+
+        # 2. The loss that the optimizer step descends.
+        def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs, count = pair_logprobs(self.policy, "policy", batch), len(examples)
+            theirs = None if reference is None else reference[[places[id(pair)] for pair in batch.items]]
+            loss, metrics = preference_loss(self.config.dpo, logprobs, theirs, batch.items, kl=kl, denominator=count)
+            chosen, rejected = (logprobs.detach().sum(0) / count).unbind()
+            return loss, {**metrics, "policy/chosen_logprobs": chosen, "policy/rejected_logprobs": rejected}
+
+        more = {"preference/kl": kl} if self.config.dpo.loss == "kto" else {}
+        return loss_of, {"completion/tokens": float(sum(sum(pair.learnt) for pair in examples)), **more}
+
+    def evaluate(self) -> Evaluation:
+        """Accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
+        pairs = [pair for row in self.held_out[: self.config.run.eval_prompts] for pair in row]
+        policy = logprobs_of(self.policy, "policy", pairs)
+        reference = self.reference_logprobs("held-out", range(len(pairs)))
+        kl = reference_point(self, pairs)
+        loss, metrics = preference_loss(self.config.dpo, policy, reference, pairs, kl=kl)
+        named = {name: float(metrics[f"rewards/{name}"]) for name in ("accuracy", "margin")}
+        sides = {name: float(metrics[name]) for name in ("rewards/chosen", "rewards/rejected")}
+        return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)}, [], [])
+
+    def reference_logprobs(self, split: Split, rows: Sequence[int]) -> Tensor | None:
+        """(B, 2) of chosen and rejected, computed at first use and kept; None where the loss needs no reference."""
+        if not self.policy.has_reference:
+            return None
+        pairs, known = self.train_rows if split == "training" else self.held_out, self.reference[split]
+        new = [row for row in dict.fromkeys(rows) if not known[row, 2]]
+        if new:
+            known[new, :2] = logprobs_of(self.policy, "reference", [pairs[row][0] for row in new])
+            known[new, 2] = 1.0
+        return known[list(rows), :2]
+
+    def check(self) -> list[str]:
+        """Check that policy and reference agree before the first step."""
+        texts = [pair.texts[0] for row in self.train_rows[:4] for pair in row]
+        check_reference(self.policy, texts, temperature=1.0, autocast=self.policy.accelerator.autocast)
+        more = [f"the reference is {reference_of(self.policy)}"] if self.policy.has_reference else []
+        return [*super().check(), *more]
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.policy.has_reference:
+            save_file({**self.reference}, folder / REFERENCE_LOGPROBS)
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        if (folder / REFERENCE_LOGPROBS).is_file():  # not where the run began with a loss that needs none
+            kept = load_file(folder / REFERENCE_LOGPROBS)
+            self.reference = {"training": kept["training"], "held-out": kept["held-out"]}
+
+
+def answered(policy: Policy, prompt: Prompt | None, answer: Side) -> Example:
+    """A side of a pair behind its prompt. Of several messages each turn of the assistant is learnt. Raises ValueError
+    where it cannot be rendered.
+    """
+    system_prompt = policy.config.task.system_prompt
+    if isinstance(answer, str) or len(answer) == 1:
+        return rendered(policy, prompt, answer, system_prompt=system_prompt)
+    messages = [*as_messages(prompt), *answer]
+    first = len(messages) - len(answer)
+    turns = [at for at, message in enumerate(messages) if at >= first and message["role"] == "assistant"]
+    one, *more = joined([rendered(policy, messages[:at], [messages[at]], system_prompt=system_prompt) for at in turns])
+    if more:
+        raise ValueError(
+            "the chat template writes a turn of the answer differently once other messages follow it, so the answer "
+            "is no single text; give its last turn alone, behind the messages before it"
+        )
+    return one
+
+
+# ---- the loss ----
+
+
+def preference_loss(
+    dpo: DpoConfig,
+    logprobs: Tensor,
+    reference: Tensor | None,
+    pairs: Sequence[Example],
+    *,
+    kl: float,
+    denominator: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of `pairs` that `dpo` names. logprobs, reference: (B, 2), summed over tokens, of chosen and rejected."""
+    lengths = torch.tensor([pair.learnt for pair in pairs]).to(logprobs)
+    if reference is None:
+        chosen, rejected = (logprobs / lengths).unbind(1)
+        if dpo.loss == "orpo":
+            return orpo_loss(chosen, rejected, beta=dpo.beta, denominator=denominator)
+        assert dpo.loss == "simpo", dpo.loss
+        gamma = dpo.target_margin
+        return simpo_loss(chosen, rejected, beta=dpo.beta, target_margin=gamma, denominator=denominator)
+    policy, reference = logprobs, reference.to(logprobs)
+    if dpo.loss == "ipo":
+        policy, reference = policy / lengths, reference / lengths
+    four = (*policy.unbind(1), *reference.unbind(1))
+    if dpo.loss in ("ipo", "ipo_sum"):
+        return ipo_loss(*four, beta=dpo.beta, denominator=denominator)
+    if dpo.loss == "kto":
+        return kto_loss(*four, beta=dpo.beta, kl=kl, denominator=denominator)
+    assert dpo.loss == "sigmoid", dpo.loss
+    return dpo_loss(*four, beta=dpo.beta, label_smoothing=dpo.label_smoothing, denominator=denominator)
+
+
+def reference_point(dpo: Dpo, pairs: list[Example]) -> float:
+    """KTO's z_0: the mean log-ratio, at least 0, of each answer behind the next pair's prompt, where that is another
+    prompt and both are short enough; 0 for other losses.
+    """
+    if dpo.config.dpo.loss != "kto":
+        return 0.0
+    nexts = zip(pairs, pairs[1:] + pairs[:1], strict=True)
+    shifted = (b._replace(prompt=a.prompt) for a, b in nexts if a.prompt != b.prompt)
+    others = [pair for pair in shifted if pair.length <= dpo.limit[0]]
+    if not others:
+        return 0.0
+    return mismatched_kl(logprobs_of(dpo.policy, "policy", others), logprobs_of(dpo.policy, "reference", others))
+
+
+def pair_logprobs(policy: Policy, role: Literal["policy", "reference"], batch: Batch) -> Tensor:
+    """(B, 2): log-probabilities of chosen and rejected, summed over their tokens; the role must be acting."""
+    return policy.logprobs(role, batch, temperature=1.0)[0].sum(1).view(2, -1).T
+
+
+def logprobs_of(policy: Policy, role: Literal["policy", "reference"], pairs: list[Example]) -> Tensor:
+    """`pair_logprobs` of any number of pairs, without gradient, on the CPU."""
+    return policy.map_samples(lambda batch: (pair_logprobs(policy, role, batch),), pairs, role=role, width=2)[0]

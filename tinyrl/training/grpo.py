@@ -1,0 +1,152 @@
+"""GRPO and its family (DAPO, Dr. GRPO, GSPO, GDPO, CISPO, RLOO, REINFORCE++): DeepSeekMath (2402.03300), Algorithm 1.
+
+    for each step:
+        1. sample a group of responses for each prompt, score them
+        2. log-probabilities under the reference (where kl_coef > 0), and of the policy before its update (where several
+           optimizer steps use the rollout)
+        3. advantage of a response: its score against its group
+        4. for each minibatch: clipped policy loss (+ KL to the reference, - entropy bonus), optimizer step
+
+What differs from the paper: the default preset is DAPO's (2503.14476): no KL, clip 0.2 / 0.28, all tokens of a step
+weigh the same; the reference is frozen for the whole run; a rollout feeds one optimizer step unless grpo.num_epochs
+or grpo.minibatch_size say otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
+from tinyrl.algorithms.masking import masked_whiten
+from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.data.rows import keyed_order
+from tinyrl.rollout.sample import (
+    Sample,
+    conversations,
+    fill,
+    kl,
+    loss_mask,
+    num_episodes,
+    rewards_of,
+    token_rewards_of,
+)
+from tinyrl.training.on_policy import OnPolicy
+
+if TYPE_CHECKING:
+    from tinyrl.training.run import Run
+
+
+class Grpo(OnPolicy):
+    def train(self, run: Run) -> None:
+        config = self.config.grpo
+        self.begin(run)
+        for step in run.steps():
+            # 1. A group of responses for each prompt, and their scores.
+            with run.timed("rollout"):
+                episodes, rewards = self.sample_groups(step)
+                samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
+            # 2. Their log-probabilities under the reference, and before the update.
+            with run.timed("reference"):
+                self.compute_logprobs(samples, scored=kl_in_score(config))
+            taught = self.ask_teacher(samples)
+            run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
+            # 3. How much better a response is than its group; an agent's conversations share their episode's.
+            advantages = group_relative(samples[: num_episodes(samples)], config, weights=self.collector.scorer.weights)
+            advantages = advantages[[sample.episode for sample in samples]]
+            fill(samples, "advantage", advantages)
+            # 4. An optimizer step for each minibatch.
+            with run.timed("update"):
+                for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
+                    metrics = run.updater.step(self.passes(minibatch, kl_coef=config.kl_coef), train=["policy"])
+                    self.watch_sampling(metrics)
+                    run.metrics.add(metrics)
+            self.record(samples, advantages, step)
+            run.end_step(**self.count_flat(samples))
+
+    def sample_groups(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh
+        prompts replace groups without spread (DAPO's dynamic sampling), in at most so many rounds. The metrics are from
+        before that: groups selected by their rewards would bias them.
+        """
+        config, size, weights = self.config.grpo, self.group_size, self.collector.scorer.weights
+        rows = self.collector.train_prompts
+        prompts = self.prompts(step)
+        samples = self.collect(prompts, step)
+        drawn = {p.index for p in prompts}
+        flat = without_spread(samples, config, weights)
+        count = len(prompts)
+        metrics = {**self.reward_metrics(samples), "reward/zero_spread_groups": len(flat) / count}
+        for refill_round in range(config.dynamic_sampling_rounds):
+            order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
+            prompts = [rows[i] for i in order if rows[i].index not in drawn][: len(flat)]
+            if not prompts:
+                break
+            drawn |= {p.index for p in prompts}
+            fresh = self.collect(prompts, step)
+            useless = without_spread(fresh, config, weights)
+            informative = [group for group in range(len(prompts)) if group not in useless]
+            for place, group in zip(flat, informative, strict=False):
+                samples[place * size : (place + 1) * size] = fresh[group * size : (group + 1) * size]
+            flat = flat[len(informative) :]
+        if config.dynamic_sampling_rounds:
+            metrics["reward/zero_spread_kept"] = len(flat) / count
+        return samples, metrics
+
+
+def kl_in_score(config: GrpoConfig) -> bool:
+    """Whether the KL of a response is compared with its group: as in RLOO, unlike REINFORCE++, whose KL is by token."""
+    return config.kl_in_reward and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
+
+
+def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:
+    """Advantages (B,) or (B, T) of whole groups, by `grpo.advantage`. The returns of REINFORCE++ are whitened over the
+    step; others compare score - kl_coef * summed k1 with the group, or each reward on its own, by its one of the
+    `weights`.
+
+    Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: normalised
+    together, as in verl, a group of equal rewards would be driven by the KL alone, whatever kl_coef is.
+    """
+    scores, group_size = rewards_of(samples), config.group_size
+    if config.advantage in ("reinforce++", "reinforce++-baseline"):
+        mask, against_group = loss_mask(samples), None
+        if config.advantage == "reinforce++-baseline":  # REINFORCE++-baseline: against the group first
+            against_group = group_advantages(scores, group_size=group_size, scale="none")
+        kl_coef = config.kl_coef if config.kl_in_reward else 0.0
+        rewards = token_rewards_of(samples, kl(samples, mask), kl_coef=kl_coef, scores=against_group)
+        return masked_whiten(discounted_returns(rewards, mask, gamma=1.0), mask)
+    penalties = torch.zeros_like(scores)
+    if kl_in_score(config):
+        penalties = config.kl_coef * kl(samples, loss_mask(samples, "rewarded")).sum(1)
+        penalties = torch.where(scores.isnan(), torch.nan, penalties)
+    if config.advantage == "leave-one-out":
+        return rloo_advantages(scores - penalties, group_size=group_size)
+    if config.preset == "gdpo":
+        assert weights is not None, "several rewards are weighed after each is normalised"
+        each = compared_scores(samples, config)
+        return decoupled_advantages(each, weights=weights, group_size=group_size, scale=config.advantage_scale)
+    advantages = group_advantages(scores, group_size=group_size, scale=config.advantage_scale)
+    return advantages - group_advantages(penalties, group_size=group_size, scale="none")
+
+
+def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
+    """(B, 1) or (B, R) what the responses of a group are compared by: the sum of their rewards, or each; NaN: none."""
+    rewards = rewards_of(samples).unsqueeze(1)
+    if config.preset != "gdpo":
+        return rewards
+    return torch.where(rewards.isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
+
+
+def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -> list[int]:
+    """Groups whose valid scores are all the same, so that they teach nothing. A reward of weight 0 among the `weights`
+    (R,) is compared in nothing.
+    """
+    scores = compared_scores(samples, config)
+    if config.preset == "gdpo":
+        scores = scores[:, weights != 0]
+    groups = scores.reshape(-1, config.group_size, scores.shape[1])
+    highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
+    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)
+    return (~(highest > lowest).any(1)).nonzero().flatten().tolist()

@@ -1,0 +1,71 @@
+"""A training method as a run sees it: its loop, its numbers on held-out rows, what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from tinyrl.models.batch import Batch, Item
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
+    from tinyrl.evaluation.evaluate import Evaluation
+    from tinyrl.models.policy import Policy, Role
+    from tinyrl.training.run import Run
+
+
+class Pass(NamedTuple):
+    """A forward and backward pass of a role: the loss of each micro-batch of items, divided by counts of all of them.
+    last_tokens: the state of each row's last token is read too, for scores.
+    """
+
+    role: Role
+    items: Sequence[Item]
+    loss: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]  # (loss, metrics that add up)
+    last_tokens: bool = False
+
+
+class Method:
+    """Base of the methods. has_prompts: whether another method finds prompts in the rows of task.data."""
+
+    row_fingerprints: dict[str, str]  # of both splits
+    has_prompts = True
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.world = policy, policy.world
+
+    @property
+    def config(self) -> Config:
+        return self.policy.config
+
+    def train(self, run: Run) -> None:
+        raise NotImplementedError
+
+    def evaluate(self) -> Evaluation:
+        """Its numbers on the first run.eval_prompts held-out rows."""
+        raise NotImplementedError
+
+    def check(self) -> list[str]:
+        """Check what can only be checked now, before step 1; returns lines worth showing."""
+        return []
+
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder)
+
+    def forget(self) -> None:
+        """Discard what was computed from rows or frozen models, which are others now."""
+
+    def describe_memory(self) -> str:
+        return self.policy.describe_memory()
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        """Hand what reward functions print to `write`, in whole lines, from now on."""
+
+    def close(self) -> None:
+        """End helper processes."""

@@ -1,0 +1,365 @@
+"""Learning from a policy's own samples, shared by GRPO, PPO and distillation: sampling, rescoring, loss, records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from tinyrl.algorithms.losses import Metrics
+from tinyrl.algorithms.masking import masked_mean
+from tinyrl.evaluation.evaluate import Evaluation, evaluate
+from tinyrl.models.batch import Batch, Tokens, padded
+from tinyrl.models.parallel import ALONE, World
+from tinyrl.rewards.functions import count_bad_batches, describe_failure
+from tinyrl.rollout.records import SAMPLES_BYTES, completion_text, sample_lines, shown_samples, token_lines
+from tinyrl.rollout.sample import (
+    Sample,
+    apply_length_rules,
+    environment_metrics,
+    fill,
+    kl_per_response,
+    length_metrics,
+    loss_mask,
+    num_episodes,
+    rewards_of,
+)
+from tinyrl.runs.signals import stop_held
+from tinyrl.training.method import Method, Pass
+from tinyrl.training.policy_loss import Counts, policy_loss, sampling_gap
+from tinyrl.training.prompt_sampler import PassRates, PromptSampler, PromptStats
+
+if TYPE_CHECKING:
+    from tinyrl.rollout.collect import Collector
+    from tinyrl.tasks.prompts import PreparedPrompt
+    from tinyrl.training.run import Run
+    from tinyrl.training.teacher import Teacher
+
+# Sampling log-probabilities this close to a training pass's are used as `old`: through 30 layers of a real model
+# float32 rounds by up to 2e-5.
+EXACT_TO = 1e-4
+SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
+MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
+
+BatchLoss = Callable[[Batch, Tensor], tuple[Tensor, Metrics]]  # of a micro-batch and the policy's states (N, H)
+
+
+class OnPolicy(Method):
+    """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
+
+    def __init__(self, collector: Collector) -> None:
+        super().__init__(collector.policy)
+        self.collector, self.row_fingerprints = collector, collector.row_fingerprints
+        self.temperature, self.group_size = self.config.generation.temperature, self.config.on_policy.group_size
+        self.teacher: Teacher | None = None
+        if self.config.learns_from_teacher:
+            from tinyrl.training.teacher import teacher_of  # which brings the client of servers
+
+            self.teacher = teacher_of(self)
+
+    def check(self) -> list[str]:
+        notes = [] if self.teacher is None else self.teacher.start()
+        return [*self.collector.check(), *notes]
+
+    def evaluate(self) -> Evaluation:
+        return evaluate(self.collector, num_prompts=self.config.run.eval_prompts)
+
+    def describe_memory(self) -> str:
+        return self.collector.describe_memory()
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        self.collector.keep_output(write)
+
+    def close(self) -> None:
+        self.collector.close()
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether each step's samples are scored under the reference."""
+        return self.config.on_policy.kl_coef > 0
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether several optimizer steps use a step's samples."""
+        section = self.config.on_policy
+        return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
+
+    # ---- sampling ----
+
+    def begin(self, run: Run) -> None:
+        """Collect samples for a run from now on."""
+        self.run, self.state = run, run.state
+        self._warned: set[str] = set()
+        controllers, here = self.state.controllers, self.policy.accelerator
+        here = f"{self.collector.engine.name} on {here.device.type}, mixed precision {here.mixed_precision}"
+        if controllers.measured_on != here:
+            controllers.measured_on, controllers.exact_sampling = here, None
+        self._texts = {prompt.index: prompt.text for prompt in self.collector.train_prompts}
+        self.tried = PromptStats(self.config.task.solved_reward)
+        task, how = self.config.task, (self.config.on_policy.num_prompts, self.config.run.seed)
+        if task.sampler == "difficulty":
+            self.choice = PassRates(task, self.collector.train_prompts, *how, self.state.controllers.pass_rates)
+        else:
+            self.choice = PromptSampler(task, self.collector.train_prompts, *how)
+
+    def prompts(self, step: int) -> list[PreparedPrompt]:
+        """The prompts of a step: a function of (seed, step), and of what was seen so far where task says so."""
+        return [self.collector.train_prompts[i] for i in self.choice.draw(step)]
+
+    def collect(self, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
+        """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
+        self.run.display.phase("sampling")
+        samples = self.collector.collect(prompts, group_size=self.group_size, step=step)
+        apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
+        self.tried.look(prompts, rewards_of(samples))
+        self._report_failures(samples, step)
+        self.state.completions += len(samples)
+        self.state.tokens += sum(sample.num_actions for sample in samples)
+        return samples
+
+    def _warn_once(self, key: str, sentence: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            self.run.display.note(f"warning: {sentence}")
+
+    def _report_failures(self, samples: list[Sample], step: int) -> None:
+        runner = self.collector.runner
+        retried = self.collector.scorer.retried | (runner.environment.retried if runner else {})
+        for name, why in retried.items():
+            self._warn_once(name, f"`{name}` was tried row by row: on the whole batch it {why}")
+        failed = [sample for sample in samples if sample.failures]
+        lost, sentence = sum(not sample.rewarded for sample in failed), ""
+        if failed:
+            prompts = {prompt.index: prompt for prompt in self.collector.train_prompts}
+            sentence = describe_failure(prompts[failed[0].row].prompt, failed[0].failures[0])
+            dropped = "their rows are" if lost == len(failed) else f"{lost} of their rows are"
+            self.run.display.note(
+                f"warning: {len(failed)} of {len(samples)} rewards failed and {dropped} dropped "
+                f"(they are in {self.run.folder.failed_rewards}). {sentence}"
+            )
+            lines = [
+                {
+                    "step": step + 1,
+                    "prompt_index": sample.row,
+                    "sample": sample.episode % self.group_size,
+                    "prompt": self._texts[sample.row],
+                    "completion": completion_text(sample, self.collector.scorer),
+                    **({} if sample.played is None else {"episode": sample.played.transcript}),
+                    "reason": reason,
+                }
+                for sample in failed
+                for reason in sample.failures
+            ]
+            self.run.folder.append(self.run.folder.failed_rewards, lines)
+        if self.config.trains.rewarded:
+            self.state.controllers.failing_batches = count_bad_batches(
+                self.state.controllers.failing_batches,
+                rows=len(samples),
+                failed=lost,
+                rewarded=sum(sample.rewarded for sample in samples),
+                first_failure=sentence,
+            )
+
+    def record_prompts(self, step: int) -> dict[str, float]:
+        """Put on record which prompts of a step were solved; its metrics."""
+        metrics = self.choice.keep(step, self.tried)
+        folder, prompts = self.run.folder, self.tried.take()  # of each its index, key, how often tried and solved
+        folder.append(folder.prompts, [{"step": step + 1, "prompts": prompts}])
+        return metrics
+
+    # ---- passes without gradient ----
+
+    def compute_logprobs(self, samples: list[Sample], *, scored: bool = False) -> None:
+        """Fill in `ref` where a KL needs it, `old` where several optimizer steps use the samples. With one step the
+        training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL then takes the policy's
+        from a pass like the reference's, as an engine that is not exact would add its own noise to it.
+
+        `scored`: of every sample with a reward, those that are left out of the loss among them.
+        """
+        tokens: Tokens = "rewarded" if scored else "loss"
+        if self.reads_reference:
+            fill(samples, "ref", self.logprobs(samples, "reference", tokens=tokens))
+        if not self.several_steps:
+            if self.reads_reference and not self.samples_exactly:
+                fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
+            return
+        controllers, sampled = self.state.controllers, padded(samples, "logprobs")
+        fill(samples, "old", sampled)
+        if controllers.exact_sampling:
+            return
+        rescored = self.logprobs(samples, "policy", tokens=tokens)
+        if controllers.exact_sampling is None and (mask := loss_mask(samples)).any():  # not measured yet
+            gap = float(torch.where(mask, rescored - sampled, 0.0).abs().max())
+            controllers.exact_sampling = self.collector.engine.exact and gap < EXACT_TO
+        if not controllers.exact_sampling:
+            fill(samples, "old", rescored)
+
+    def logprobs(
+        self,
+        samples: list[Sample],
+        role: Literal["policy", "reference"],
+        *,
+        tokens: Tokens = "loss",
+        among: World | None = None,
+    ) -> Tensor:
+        """(B, T) log-probabilities of the tokens that count, under a role."""
+        self.run.display.phase(role)
+        compute = partial(self.policy.logprobs, role, temperature=self.temperature)
+        return self.policy.map_samples(lambda b: compute(b)[:1], samples, role=role, tokens=tokens, among=among)[0]
+
+    @property
+    def samples_exactly(self) -> bool:
+        """Whether the engine's log-probabilities are those of a training pass, up to rounding in float32."""
+        return self.collector.engine.exact and self.policy.accelerator.mixed_precision == "no"
+
+    def watch_sampling(self, metrics: dict[str, float]) -> None:
+        """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
+        if metrics.get("policy/sampling_gap", 0.0) > EXACT_TO and self.state.controllers.exact_sampling:
+            self.state.controllers.exact_sampling = None
+
+    def ask_teacher(self, samples: list[Sample]) -> dict[str, float]:
+        """Let the teacher, where there is one, score the samples; its metrics."""
+        if self.teacher is None:
+            return {}
+        with self.run.timed("teacher"):
+            return self.teacher.score(samples)
+
+    # ---- the loss ----
+
+    def passes(self, minibatch: list[Sample], *, kl_coef: float) -> list[Pass]:
+        """The passes of an optimizer step on a minibatch; none where no token of it is in the loss."""
+        loss = self.policy_loss(minibatch, kl_coef=kl_coef)
+        return self.passes_over(minibatch, policy=lambda batch: loss(batch, self.policy.policy_states(batch)))
+
+    def passes_over(self, minibatch: list[Sample], **losses: Callable[[Batch], tuple[Tensor, Metrics]]) -> list[Pass]:
+        """A pass of each role over a minibatch; none where no token of it is in the loss."""
+        if not loss_mask(minibatch).any():
+            return []
+        return [Pass(role, minibatch, loss) for role, loss in losses.items()]  # pyright: ignore[reportArgumentType]
+
+    def policy_loss(self, minibatch: list[Sample], *, kl_coef: float) -> BatchLoss:
+        """The loss of a minibatch, micro-batch by micro-batch. A KL in the reward is not one in the loss.
+
+        Before the first optimizer step on the samples the policy is the one that sampled them, so its log-probabilities
+        show how far sampling and training differ, at no cost.
+        """
+        config, first = self.config, self.run.update == 0
+        section, counts = config.on_policy, Counts.of(loss_mask(minibatch))
+        kl_coef = 0.0 if section.kl_in_reward or not self.policy.has_reference else kl_coef
+        teacher_coef = config.teacher.kl_coef if config.method != "distill" else 0.0
+        distance = None
+        if teacher_coef > 0:
+            assert self.teacher is not None
+            distance = self.teacher.distance_loss(minibatch)
+
+        def loss(batch: Batch, states: Tensor) -> tuple[Tensor, Metrics]:
+            logprobs, entropy = self.policy.logprobs(
+                "policy",
+                batch,
+                temperature=self.temperature,
+                states=states,
+                entropy_grad=section.entropy_coef > 0,
+            )
+            total, metrics = policy_loss(
+                logprobs,
+                entropy,
+                batch,
+                counts,
+                section,
+                kl_coef=kl_coef,
+                max_new_tokens=config.generation.max_new_tokens,
+                inexact=not self.samples_exactly,
+            )
+            if distance is not None:
+                apart, of_distance = distance(batch, states)
+                total, metrics = total + teacher_coef * apart, of_distance | metrics
+            return total, metrics | sampling_gap(logprobs, batch, counts) if first else metrics
+
+        return loss
+
+    # ---- metrics and records ----
+
+    def count_flat(self, samples: list[Sample]) -> dict[str, float]:
+        """Count a step in which the policy had no gradient, and warn of the first. Metric: optim/flat_steps."""
+        controllers = self.state.controllers
+        norms, _ = self.run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
+        flat, why = norms == 0.0, ""
+        if not loss_mask(samples).any():
+            lost = sum(not sample.rewarded for sample in samples)
+            why = f"no response counts: {lost} of {len(samples)} have no reward"
+            if self.config.reward.truncated == "mask":
+                cut = sum(sample.truncated and sample.rewarded for sample in samples)
+                why += f", {cut} were cut off at generation.max_new_tokens (reward.truncated=mask)"
+        elif flat:
+            why = "the loss has no gradient, as where all responses to a prompt have the same reward"
+        if why:
+            self._warn_once(
+                "flat",
+                f"in this step there is nothing to learn from: {why}. Weights stay as they are; "
+                "optim/flat_steps counts such steps",
+            )
+        controllers.flat_steps += flat
+        return {"optim/flat_steps": controllers.flat_steps}
+
+    def record(self, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
+        """Append some of the samples to samples.jsonl, with each one's mean advantage (before any whitening, so that it
+        reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens have
+        them. No signal stops it: what comes before and after it in a step is not to be done twice. Rank 0 does it, and
+        waits for nobody.
+        """
+        if not self.world.is_main:
+            return
+        folder, settings = self.run.folder, self.config.run
+        how: dict[str, Any] = {"prompts": self._texts, "group_size": self.group_size}
+        if self.run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
+            with stop_held(), self.run.timed("evaluation"):
+                now = self.logprobs(shown, "policy", among=ALONE)
+                if rewards is not None:
+                    places = {id(sample): place for place, sample in enumerate(samples)}
+                    rewards = rewards[[places[id(sample)] for sample in shown]]
+                lines = token_lines(shown, new_logprobs=now, rewards=rewards, tokenizer=self.policy.tokenizer, **how)
+                numbered = ({"step": step + 1, **line} for line in lines)
+                every = settings.eval_every or settings.num_steps
+                done, ahead = -(-(step + 1) // every), -(-max(0, settings.num_steps - step - 1) // every)
+                folder.append_tokens(numbered, most_bytes=MOST_TOKEN_BYTES * done / (done + ahead))  # its share
+        first = samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
+        lines = sample_lines(
+            samples,
+            [completion_text(sample, self.collector.scorer) for sample in first],
+            kind="train",
+            names=self.collector.scorer.names,
+            advantages=advantages if advantages.dim() == 1 else masked_mean(advantages, loss_mask(samples), dim=1),
+            **how,
+        )
+        last = step + 1 >= settings.num_steps
+        folder.append_samples(
+            [{"step": step + 1, **line} for line in lines],
+            turn=0 if last else step + 1,
+            most_bytes=SAMPLES_BYTES / 2 / settings.num_steps,
+        )
+
+    def reward_metrics(self, samples: list[Sample]) -> dict[str, float]:
+        """Mean and spread of the rewards, the mean of each by name, samples without one."""
+        rewards = rewards_of(samples)
+        valid = rewards[~rewards.isnan()]
+        out: dict[str, float] = {}
+        if len(valid):
+            spread = float(valid.std()) if len(valid) > 1 else 0.0
+            out |= {"reward/mean": float(valid.mean()), "reward/std": spread}
+        out["reward/dropped"] = float(rewards.isnan().sum())
+        for i, name in enumerate(self.collector.scorer.names):
+            column = torch.tensor([sample.scores[i] for sample in samples])
+            applies = column[~column.isnan()]
+            if len(applies):
+                out[f"reward/{name}"] = float(applies.mean())
+        return out | self.collector.scorer.metrics()
+
+    def metrics(self, samples: list[Sample]) -> dict[str, float]:
+        """Metrics of the samples besides their rewards: lengths, truncation, turns, KL in nats per response."""
+        out = {**environment_metrics(samples), **length_metrics(samples)}
+        if samples[0].ref is not None and any(sample.in_loss for sample in samples):
+            out["objective/kl"], _ = kl_per_response(samples)
+        return out

@@ -1,0 +1,111 @@
+"""The policy loss of GRPO and PPO on a micro-batch: surrogate, importance weights, entropy bonus, KL.
+
+    loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)
+
+Every term is a sum over the micro-batch divided by a count of the whole minibatch, so micro-batching changes no
+gradient. To add a surrogate, write a function as `cispo_loss` in algorithms/losses.py and a branch in `policy_loss`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tinyrl.algorithms.kl import ESTIMATORS
+from tinyrl.algorithms.losses import (
+    Metrics,
+    cispo_loss,
+    clipped_policy_loss,
+    entropy_bonus,
+    kl_loss,
+    mismatch_weights,
+)
+from tinyrl.algorithms.masking import Aggregation, masked_sum
+
+if TYPE_CHECKING:
+    from tinyrl.config.method_sections import DistillConfig, GrpoConfig, PpoConfig
+    from tinyrl.models.batch import Batch
+
+MISMATCH_CAP = 2.0  # of the weights for inexact sampling (Yao et al. 2025)
+RATIO_CAP = 5.0  # of CISPO's importance weights
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Denominators of a minibatch: tokens in the loss, sequences with such a token, all sequences."""
+
+    tokens: int
+    sequences: int
+    rows: int
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Counts:
+        return cls(max(1, int(mask.sum())), max(1, int(mask.any(1).sum())), len(mask))
+
+    def denominator(self, aggregation: Aggregation, *, max_new_tokens: int) -> int:
+        """The divisor of the aggregation: tokens, sequences, or Dr. GRPO's constant."""
+        if aggregation == "constant":
+            return self.rows * max_new_tokens
+        return self.tokens if aggregation == "token" else self.sequences
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: Batch,
+    counts: Counts,
+    config: GrpoConfig | PpoConfig | DistillConfig,
+    *,
+    kl_coef: float,
+    max_new_tokens: int,
+    inexact: bool,
+) -> tuple[Tensor, Metrics]:
+    """(loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
+
+    logprobs, entropy (b, T) are the policy's, with a gradient; kl_coef is the weight of a KL in the loss (0: none);
+    inexact: tokens are sampled with other numerics than training uses (bfloat16, other kernels), which
+    `config.importance_correction` corrects for. Without `old` of the samples the pass's own values are the old ones, so
+    that the ratio is 1.
+
+    Metrics: the surrogate's, policy/entropy, policy/kl_loss with a KL, and where weights correct a mismatch between
+    sampling and training policy/capped_weights, the share of tokens whose weight is above its cap.
+    """
+    mask, first = batch.mask, batch.items[0]
+    old = logprobs.detach() if first.old is None else batch.padded("old")
+    advantages = batch.padded("advantage")
+    advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand_as(mask)
+    weights, capped = None, None
+    if inexact and config.importance_correction != "none":
+        sampled = batch.padded("logprobs")
+        weights, capped = mismatch_weights(old, sampled, mask, mode=config.importance_correction, cap=MISMATCH_CAP)
+    denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
+    shared: dict[str, Any] = {
+        "aggregation": config.aggregation,
+        "denominator": denominator,
+        "token_weights": weights,
+        "metric_denominator": counts.tokens,
+    }
+    if config.preset == "cispo":
+        loss, metrics = cispo_loss(logprobs, old, advantages, mask, ratio_cap=RATIO_CAP, **shared)
+    else:
+        level = "sequence" if config.preset == "gspo" else "token"
+        clip = {"clip_eps": config.clip_eps, "clip_eps_high": config.clip_eps_high}
+        loss, metrics = clipped_policy_loss(logprobs, old, advantages, mask, ratio_level=level, **clip, **shared)
+    bonus, entropy_metrics = entropy_bonus(entropy, mask, denominator=counts.tokens)
+    if config.entropy_coef > 0:
+        loss = loss - config.entropy_coef * bonus
+    if kl_coef > 0:
+        kl = ESTIMATORS[config.kl_estimator](logprobs, batch.padded("ref"))
+        penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator)
+        loss, metrics = loss + kl_coef * penalty, metrics | kl_metrics
+    if capped is not None:
+        metrics["policy/capped_weights"] = masked_sum(capped.float(), mask) / counts.tokens
+    return loss, metrics | entropy_metrics
+
+
+def sampling_gap(logprobs: Tensor, batch: Batch, counts: Counts) -> Metrics:
+    """policy/sampling_gap, the mean |training - sampling| log-probability of a token under the policy that sampled."""
+    gap = masked_sum((logprobs.detach() - batch.padded("logprobs")).abs(), batch.mask)
+    return {"policy/sampling_gap": gap / counts.tokens}

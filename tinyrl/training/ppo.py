@@ -1,0 +1,224 @@
+"""PPO for language models: KL-shaped token rewards, GAE, clipped policy and value losses.
+
+Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08593) and InstructGPT (2203.02155).
+
+    for each step:
+        1. sample a response for each prompt, score it
+        2. log-probabilities under the reference, and of the policy before its update; values of the critic
+        3. reward of a token: -kl_coef * KL to the reference, and the score on the last token
+        4. advantages by GAE, whitened over the step
+        5. for each epoch, for each minibatch: clipped policy loss, clipped value loss, an optimizer step each
+        6. adapt kl_coef to the KL observed
+
+What differs from the papers: gamma is 1 by default and the value after the last token 0; policy and critic have
+their own gradient norms and learning rates (except with critic.kind=shared, where the value loss moves the policy's
+backbone too, weighted by ppo.value_coef). The first critic.warmup_steps rollouts train only the critic: against a
+critic that knows nothing, advantages are noise.
+
+A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, advantages as they are and a plain square for the
+value: the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its
+optimizer is Adam here, not RMSprop.
+
+With ppo.ptx_coef every optimizer step of the policy adds a next-token loss on text, so that the policy keeps what it is
+not rewarded for (InstructGPT, Eq. 2):
+
+    loss = PPO's + ptx_coef * mean of -log pi(token | tokens before) over the tokens of a text batch
+
+The batch is the next PTX_ROWS rows of a stream of shuffled epochs: a function of (seed, step, optimizer step).
+While only the critic trains there is none. What differs from the paper: the loss is a mean over the tokens of the
+batch, whatever its size, so ptx_coef is not on the scale of the paper's 27.8. The temperature is 1, whatever sampling
+has. Which tokens count is sft's rule: those of a completion or of an assistant's turn, and all of `text`;
+task.system_prompt is the prompts' and not put before it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tinyrl.algorithms.advantages import gae
+from tinyrl.algorithms.kl import next_kl_coef
+from tinyrl.algorithms.losses import Metrics, clipped_value_loss
+from tinyrl.algorithms.masking import masked_whiten
+from tinyrl.data.formats import described
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.models.batch import Batch, Example, padded
+from tinyrl.models.loading import check_ids
+from tinyrl.models.policy import Policy
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
+from tinyrl.runs.signals import watched
+from tinyrl.training.method import Pass
+from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.policy_loss import Counts
+from tinyrl.training.rows import joined
+from tinyrl.training.run import Run
+from tinyrl.training.sft import negative_log_likelihood, turns_of
+
+TEXT = "ppo.ptx_data"
+PTX_ROWS = 16  # of text, per optimizer step
+KL_HORIZON = 10_000  # completions over which kl_coef adapts (Ziegler et al.)
+
+
+class Ppo(OnPolicy):
+    """PPO. text: the examples of each row of ppo.ptx_data."""
+
+    def __init__(self, collector: Collector) -> None:
+        super().__init__(collector)
+        self.text: list[list[Example]] = []
+        self.text_notes: list[str] = []
+
+    def read_text(self, placed: list[tuple[str, Row]]) -> None:
+        """Tokenise the rows of ppo.ptx_data, each with its place. Raises ValueError, quoting it, for one it cannot."""
+        rows = [row for _, row in placed]
+        self.text = [text_of(row, self.policy, place=place) for place, row in watched(placed)]
+        texts = (text for row in self.text for one in row for text in one.texts)
+        check_ids(texts, self.policy.tokenizer, self.policy.causal)
+        self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint(rows)}
+        self.text_notes = [f"{TEXT}, {note}" for note in described(rows, "text")]
+
+    def check(self) -> list[str]:
+        return [*super().check(), *self.text_notes]
+
+    def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool = False) -> list[Pass]:
+        """Of policy and critic, on a backbone that they share or one after the other; of the critic alone while it
+        warms up; and over text, where there is any.
+        """
+        policy, config = self.policy, self.config.ppo
+        tokens, loss = Counts.of(loss_mask(minibatch)).tokens, self.policy_loss(minibatch, kl_coef=kl_coef)
+
+        def value_loss(batch: Batch, values: Tensor) -> tuple[Tensor, Metrics]:
+            old, returns = batch.padded("values"), batch.padded("returns")
+            clip = config.value_clip_eps
+            return clipped_value_loss(values, old, returns, batch.mask, value_clip_eps=clip, denominator=tokens)
+
+        def on_one_backbone(batch: Batch) -> tuple[Tensor, Metrics]:
+            """No gradient of a detached, or warming up, value reaches the backbone."""
+            states = policy.policy_states(batch)
+            shared = policy.critic_kind == "shared" and not warming_up
+            values = policy.values(batch, states=states if shared else states.detach())
+            of_value, value_metrics = value_loss(batch, values)
+            if warming_up:
+                return of_value, value_metrics
+            of_policy, metrics = loss(batch, states)
+            return of_policy + (config.value_coef if shared else 1.0) * of_value, metrics | value_metrics
+
+        if policy.critic_kind in ("shared", "shared-detached"):
+            passes = self.passes_over(minibatch, policy=on_one_backbone)
+        else:
+            alone = self.passes_over(minibatch, critic=lambda batch: value_loss(batch, policy.values(batch)))
+            passes = [*([] if warming_up else super().passes(minibatch, kl_coef=kl_coef)), *alone]
+        return [*passes, ptx_pass(self, self.run)] if config.ptx_coef > 0 and not warming_up else passes
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.policy.has_reference
+
+    @property
+    def several_steps(self) -> bool:
+        """Also with one epoch of one minibatch: the ratio is always to the policy before the update."""
+        return True
+
+    def train(self, run: Run) -> None:
+        config, critic = self.config.ppo, self.config.critic
+        self.begin(run)
+        for step in run.steps():
+            controllers = run.state.controllers
+            kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
+            # 1. A response for each prompt, and its score (of an agent: of each of its conversations).
+            with run.timed("rollout"):
+                episodes = self.collect(self.prompts(step), step)
+                rewards_by_name = self.reward_metrics(episodes)
+                samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
+            # 2. Their log-probabilities under the reference and before the update, and the critic's values.
+            with run.timed("reference"):
+                self.compute_logprobs(samples)
+            with run.timed("values"):
+                self.predict_values(samples)
+            metrics = self.metrics(samples) | self.ask_teacher(samples) | self.record_prompts(step)
+            metrics["objective/kl_coef"] = kl_coef
+            run.start_update(**rewards_by_name, **metrics)
+            # 3. One reward for each token.
+            mask, values = loss_mask(samples), padded(samples, "values")
+            penalised = kl(samples, mask if config.kl_in_reward else torch.zeros_like(mask))
+            rewards = token_rewards_of(samples, penalised, kl_coef=kl_coef)
+            # 4. Advantages, and the returns that the critic is to predict.
+            advantages, returns = gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+            fill(samples, "advantage", advantages if config.preset == "a2c" else masked_whiten(advantages, mask))
+            fill(samples, "returns", returns)
+            # 5. Minibatches, each an optimizer step of the policy and of the critic.
+            warming_up = step < critic.warmup_steps
+            trained = ["critic"] if warming_up else ["policy", "critic"]
+            with run.timed("update"):
+                for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
+                    passes = self.passes(minibatch, kl_coef=kl_coef, warming_up=warming_up)
+                    metrics = run.updater.step(passes, train=trained)
+                    self.watch_sampling(metrics)
+                    run.metrics.add(metrics)
+            # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
+            if config.target_kl is not None and samples[0].ref is not None and not warming_up:
+                controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
+            self.record(samples, advantages, step, rewards=rewards)
+            ended = self.count_flat(samples)
+            if mask.any():
+                ended["value/explained_variance"] = explained_variance(values, returns, mask)
+            run.end_step(**ended)
+
+    def predict_values(self, samples: list[Sample]) -> None:
+        policy, role = self.policy, self.policy.value_role
+
+        def compute(batch: Batch) -> tuple[Tensor]:
+            return (policy.values(batch, states=None if role == "critic" else policy.policy_states(batch)),)
+
+        fill(samples, "values", policy.map_samples(compute, samples, role=role)[0])
+
+
+def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) -> float:
+    """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
+    observed, count = kl_per_response(samples)
+    if not math.isfinite(observed):  # such a rollout changed no weight either
+        return kl_coef
+    return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target_kl, horizon=KL_HORIZON, num_samples=count)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over tokens that count; 0 when the returns do not vary."""
+    chosen, predicted = returns[mask], values[mask]
+    variance = chosen.var() if len(chosen) > 1 else torch.zeros(())
+    return float(1.0 - (chosen - predicted).var() / variance) if variance > 0 else 0.0
+
+
+# ---- text ----
+
+
+def text_of(row: Row, policy: Policy, *, place: str) -> list[Example]:
+    try:
+        found = joined(turns_of(row, policy, system_prompt=None))
+        if not found:
+            raise ValueError("an empty answer teaches nothing")
+    except ValueError as error:
+        raise ValueError(f"{TEXT}, {place}: {error}") from error
+    longest = max(one.length for one in found)
+    if longest > policy.positions:
+        raise ValueError(f"{TEXT}, {place}: {longest} tokens, and the model has {policy.positions} positions")
+    return found
+
+
+def ptx_pass(ppo: Ppo, run: Run) -> Pass:
+    """The policy's pass over the text batch of an optimizer step. Metric: policy/ptx_loss, before the coefficient."""
+    config, seed = ppo.config.ppo, ppo.config.run.seed
+    size = min(PTX_ROWS, len(ppo.text))  # none twice in a batch, but where an epoch ends in it
+    minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
+    number = run.state.step * config.num_epochs * minibatches + run.update
+    rows_of_text = batch_indices(seed, number, num_prompts=size, num_rows=len(ppo.text))
+    chosen = [one for row in rows_of_text for one in ppo.text[row]]
+    tokens = sum(sum(one.learnt) for one in chosen)
+
+    def loss_of(batch: Batch) -> tuple[Tensor, Metrics]:
+        loss = negative_log_likelihood(ppo.policy, batch) / tokens
+        return config.ptx_coef * loss, {"policy/ptx_loss": loss.detach()}
+
+    return Pass("policy", chosen, loss_of)

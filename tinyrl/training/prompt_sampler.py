@@ -1,0 +1,125 @@
+"""Prompt samplers: in shuffled epochs, or by difficulty.
+
+task.sampler=difficulty goes by what a prompt is expected to teach. The gradient of a group is in proportion to its
+spread, for rewards of 0 and 1 the p (1 - p) of its pass rate, which is largest at a half (2506.05316; GRESO,
+2506.02177, skips prompts for the same reason).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from tinyrl.data.rows import PASS_RATE, batch_indices, row_key
+
+if TYPE_CHECKING:
+    from tinyrl.config.sections import TaskConfig
+    from tinyrl.tasks.prompts import PreparedPrompt
+
+UNIFORM = 0.1  # share of a step's prompts that comes in epochs
+HALF_LIFE = 200.0  # steps after which what was seen counts half
+PROBED = 4.0  # completions that a probed rate counts for
+PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
+
+
+class PromptStats:
+    """Of a step's prompts, how many completions had a reward, and how many of these were right."""
+
+    def __init__(self, solved_reward: float) -> None:
+        self.solved_reward = solved_reward
+        self.counts: dict[int, tuple[str, int, int]] = {}
+
+    def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
+        """Add a group of rewards for each of `prompts`, one after another; NaN: none."""
+        rewards = rewards.reshape(len(prompts), -1)
+        tried, right = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
+        for prompt, n, won in zip(prompts, tried, right, strict=True):
+            _, before, before_right = self.counts.get(prompt.index, ("", 0, 0))
+            self.counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
+
+    def take(self) -> list[list[Any]]:
+        """What the line of prompts.jsonl holds, by index; the count begins anew."""
+        counts, self.counts = self.counts, {}
+        return [[index, *counts[index]] for index in sorted(counts)]
+
+
+@dataclass
+class PromptSampler:
+    """Which places in the list of training prompts each step takes: shuffled epochs. `record` is the run's state, which
+    changes only in `keep`, by fingerprints of rows.
+    """
+
+    task: TaskConfig
+    prompts: list[PreparedPrompt]
+    num_prompts: int
+    seed: int
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return [row_key(p.row) for p in self.prompts]
+
+    def draw(self, step: int) -> list[int]:
+        """The places of a step's prompts; a function of (seed, step) and of what was kept."""
+        return batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
+
+    def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
+        """Put what a step showed on record, once its sampling is done; its metrics."""
+        return {}
+
+
+class PassRates(PromptSampler):
+    """Prompts by the pass rate that they are believed to have. On record is of rows how many completions were right and
+    wrong, and the step that was; older ones count for less, as the policy moves.
+
+    Of a step's prompts the share UNIFORM comes from shuffled epochs, so that every prompt is tried again.
+    The others are drawn without replacement in proportion to the expectation of p (1 - p) under Beta(right + PRIOR,
+    wrong + PRIOR), that is a b / (n (n + 1)) of its two numbers and their sum; one that was never seen in proportion to
+    the mean of those that were.
+    """
+
+    @cached_property
+    def _probed(self) -> np.ndarray:
+        """(2, rows) completions that were right and wrong before the run, by the rows' own rates."""
+        rates = [p.row.get(PASS_RATE) for p in self.prompts]
+        known = [float(r) if isinstance(r, int | float) and 0 <= r <= 1 else None for r in rates]
+        return np.array([(0.0, 0.0) if r is None else (PROBED * r, PROBED * (1 - r)) for r in known]).T
+
+    def _known(self, key: str, step: int) -> tuple[float, float]:
+        """What counts in a step of the completions of a row that were right and wrong."""
+        right, wrong, when = self.record.get(key, (0.0, 0.0, 0))
+        still = 0.5 ** (max(0, step - when) / HALF_LIFE)
+        return still * right, still * wrong
+
+    def worth(self, step: int) -> np.ndarray:
+        """What each prompt is expected to teach, E[p (1 - p)]; one that was never seen: the mean of those that were."""
+        right, wrong = self._probed + PRIOR
+        for i, key in enumerate(self.keys):
+            if key in self.record:
+                was_right, was_wrong = self._known(key, step)
+                right[i], wrong[i] = PRIOR + was_right, PRIOR + was_wrong
+        n = right + wrong
+        worth = right * wrong / (n * (n + 1))
+        seen = (self._probed.sum(0) > 0) | np.array([key in self.record for key in self.keys])
+        return np.where(seen, worth, worth[seen].mean() if seen.any() else 1.0)
+
+    def draw(self, step: int) -> list[int]:
+        count, total = self.num_prompts, len(self.prompts)
+        uniform = count if total <= count else round(count * UNIFORM)
+        places = batch_indices(self.seed, step, num_prompts=uniform, num_rows=total)
+        key = hashlib.sha256(f"difficulty {self.seed} {step}".encode()).digest()
+        # the largest of u^(1/w) are a draw without replacement by weights w (Efraimidis and Spirakis, 2006)
+        score = np.log(np.random.Generator(np.random.PCG64(int.from_bytes(key[:16]))).random(total)) / self.worth(step)
+        score[places] = -np.inf
+        return [*places, *(int(i) for i in np.argsort(-score, kind="stable")[: count - uniform])]
+
+    def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
+        for key, count, right in tried.counts.values():
+            was_right, was_wrong = self._known(key, step)
+            self.record[key] = [was_right + right, was_wrong + count - right, step]
+        return {"reward/known_prompts": float(len(self.record))}

@@ -1,0 +1,165 @@
+"""Reward model training: one score for an answer, from pairs (Bradley-Terry) or labels (classification).
+
+InstructGPT (2203.02155) Eq. 1, with the margin of Llama 2 (2307.09288) Eq. 2 where rows ask for one; binary
+cross-entropy on labels, so that a score is log-odds (less the centre, once it is saved).
+
+    for each step: a batch of rows; their scores; the loss of the objective; an optimizer step
+
+With LoRA the result is an adapter and a head for the shared base (token in, token out, EOS included); fully
+fine-tuned it is a plain sequence-classification model with its own tokenizer, which reads a finished turn of its chat
+template. Scores are centred when they are saved: the mean over training rows is subtracted, so PPO starts near zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
+from tinyrl.data.formats import judged, two_labels
+from tinyrl.data.readers import Row
+from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.statistics import label_metrics, pair_metrics
+from tinyrl.models.batch import Batch, Example
+from tinyrl.models.loading import save_tokenizer
+from tinyrl.models.packing import common_length
+from tinyrl.models.parallel import ALONE, World
+from tinyrl.models.policy import Policy
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
+from tinyrl.models.states import backbone_of
+from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
+from tinyrl.training.rows import BatchLoss, Rows
+from tinyrl.training.run import Run
+
+SCORE_BIAS = "score_bias.safetensors"  # the bias that is trained: not centred
+CENTERED_ON = 512  # rows to train on that the centre is measured on
+
+
+class RewardModel(Rows):
+    """Reward model training. A row has one example: a pair and its margin, or an answer and its label, 0 or 1."""
+
+    last_tokens = True
+
+    def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
+        self._cut: list[bool] = []  # for each text
+        super().__init__(policy, rows, held_out, notes)
+        policy.train_score_head(bias=self.objective != "pairs")
+        if self.objective != "pairs":
+            self._take_labels()
+        if any(self._cut):
+            self.notes.append(
+                f"warning: {sum(self._cut):,} of {len(self._cut):,} texts have more than the {self.room:,} tokens that "
+                "the model reads; their beginnings are cut off, as they will be in scoring"
+            )
+
+    def _take_labels(self) -> None:
+        """Set the higher of the two labels to 1 and the other to 0, and note which that is."""
+        splits = self.train_rows, self.held_out
+        values, held_out = ([row[0].value for row in split] for split in splits)
+        low, high = two_labels(values)
+        two_labels([*values, *held_out])
+        self.train_rows, self.held_out = (
+            [[one._replace(value=float(one.value == high)) for one in row] for row in split] for split in splits
+        )
+        good = f"{values.count(high):,} of {len(values):,} rows"
+        self.notes.append(f"labels: {high:g} is the good one ({good}), {low:g} the other")
+
+    @property
+    def room(self) -> int:
+        """Most tokens that the model reads."""
+        with_adapter = self.policy.peft is not None
+        return (
+            self.policy.positions if with_adapter else classifier_max_tokens(self.policy.causal.config, self.tokenizer)
+        )
+
+    @property
+    def text_format(self) -> TextFormat:
+        """How prompts are written; kept with the weights, so that scoring writes them the same way."""
+        return TextFormat.of_run(self.config)
+
+    def examples(self, row: Row) -> list[Example]:
+        """Tokenise each answer behind its prompt, by the functions that score completions later. Raises ValueError
+        where no policy writes such.
+        """
+        one, room, texts = judged(row, self.objective), self.room, []
+        how = {"text_format": self.text_format, "adapter": self.policy.peft is not None}
+        for answer in one.answers:
+            text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=room + 1, **how)
+            self._cut.append(len(text) > room)
+            if self._cut[-1]:
+                text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=room, **how)
+            texts.append(text)
+        at = max(1, common_length(texts))
+        return [Example(texts[0][:at], tuple(text[at:] for text in texts), value=one.value)]
+
+    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
+        def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            chosen, *other = self.scores(batch).unbind(1)
+            targets = torch.tensor([one.value for one in batch.items], device=chosen.device)
+            if other:
+                return bradley_terry_loss(chosen, other[0], margin=targets, denominator=len(examples))
+            return label_loss(chosen, targets, denominator=len(examples))
+
+        return loss_of, {}
+
+    def evaluate(self) -> Evaluation:
+        examples = [one for row in self.held_out[: self.config.run.eval_prompts] for one in row]
+        chosen, *other = self.scores_of(examples).unbind(1)
+        targets = torch.tensor([one.value for one in examples], dtype=torch.float64)
+        metrics = pair_metrics(chosen, other[0], targets) if other else label_metrics(chosen, targets)
+        return Evaluation(metrics, [], [])
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Scores (n, 2) of chosen and rejected, or (n, 1); a packed batch reads what two sides begin with once."""
+        return self.policy.scores(batch).view(-1, len(batch.items)).T
+
+    def scores_of(self, examples: list[Example], *, among: World | None = None) -> Tensor:
+        """`scores` of any number of examples, without gradient, on the CPU."""
+        how: Any = {"role": "policy", "width": len(examples[0].responses), "last_tokens": True, "among": among}
+        return self.policy.map_samples(lambda batch: (self.scores(batch),), examples, **how)[0]
+
+    def save(self, folder: Path) -> None:
+        """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
+        head = self.policy.score_head
+        assert head is not None
+        first = [one for row in self.train_rows[:CENTERED_ON] for one in row]
+        # The mean over both sides of pairs: PPO starts with rewards near 0. Rank 0 saves alone.
+        center = float(torch.cat(self.scores_of(first, among=ALONE).unbind(1)).mean())
+        if self.policy.peft is not None:
+            super().save(folder)
+            tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
+            save_file(tensors, folder / SCORE_HEAD, metadata=self.text_format.metadata())
+        else:
+            config = self.policy.causal.config.__class__.from_dict(self.policy.causal.config.to_dict())
+            config.num_labels = 1
+            setattr(config, SCORE_OFFSET, float(head.bias.detach() - center))
+            setattr(config, TEXT_FORMAT, asdict(self.text_format))
+            with torch.device("meta"):  # its weights are those that are trained
+                classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            backbone_of(classifier).load_state_dict(backbone_of(self.policy.causal).state_dict(), assign=True)
+            classifier.score.weight = head.weight
+            classifier.save_pretrained(folder, max_shard_size="10000GB")
+            save_tokenizer(self.tokenizer, folder, revision=self.config.model.revision)
+        save_file({"bias": head.bias.detach().cpu()}, folder / SCORE_BIAS)
+
+    def load(self, folder: Path) -> None:
+        """Restore the uncentred head, which is the one the optimizer trains."""
+        head = self.policy.score_head
+        assert head is not None
+        if self.policy.peft is not None:
+            super().load(folder)
+            weight = load_file(folder / SCORE_HEAD)["weight"]
+        else:
+            tensors = load_file(folder / "model.safetensors")
+            weight = tensors.pop("score.weight")
+            prefix = self.policy.causal.base_model_prefix
+            backbone_of(self.policy.causal).load_state_dict(
+                {k.removeprefix(f"{prefix}."): v for k, v in tensors.items()}
+            )
+        head.load_state_dict({"weight": weight, **load_file(folder / SCORE_BIAS)})

@@ -1,0 +1,186 @@
+"""Learning from rows, shared by SFT, DPO and reward models: rows as tokens, and the loop over them.
+
+    for each step: a batch of rows; the loss of the method on its examples; an optimizer step
+
+Rows are read by their columns (data/formats.py) and become tokens as the policy meets them later: the prompt as it is
+sampled from, and behind it the answer through its end-of-turn token (tasks/answers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from tinyrl.data.formats import (
+    EQUAL,
+    Objective,
+    Side,
+    beginning,
+    described,
+    leave_out,
+    objective_of,
+    quoting,
+    shared_prompt,
+)
+from tinyrl.data.messages import Prompt
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, prompt_key
+from tinyrl.models.batch import Batch, Example
+from tinyrl.models.loading import check_ids
+from tinyrl.models.policy import Policy
+from tinyrl.models.tokens import readable
+from tinyrl.rollout.collect import template_warnings
+from tinyrl.runs.signals import watched
+from tinyrl.tasks.answers import render_answer
+from tinyrl.tasks.prompts import marker_notes
+from tinyrl.text import shortened
+from tinyrl.training.method import Method, Pass
+from tinyrl.training.run import Run
+
+SHOWN = 2000  # characters of each piece of an example in a preview
+
+BatchLoss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Rows(Method):
+    """A method that learns from rows of task.data. A subclass gives the examples of a row and the loss of a batch.
+
+    train_rows, held_out: the examples of each row; notes: what the rows were taken for, and which are left out;
+    last_tokens: whether the loss reads the state of each text's last token.
+    """
+
+    last_tokens = False
+
+    def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
+        super().__init__(policy)
+        self.notes, self.tokenizer, trains = notes, policy.tokenizer, self.config.trains
+        self.objective: Objective = objective_of(rows[0]) if trains.rows == "judged" else "pairs"
+        self.notes += described(rows, "text" if trains.rows == "text" else self.objective)
+        self.row_fingerprints = fingerprints(rows, held_out)
+        self.has_prompts = all(row.get("prompt") is not None for row in rows)
+        self.train_rows, self.held_out = self.tokenised(rows), self.tokenised(held_out)
+        self.notes += marker_notes(self.tokenizer, rows + held_out, chat=self.config.task.chat)
+        if self.config.run.eval_prompts:
+            trained_on = {*map(id, held_out)} <= {*map(id, rows)}
+            different = {prompt_key(shared_prompt(row)) for row in held_out}
+            self.notes += few_held_out(len(different), trained_on=trained_on)
+        check_ids(
+            (text for row in self.train_rows + self.held_out for one in row for text in one.texts),
+            self.tokenizer,
+            policy.causal,
+        )
+
+    def examples(self, row: Row) -> list[Example]:
+        """Tokenise a row. Raises ValueError where it cannot be rendered."""
+        raise NotImplementedError
+
+    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
+        """Return the loss of a step's examples, micro-batch by micro-batch, and metrics; rows: their places in
+        train_rows.
+        """
+        raise NotImplementedError
+
+    @property
+    def limit(self) -> tuple[int, str]:
+        """Most tokens of an example, and what limits them."""
+        return self.policy.positions, f"the model's {self.policy.positions} positions"
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step: at most all there are."""
+        size: int = self.config.own.batch_size
+        return min(size, len(self.train_rows))
+
+    def train(self, run: Run) -> None:
+        self.policy.lora_dropout = True
+        for step in run.steps():
+            rows = batch_indices(self.config.run.seed, step, num_prompts=self.batch_size, num_rows=len(self.train_rows))
+            one_pass, metrics = self.batch(rows, run)
+            run.start_update()
+            with run.timed("update"):
+                run.metrics.add(run.updater.step([one_pass], train=["policy"]))
+            run.end_step(**metrics)
+
+    def batch(self, rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
+        examples = [example for row in rows for example in self.train_rows[row]]
+        loss, metrics = self.loss(examples, rows, run)
+        return Pass("policy", examples, loss, self.last_tokens), metrics
+
+    def check(self) -> list[str]:
+        return [*self.notes, *(template_warnings(self.policy) if self.config.trains.policy else [])]
+
+    def tokenised(self, rows: list[Row]) -> list[list[Example]]:
+        """Tokenise rows. Those with two equal answers are left out, and examples that are too long under
+        task.on_overlong_prompt=drop. Raises ValueError, quoting the row, for others that are too long or cannot be
+        rendered.
+        """
+        read: list[list[Example]] = []
+        for row in watched(rows):
+            with quoting(row):
+                read.append(self.examples(row))
+        most, limit = self.limit
+        long = [(place, one.length) for place, row in enumerate(read) for one in row if one.length > most]
+        fitting = [[one for one in row if one.length <= most] for row in read]
+        if long:
+            place, tokens = long[0]
+            what = (
+                f"{len(long)} of {sum(map(len, read))} examples have more tokens, prompt and answer, than {limit} (the "
+                f"longest {max(count for _, count in long)}; the first {tokens}, in row {place + 1}, which begins "
+                f"{beginning(rows[place])})"
+            )
+            if self.config.task.on_overlong_prompt == "error" or not any(fitting):
+                raise ValueError(f"{what}. Cut them, or leave them out with task.on_overlong_prompt=drop")
+            self.notes.append(f"warning: {what}; they are left out")
+        equal = [any(one.responses[1:] == one.responses[:1] for one in row) for row in read]
+        leave_out(rows, [f"{EQUAL} as tokens" if same else None for same in equal], self.notes)
+        return [joined(row) for row, same in zip(fitting, equal, strict=True) if row and not same]
+
+    def shown(self, row: list[Example]) -> list[str]:
+        """The first example of a row as text, piece by piece."""
+        return [
+            f"{name} ({len(tokens)} tokens): {shortened(readable(self.tokenizer, tokens), SHOWN)}"
+            for name, tokens in spans(row[0])
+        ]
+
+
+def rendered(
+    policy: Policy, prompt: Prompt | None, answer: Side, *, system_prompt: str | None, tools: list[Any] | None = None
+) -> Example:
+    """Tokenise an answer behind its prompt. Raises ValueError where the chat template cannot write it."""
+    where = policy.config.task
+    how = {"chat": where.chat, "system_prompt": system_prompt, "variables": where.chat_template_kwargs, "tools": tools}
+    tokens, target = render_answer(policy.tokenizer, prompt, answer, **how)
+    return Example(tokens, (target,))
+
+
+def joined(turns: list[Example]) -> list[Example]:
+    """The same examples in fewer passes: one whose prompt begins with all of the one before goes on behind it.
+
+    What a token is predicted from stays the same, so no number changes; a conversation of n turns is read once instead
+    of n times. Where a template strips the thinking of earlier turns, the prompt differs and the turns stay apart.
+    """
+    out: list[Example] = []
+    for turn in turns:
+        before = out[-1] if out else None
+        read = before.texts[0] if before else []
+        if before is None or turn.prompt[: len(read)] != read:
+            out.append(turn)
+            continue
+        (target,), (answer,), between = before.responses, turn.responses, turn.prompt[len(read) :]
+        mask = [*before.listed()[0], *[False] * len(between), *[True] * len(answer)]
+        out[-1] = Example(before.prompt, (target + between + answer,), (mask,))
+    return out
+
+
+def spans(example: Example) -> Iterator[tuple[str, list[int]]]:
+    """The tokens of an example in order, in pieces by what becomes of them: read, or learnt (of a pair: chosen,
+    rejected).
+    """
+    yield "read", example.prompt
+    names = ("learnt",) if len(example.responses) == 1 else ("chosen", "rejected")
+    for name, answer, mask in zip(names, example.responses, example.listed(), strict=True):
+        for learnt, piece in groupby(zip(mask, answer, strict=True), key=lambda pair: pair[0]):
+            yield name if learnt else "read", [token for _, token in piece]

@@ -1,0 +1,300 @@
+"""One optimizer step: gradients summed over micro-batches and processes, guards against non-finite numbers, the step.
+
+The caller gives the loss of a micro-batch. When memory runs out the step is redone in smaller micro-batches
+(models/micro_batches.py); the gradient is the same, because losses divide by the count of the whole step. A loss or
+gradient that is not finite changes no weight. In float16, where small gradients would vanish, the loss is scaled up
+(Micikevicius et al. 2018, 1710.03740): a gradient that overflows halves the scale and leaves out the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tinyrl.config.sections import OptimConfig
+from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.models.device import free_bytes, restore_torch_rng, torch_rng
+from tinyrl.models.micro_batches import Work
+from tinyrl.models.parallel import ALONE, World, sum_step
+from tinyrl.models.policy import Policy
+from tinyrl.training.method import Pass
+
+MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
+
+
+@dataclass
+class Updater:
+    """Steps the optimizers. State: how many steps were skipped, in a row and in all."""
+
+    policy: Policy
+    optimizers: dict[str, RoleOptimizer]
+    max_grad_norm: float
+    gradient_checkpointing: bool = False
+    dump_bad_batch: Callable[[str], None] = lambda why: None
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    world: World = ALONE  # each process of it has a share of the rows
+
+    def __post_init__(self) -> None:
+        in_float16 = self.policy.accelerator.mixed_precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.policy.accelerator.device.type, enabled=in_float16)
+
+    def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
+        """Accumulate the gradient of every pass and step the optimizers named in `train` whose gradient is not 0.
+
+        Returns the step's metrics as floats: those of the losses added up, `optim/grad_norm` and `value/grad_norm`
+        before clipping, and in float16 the `optim/loss_scale` they were computed with. Raises GuardStop after three
+        non-finite steps in a row, and after one that made weights non-finite; OutOfRoom if one sequence does not fit.
+        """
+        train = list(train)
+        metrics = self._accumulate(passes)
+        scale = self._unscale(train)
+        norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
+        bad_losses = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
+        bad = bad_losses + [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
+        if bad and not bad_losses and 1 < scale > self.scaler.get_scale():  # an overflow, which halved it
+            norms = {}
+        elif bad:
+            self._skip(f"{', '.join(bad)} not finite")
+        else:
+            self.skipped_in_a_row = 0
+            for role, norm in norms.items():
+                if norm > 0.0:  # else momentum and weight decay alone would move the weights
+                    self.optimizers[role].optimizer.step()
+                    self._check_weights(role)
+        self._zero_grad()
+        names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
+        if self.scaler.is_enabled():
+            metrics["optim/loss_scale"] = scale
+        return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
+
+    def _unscale(self, train: list[str]) -> float:
+        """Divide the gradients by the scale of the loss, which is returned (1 but in float16), and set the next one."""
+        scale = self.scaler.get_scale()
+        with_gradients = [r for r in train if any(p.grad is not None for p in self.optimizers[r].parameters.values())]
+        for role in with_gradients:
+            self.scaler.unscale_(self.optimizers[role].optimizer)
+        if with_gradients:
+            self.scaler.update()
+        return scale
+
+    def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
+        totals: dict[str, Tensor] = {}
+        before = pass_rng = torch_rng()
+
+        def restart() -> None:
+            restore_torch_rng(pass_rng)
+            totals.clear()
+            self._zero_grad()
+
+        recompute = self.policy.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
+
+        policy = self.policy
+
+        def work(one: Pass) -> Work:
+            lengths = policy.lengths(one.items)
+
+            def run(rows: list[int]) -> None:
+                with self._measured(lengths.cost(rows)), policy.acting(one.role), recompute():
+                    batch = policy.batch_of([one.items[i] for i in rows], last_tokens=one.last_tokens)
+                    with policy.accelerator.autocast():
+                        loss, metrics = one.loss(batch)
+                    if loss.requires_grad:
+                        self.scaler.scale(loss).backward()
+                for key, value in metrics.items():
+                    totals[key] = totals.get(key, torch.zeros_like(value)) + value
+
+            return Work(lengths, run)
+
+        try:
+            with self._own_random_numbers(before) as pass_rng:
+                policy.micro_batches.run(*map(work, passes), world=self.world, restart=restart)
+            parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
+            return sum_step(self.world, as_floats(totals), parameters)
+        except Interrupted:
+            restore_torch_rng(before)  # a resume does this step again from its beginning
+            raise
+
+    @contextlib.contextmanager
+    def _measured(self, cost: int) -> Iterator[None]:
+        """Set run.micro_batch_tokens=auto by the memory that the first micro-batch, of `cost` tokens, takes."""
+        if not self.policy.micro_batches.unmeasured:
+            yield
+            return
+        device = self.policy.accelerator.device
+        free, before = free_bytes(device), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield
+        self.policy.micro_batches.fit(cost=cost, taken=torch.cuda.max_memory_allocated(device) - before, free=free)
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self, now: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Inside, each process drops out by numbers of its own; before and after, all have the same generators."""
+        if self.world.size == 1:
+            yield now
+            return
+        seed = int(torch.randint(1 << 48, (1,)))
+        shared = torch_rng()
+        torch.manual_seed(seed + self.world.rank)
+        try:
+            yield torch_rng()
+        finally:
+            restore_torch_rng(shared)
+
+    def _zero_grad(self) -> None:
+        for role in self.optimizers.values():
+            role.optimizer.zero_grad(set_to_none=True)
+
+    def _check_weights(self, role: str) -> None:
+        """A finite gradient can still make weights that are not (a decay or a rate too large); none such is saved."""
+        weights = list(self.optimizers[role].parameters.values())
+        norm = float(nn.utils.get_total_norm(weights))  # one pass; large numbers overflow it too, so look at each then
+        # A head may rule tokens out by a bias of -inf.
+        sound = (w.isfinite() | (w == -torch.inf) if w.dim() == 1 else w.isfinite() for w in weights)
+        if not math.isfinite(norm) and not all(bool(each.all()) for each in sound):
+            raise GuardStop(
+                f"an optimizer step made weights of the {role} that are not finite, so they are not saved. The last "
+                "checkpoint is sound. Try a lower optim.learning_rate or optim.weight_decay."
+            )
+
+    def _skip(self, why: str) -> None:
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.dump_bad_batch(why)
+        if self.skipped_in_a_row >= MOST_SKIPS:
+            self._zero_grad()
+            raise GuardStop(
+                f"{MOST_SKIPS} optimizer steps in a row had numbers that are not finite ({why}); no "
+                "weight was changed by them. "
+                "The batches are kept in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
+            )
+
+
+def as_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """0-dim tensors as numbers: one copy from a GPU for all of them, where each by itself would be waited for."""
+    found: dict[str, float] = {}
+    for device in {value.device for value in metrics.values()}:
+        there = {key: value.detach().double() for key, value in metrics.items() if value.device == device}
+        found |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    return {key: found[key] for key in metrics}
+
+
+# ---- optimizers ----
+
+Parameters = dict[str, nn.Parameter]
+
+
+@dataclass
+class RoleOptimizer:
+    """AdamW over one role's parameters by name. Its state is named tensors, so that a checkpoint needs no pickle."""
+
+    parameters: Parameters
+    learning_rate: float
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def make(
+        cls,
+        parameters: Parameters,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        kind: Literal["adamw", "adamw8bit"] = "adamw",
+    ) -> RoleOptimizer:
+        """Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards nothing
+        meaningful. `adamw8bit` keeps both moments of large tensors in blocks of eight bits (2110.02861): 2 bytes a
+        parameter instead of 8. Raises ValueError where bitsandbytes is missing.
+        """
+        adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+        if kind == "adamw8bit":
+            try:
+                from bitsandbytes.optim.adamw import AdamW8bit as adamw
+            except ImportError:
+                need = "optim.optimizer=adamw8bit needs bitsandbytes: pip install 'tinyrl[quantization]'"
+                raise ValueError(need) from None
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
+        return cls(parameters, learning_rate, optimizer)
+
+    def set_rate(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * factor
+
+    def clip(self, max_norm: float) -> float:
+        """Clip this role's gradient in place; returns its norm before clipping (0 where no gradient flowed)."""
+        return float(nn.utils.clip_grad_norm_(list(self.parameters.values()), max_norm))
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Adam's state as `<parameter>|<key>` -> tensor (the step too, which bitsandbytes keeps as a number; its
+        tables of eight-bit values are shared by all parameters, which safetensors refuses, so they are copies).
+        """
+        state = self.optimizer.state
+        found = {f"{n}|{k}": v for n, p in self.parameters.items() for k, v in state.get(p, {}).items()}
+        return {k: v.clone() if "|qmap" in k else torch.as_tensor(v) for k, v in found.items()}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `state_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+        self.optimizer.state.clear()
+        for key, value in tensors.items():
+            name, _, field = key.rpartition("|")
+            if name not in self.parameters:
+                raise ValueError(f"the optimizer's state is for a parameter that is not trained here: {name}")
+            parameter = self.parameters[name]
+            if field == "step":  # a number for bitsandbytes
+                kept = value.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(value)
+            else:
+                kept = value.to(parameter.device, copy=True)
+            self.optimizer.state.setdefault(parameter, {})[field] = kept
+
+
+def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
+    """An optimizer for each role that is trained, the critic's with its own learning rate."""
+    rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
+    how = {"weight_decay": optim.weight_decay, "kind": optim.optimizer}
+    return {role: RoleOptimizer.make(p, learning_rate=rates[role] or 0.0, **how) for role, p in parameters.items()}
+
+
+def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]:
+    """The states of all roles' optimizers as `<role>|<parameter>|<key>` -> tensor."""
+    states = {role: optimizer.state_tensors() for role, optimizer in optimizers.items()}
+    return {f"{role}|{key}": tensor.contiguous() for role, state in states.items() for key, tensor in state.items()}
+
+
+def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` gave."""
+    for role, optimizer in optimizers.items():
+        of_role = {key.removeprefix(f"{role}|"): t for key, t in tensors.items() if key.startswith(f"{role}|")}
+        optimizer.load_state_tensors(of_role)
+
+
+def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) -> str | None:
+    """A sentence where going on at `step` with another run.num_steps makes the learning rate jump."""
+    was, new = (rate_factor(optim.schedule, step, num_steps=n, warmup_steps=optim.warmup_steps) for n in (before, now))
+    if math.isclose(was, new):
+        return None
+    rate = optim.learning_rate or 0.0
+    return (
+        f"optim.schedule={optim.schedule} is stretched from {before} to {now} steps: the learning rate of step "
+        f"{step + 1} is {rate * new:.3g} where it would have been {rate * was:.3g}"
+    )
+
+
+def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
+    """Factor of the learning rate at `step` (0-based): linear warm-up, then constant, linear or cosine towards 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0

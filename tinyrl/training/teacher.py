@@ -1,0 +1,383 @@
+"""Learning from a teacher: its log-probabilities of sampled tokens, and the distance of the policy to it.
+
+A teacher reads each response behind its prompt, or behind a prompt that says more (teacher.hint), as the student of
+self-distillation has it (OPSD, 2601.18734; SDPO, 2601.20802): the same model then knows what it is to learn. Of a
+teacher on this machine its hidden states are kept, which give the whole distribution; of others, and with
+teacher.top_k, the likeliest tokens. Tokens that an environment said are no response of the policy, and not learnt.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tinyrl.algorithms.distillation import with_tail
+from tinyrl.algorithms.losses import Metrics
+from tinyrl.algorithms.masking import masked_mean
+from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
+from tinyrl.models.batch import Batch, Example, padded
+from tinyrl.models.device import to_device
+from tinyrl.models.loading import check_ids, embedding_rows
+from tinyrl.models.logprobs import Head, TeacherStates, TeacherTopK, Teaching, distances, token_logprobs, top_k_of
+from tinyrl.models.micro_batches import Work
+from tinyrl.models.policy import Role
+from tinyrl.models.reward_model import positions_of
+from tinyrl.models.states import response_states
+from tinyrl.rollout.sample import Sample, fill, loss_mask, rewards_of
+from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.text import did_you_mean, listed
+
+if TYPE_CHECKING:
+    from tinyrl.training.on_policy import OnPolicy
+
+SERVER_TOP_K = 20  # what vLLM allows where nobody has set its --max-logprobs
+REQUESTS = 64  # to a server, under way at a time
+QUARTERS = ("teacher/kl_1", "teacher/kl_2", "teacher/kl_3", "teacher/kl_4")  # of a response
+CORRECT, WHY = "correct", "why"  # in a hint: another right response of the group; what reward or environment said
+
+
+class TokenLogprob(AnswerPart):
+    logprob: Annotated[float, Field(le=ROUNDED)]
+
+
+class ReadPrompt(AnswerPart):
+    """Of each token that a server read its likeliest places there, by id, and its own; None: of the first."""
+
+    prompt_logprobs: list[dict[str, TokenLogprob] | None]
+
+
+class PromptLogprobs(AnswerPart):
+    """The answer of /v1/completions with prompt_logprobs."""
+
+    choices: Annotated[list[ReadPrompt], Field(min_length=1, max_length=1)]
+
+
+class Teacher:
+    """Scores the tokens of samples: the log-probability of each in the loss, and its distribution there."""
+
+    role: Role | None = None  # whose models are on this machine
+
+    def __init__(self, trainer: OnPolicy) -> None:
+        self.trainer, self.config = trainer, trainer.config.teacher
+        self.temperature, self.positions = trainer.config.generation.temperature, trainer.policy.positions
+        self.hint = Hint(self.config.hint, trainer) if self.config.hint else None
+
+    def start(self) -> list[str]:
+        """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
+        return []
+
+    def score(self, samples: list[Sample]) -> dict[str, float]:
+        """Fill in `teacher` and `teaching` of the tokens in the loss, by the processes of the trainer's world; returns
+        metrics.
+
+        Samples that the hint has nothing for (no other response was right) are left out of the distance, and so out of
+        distillation; a policy loss beside the distance keeps them.
+        """
+        prompts = [sample.prompt for sample in samples]
+        if self.hint is not None:
+            hinted = self.hint.prompts(samples, self.trainer)
+            for sample, tokens in zip(samples, hinted, strict=True):
+                sample.taught = tokens is not None
+                if self.trainer.config.method == "distill":
+                    sample.in_loss = sample.in_loss and sample.taught
+            prompts = [tokens or plain for tokens, plain in zip(hinted, prompts, strict=True)]
+        mask = loss_mask(samples)
+        masks = [row[: len(sample.response)] for row, sample in zip(mask.tolist(), samples, strict=True)]
+        of_tokens, teaching = self.outputs(prompts, [sample.response for sample in samples], masks)
+        logprobs = torch.zeros(mask.shape)
+        logprobs[mask] = of_tokens
+        fill(samples, "teacher", logprobs)
+        start = 0
+        for sample, count in zip(samples, mask.sum(1).tolist(), strict=True):
+            sample.teaching = teaching[start : start + count]
+            start += count
+        return teacher_metrics(samples)
+
+    def outputs(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
+    ) -> tuple[Tensor, Teaching]:
+        """(its log-probability of each of the M tokens under the masks (M,), its distributions there)."""
+        raise NotImplementedError
+
+    def distance_loss(self, minibatch: list[Sample]) -> Callable[[Batch, Tensor], tuple[Tensor, Metrics]]:
+        """The mean distance to the teacher over the tokens of a minibatch, micro-batch by micro-batch: of a batch and
+        the policy's hidden states (N, H).
+        """
+        policy, beta = self.trainer.policy, self.config.divergence
+        counts = [sum(sample.mask) for sample in minibatch if sample.in_loss]
+        taught = [sum(sample.mask) for sample in minibatch if sample.in_loss and sample.taught]
+        tokens, taught_tokens = max(1, sum(counts)), max(1, sum(taught))
+
+        def loss(batch: Batch, states: Tensor) -> tuple[Tensor, Metrics]:
+            counts = batch.padded("taught")[batch.row]
+            ours, theirs = policy.head("policy"), self.together(batch.items, states.device)
+            if isinstance(theirs, TeacherStates):
+                ours = first_tokens(ours, len(theirs.head.weight))
+            found = distances(states, ours, theirs, temperature=self.temperature, beta=beta)
+            apart = torch.where(counts, found.divergence, 0.0).sum() / taught_tokens
+            return apart, {"teacher/loss": apart.detach(), "policy/entropy": found.entropy.sum().detach() / tokens}
+
+        return loss
+
+    def together(self, samples: Sequence[Sample], device: torch.device) -> Teaching:
+        """What the teacher said of the tokens in the loss of some samples, on a device."""
+        parts = [sample.teaching for sample in samples]
+        if isinstance(parts[0], TeacherStates):
+            states = torch.cat([part.states for part in parts if isinstance(part, TeacherStates)])
+            return TeacherStates(to_device(states, device), parts[0].head)
+        of_k = [part for part in parts if isinstance(part, TeacherTopK)]
+        ids, logprobs = torch.cat([part.ids for part in of_k]), torch.cat([part.logprobs for part in of_k])
+        return TeacherTopK(to_device(ids, device), to_device(logprobs, device))
+
+
+class LocalTeacher(Teacher):
+    """A teacher on this machine, one of the policy's roles: it says its hidden states, or its likeliest tokens."""
+
+    def __init__(self, trainer: OnPolicy) -> None:
+        super().__init__(trainer)
+        self.role = LOCAL[self.config.kind]
+        self.own = trainer.policy.teacher_model if self.config.kind == "model" else None
+        if self.own is not None:
+            self.positions = min(self.positions, positions_of(self.own.config.get_text_config()))
+        words, top_k = len(self.head.weight), self.config.top_k
+        if top_k is not None and top_k > words:
+            raise ValueError(f"teacher.top_k={top_k} is more than the vocabulary of {words:,} tokens")
+
+    @property
+    def head(self) -> Head:
+        """Return the head's rows of tokens that the policy has too: beyond them is padding, of no text."""
+        assert self.role is not None
+        return first_tokens(self.trainer.policy.head(self.role), len(self.trainer.policy.head("policy").weight))
+
+    def start(self) -> list[str]:
+        if self.own is None:
+            return []
+        trainer, ours, theirs = self.trainer, len(self.trainer.policy.head("policy").weight), len(self.head.weight)
+        check_ids((prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.own)
+        longest = (
+            max(len(prompt.tokens) for prompt in trainer.collector.train_prompts) + trainer.collector.longest_response
+        )
+        if longest > self.positions:
+            raise ValueError(
+                f"teacher.path={self.config.path} has {self.positions} positions, and prompt and response may have "
+                f"{longest} tokens"
+            )
+        if theirs == ours:
+            return []
+        return [f"the teacher has {theirs:,} tokens and the policy {ours:,}: they are compared over what both have"]
+
+    def outputs(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
+    ) -> tuple[Tensor, Teaching]:
+        trainer, policy, role, top_k = self.trainer, self.trainer.policy, self.role, self.config.top_k
+        assert role is not None
+        if self.own is not None:  # a token without a row there, of no text, is read as the last one
+            last = min(embedding_rows(self.own), len(self.head.weight)) - 1
+            prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
+        items = [Example(p, (r,), (m,)) for p, r, m in zip(prompts, responses, masks, strict=True)]
+        ends = list(accumulate(map(sum, masks), initial=0))
+        count, device = ends[-1], policy.device
+        of_tokens = torch.zeros(count, device=device)
+        if top_k is None:
+            found = [torch.zeros(count, policy.hidden_size(role), dtype=policy.dtype, device=device)]
+        else:
+            shapes = (top_k, torch.int32), (top_k + 1, torch.float32)
+            found = [torch.zeros(count, width, dtype=dtype, device=device) for width, dtype in shapes]
+
+        def run(rows: list[int]) -> None:
+            batch = policy.batch_of([items[i] for i in rows])
+            states = response_states(policy.backbone(role), batch)
+            where = to_device(torch.cat([torch.arange(ends[i], ends[i + 1]) for i in rows]), device)
+            of_tokens[where] = token_logprobs(states, self.head, targets=batch.targets, temperature=self.temperature)[0]
+            if top_k is None:
+                found[0][where] = states.to(found[0].dtype)
+            else:
+                likeliest = top_k_of(states, self.head, top_k=top_k, temperature=self.temperature)
+                found[0][where], found[1][where] = likeliest.ids, likeliest.logprobs
+
+        with torch.no_grad(), policy.acting(role), policy.accelerator.autocast():
+            policy.micro_batches.run(Work(policy.lengths(items), run), world=trainer.world)
+        trainer.world.sum(of_tokens, *found)
+        if top_k is not None:
+            return of_tokens.cpu(), TeacherTopK(found[0].cpu(), found[1].cpu())
+        head = self.head
+        if head.weight.requires_grad:  # of the policy itself, which the update changes
+            bias = None if head.bias is None else head.bias.detach().clone()
+            head = replace(head, weight=head.weight.detach().clone(), bias=bias)
+        return of_tokens.cpu(), TeacherStates(found[0].cpu(), head)
+
+
+def first_tokens(head: Head, count: int) -> Head:
+    """A head of at most so many tokens."""
+    if len(head.weight) <= count:
+        return head
+    return replace(head, weight=head.weight[:count], bias=None if head.bias is None else head.bias[:count])
+
+
+class ServerTeacher(Teacher):
+    """vLLM at an address: it says the likeliest tokens (`prompt_logprobs`), at temperature 1."""
+
+    def start(self) -> list[str]:
+        self.vocabulary = len(self.trainer.policy.head("policy").weight)
+        self.client = ServerClient(str(self.config.path))
+        try:
+            models = read_as(Models, self.client.get("/v1/models"), server=self.client, path="/v1/models")
+            self.model = models.data[0].id
+            check_tokenizer(self.client, self.model, self.trainer.policy.tokenizer)
+        except ServerError as error:
+            raise ValueError(f"teacher.path: {error}") from None
+        return []
+
+    def outputs(
+        self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
+    ) -> tuple[Tensor, Teaching]:
+        top_k, world = self.config.top_k or SERVER_TOP_K, self.trainer.world
+        own = world.own(range(len(prompts)))
+        asked = [{"model": self.model, "prompt": prompts[i] + responses[i], "max_tokens": 1, "temperature": 0.0,
+                  "prompt_logprobs": top_k} for i in own]  # fmt: skip
+        try:
+            answers = zip(self.client.ask("POST", "/v1/completions", asked, most=REQUESTS), own, strict=True)
+            read = [self._read(answer, prompts[i], responses[i], masks[i], top_k) for answer, i in answers]
+        except ServerError as error:  # the run can be resumed where it answers again
+            raise Interrupted(f"teacher.path: {error}") from error
+        merged = world.merge(read)
+        ids = torch.tensor([ids for row in merged for ids, _, _ in row], dtype=torch.int32)
+        likeliest = torch.tensor([logprobs for row in merged for _, logprobs, _ in row]).reshape(-1, top_k)
+        of_tokens = torch.tensor([of_token for row in merged for _, _, of_token in row])
+        return of_tokens, TeacherTopK(ids.reshape(-1, top_k), with_tail(likeliest))
+
+    def _read(
+        self, answer: Any, prompt: list[int], response: list[int], mask: list[bool], top_k: int
+    ) -> list[tuple[list[int], list[float], float]]:
+        """Of each token that counts (ids, their log-probabilities, its own), likeliest first."""
+        said = read_as(PromptLogprobs, answer, server=self.client, path="/v1/completions").choices[0].prompt_logprobs
+        if len(said) != len(prompt) + len(response):
+            raise ServerError(f"{self.client.name} said {len(said)} of {len(prompt) + len(response)} tokens")
+        found = []
+        for token, counts, of_place in zip(response, mask, said[len(prompt) :], strict=True):
+            if not counts:
+                continue
+            of_place = of_place or {}
+            likeliest = sorted(((one.logprob, int(i)) for i, one in of_place.items()), reverse=True)[:top_k]
+            if str(token) not in of_place or len(likeliest) < top_k:
+                raise ServerError(f"{self.client.name} left out log-probabilities of token {token}")
+            if not all(0 <= i < self.vocabulary for _, i in likeliest):
+                raise ServerError(f"{self.client.name} names tokens beyond the vocabulary of {self.vocabulary:,}")
+            found.append(([i for _, i in likeliest], [p for p, _ in likeliest], of_place[str(token)].logprob))
+        return found
+
+
+def teacher_of(trainer: OnPolicy) -> Teacher:
+    """Make the teacher that the configuration names."""
+    return (ServerTeacher if trainer.config.teacher.kind == "server" else LocalTeacher)(trainer)
+
+
+LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
+
+
+class Hint:
+    """A text with {columns} of a row, behind its prompt, that only the teacher reads. {correct} is another response of
+    the group that is right, {why} what rewards said beside their scores, or the environment's last words. Raises
+    ValueError for a column that no row has, and where nothing can ever fill in {correct} or {why}.
+    """
+
+    def __init__(self, text: str, trainer: OnPolicy) -> None:
+        self.text, prompts, config, scorer = (
+            text,
+            trainer.collector.train_prompts,
+            trainer.config,
+            trainer.collector.scorer,
+        )
+        self.names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        for name in self.names:
+            if name not in (CORRECT, WHY) and not any(name in p.row for p in prompts):
+                there = list(prompts[0].row)
+                raise ValueError(
+                    f"teacher.hint has {{{name}}}, and no row has such a column.{did_you_mean(name, there)} "
+                    f"Columns: {listed([*there, CORRECT, WHY])}"
+                )
+        sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
+        if CORRECT in self.names and not (sampled and scorer.names and config.on_policy.group_size > 1):
+            raise ValueError(
+                "teacher.hint has {correct}, another right response to the same prompt: it needs several sampled "
+                f"responses a prompt (group_size; {config.method} samples {config.on_policy.group_size}) and a reward"
+            )
+        if WHY in self.names and not (sampled and (scorer.functions or trainer.collector.runner)):
+            raise ValueError(
+                "teacher.hint has {why}: it needs sampled responses, and a reward function or judge that gives a text "
+                "beside its score, or an environment"
+            )
+
+    def prompts(self, samples: list[Sample], trainer: OnPolicy) -> list[list[int] | None]:
+        """Of each sample the prompt that the teacher reads; None where the hint has nothing to say."""
+        by_index = {prompt.index: prompt for prompt in trainer.collector.train_prompts}
+        asked = [by_index[sample.row] for sample in samples]
+        rows = [prompt.row for prompt in asked]
+        found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
+        if CORRECT in found:
+            found[CORRECT] = _correct(samples, asked, trainer)
+        if WHY in found:
+            told = [sample.played.transcript if sample.played else [] for sample in samples]
+            last = [next((m["content"] for m in reversed(turns) if m["role"] != "assistant"), None) for turns in told]
+            found[WHY] = [sample.comment or text for sample, text in zip(samples, last, strict=True)]
+            if trainer.state.step == 0 and not any(found[WHY]):
+                raise GuardStop(
+                    "teacher.hint has {why}, and no reward gave a text beside a score, as in (0.0, 'line 3: "
+                    "NameError'), so there is nothing to learn from"
+                )
+        values = [{name: column[place] for name, column in found.items()} for place in range(len(samples))]
+        hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
+        openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
+        prepared = trainer.collector.prepared([rows[place] for place in hinted], openings=openings)
+        assert trainer.teacher is not None
+        # A prompt that a long hint leaves no room is not read.
+        room = trainer.teacher.positions - trainer.collector.longest_response
+        by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
+        return [by_place.get(place) for place in range(len(samples))]
+
+
+def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPolicy) -> list[str | None]:
+    """Of each sample another response to its prompt that is right, task.solved_reward to the task's verifier; where it
+    has none, to the sum of rewards without length penalties.
+    """
+    scorer, scores = trainer.collector.scorer, torch.tensor([sample.scores for sample in samples])
+    if scorer.uses_verifier:  # it stands last, or before the environment's
+        scores = scores[:, -1 - scorer.environment_rewards]
+    elif trainer.collector.task.verify is not None:
+        transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
+        responses = [sample.response for sample in samples]
+        call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=trainer.world)
+        scores = torch.tensor(call.scores)
+    else:
+        scores = torch.where(scores.isnan(), 0.0, scores * scorer.weights).sum(-1)
+    least = trainer.config.task.solved_reward - 1e-6  # sums of float32 miss it by rounding
+    right = [one for one, score in zip(samples, scores.tolist(), strict=True) if score >= least and one.rewarded]
+    first = [next((one for one in right if one.row == sample.row and one is not sample), None) for sample in samples]
+    return [None if one is None else scorer.text(one.response) for one in first]
+
+
+def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
+    """teacher/logprob, its mean log-probability of a token that the policy chose, and teacher/kl, how much larger the
+    policy's own is: the reverse KL per token, in nats, as the samples show it (k1), also by quarters of a response.
+    Given answers, which the policy did not choose, have no KL.
+    """
+    taught = torch.tensor([sample.taught for sample in samples]).unsqueeze(1)
+    mask, logprobs = loss_mask(samples) & taught, padded(samples, "teacher")
+    out = {"teacher/logprob": float(masked_mean(logprobs, mask))}
+    mask = mask & ~rewards_of(samples).isnan().unsqueeze(1)
+    if mask.any():
+        apart = padded(samples, "logprobs") - logprobs
+        out["teacher/kl"] = float(masked_mean(apart, mask))
+        quarter = (mask.cumsum(1) - 1) * 4 // mask.sum(1, keepdim=True).clamp(min=1)
+        for i, key in enumerate(QUARTERS):
+            if (there := mask & (quarter == i)).any():
+                out[key] = float(masked_mean(apart, there))
+    return out

@@ -1,0 +1,428 @@
+"""Code as a reward: a completion's program runs where it can do no harm, and is judged where it can forge nothing.
+
+    # rewards.py, for rows with a column of tests: [[stdin, expected stdout], ...]
+    from tinyrl.workers.sandbox import passes_tests, python_block
+    from tinyrl.tasks.grading import completion_text
+
+    def score(prompts, completions, tests, **columns):
+        return [share_passed(python_block(completion_text(c)), t) for c, t in zip(completions, tests)]
+
+    def share_passed(program, tests):
+        if program is None:
+            return 0.0
+        verdicts = passes_tests(program, tests, workers=4)
+        return sum(verdict.passed for verdict in verdicts) / len(verdicts)
+
+Each run is a fresh interpreter behind Landlock, seccomp and resource limits (cage.py). It has the standard library and
+its input. It has no network, no installed packages, no file to write, none of our environment, and cannot start a
+process or signal one. Time, memory, output and threads end at `Limits`. A run costs some 40 ms beside the program's own
+time, and an endless one `wall_s`: choose it, and `workers`, so that a batch of such cases stays within
+reward.timeout_s.
+
+A program can print or return answers and nothing else: expected ones never enter the sandbox, are compared here, and
+each case has a run of its own. What is not promised: that a program cannot learn the time, the names and sizes of
+files, or what kind of machine this is; that one which exploits a bug in the kernel stays inside.
+
+Linux on x86_64 or aarch64, with Landlock (5.13 or later). Elsewhere CannotIsolate is raised and nothing is run.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Self
+
+from tinyrl.text import one_line
+
+TOLERANCE = 1e-9  # between numbers of which one is a float, relative to the larger
+NEAR_ZERO = 1e-12  # where exactly 0 is expected, to which nothing is relatively close
+START_S = 30.0  # for a sandbox to be ready, on a busy machine
+MIN_MEMORY_BYTES = 64 << 20  # an interpreter alone needs about half
+MAX_LINE_CHARS = 300
+MAX_WAIT_MS = 2**31 - 1  # of poll(2)
+
+CAGE = str(Path(__file__).with_name("cage.py"))
+# No installed packages, no .pyc written, none of our folders on its path.
+PYTHON = (os.path.realpath(sys.executable), "-s", "-S", "-B", "-P", "-X", "utf8")
+ENVIRONMENT = {
+    **{"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OPENSSL_CONF": "/dev/null", "MALLOC_ARENA_MAX": "1"},
+    **{"HOME": "/", "TMPDIR": "/"},
+}
+ALSO_READABLE = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/dev/urandom", "/dev/zero")
+LIST_LIBRARIES = """
+import contextlib, ctypes, os, sys
+found = [entry.path for path in sys.path if os.path.isdir(path) for entry in os.scandir(path)]
+for file in ["libgcc_s.so.1", *(path for path in found if path.endswith(".so") and "tkinter" not in path)]:
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(file)
+with open("/proc/self/maps") as maps:
+    print(*{line[line.index("/"):].rstrip("\\n") for line in maps if "/" in line}, sep="\\n")
+"""
+CALL = """
+import json, os, sys
+found = sys.modules["program"] = type(sys)("program")
+exec(compile({source!a}, "program.py", "exec"), found.__dict__)
+for part in {function!r}.split("."):
+    found = getattr(found() if isinstance(found, type) else found, part)
+returned = json.dumps(found(*json.loads({arguments!r})))
+sys.stdout.flush()
+os.write(1, b"\\n" + returned.encode())
+"""
+
+
+class CannotIsolate(ValueError):
+    """This system cannot isolate a program, so it is not run."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run of a program may use. ValueError: a limit that cannot be kept."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 10  # whole seconds
+    memory_bytes: int = 512 << 20  # address space
+    output_bytes: int = 1 << 20  # of stdout with a returned value, and of stderr
+    threads: int = 32
+
+    def __post_init__(self) -> None:
+        least = {"wall_s": 1e-3, "cpu_s": 1, "memory_bytes": MIN_MEMORY_BYTES, "output_bytes": 1, "threads": 1}
+        for name, minimum in least.items():
+            if not minimum <= getattr(self, name) < math.inf:
+                raise ValueError(f"Limits: {name} must be a number from {minimum}, not {getattr(self, name)!r}.")
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended. Text is what could be read as UTF-8, up to `Limits.output_bytes`."""
+
+    reason: str  # "ok", "timed out", "out of CPU time", "out of memory", "output too long", "killed by SIGSEGV", ...
+    stdout: str
+    stderr: str
+    exit_code: int | None  # None: it was ended by a signal
+    seconds: float  # from when the program could start
+    cpu_seconds: float
+    value: Any = None  # what the function returned, where one was called and `ok`
+
+    @property
+    def ok(self) -> bool:
+        """Whether it came to its end by itself, with exit code 0, and a value where one was asked for."""
+        return self.reason == "ok"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether one case was passed, and the run that decided it."""
+
+    passed: bool
+    outcome: Outcome
+
+    @property
+    def reason(self) -> str:
+        """ "passed", "wrong answer", or how the run failed."""
+        return "passed" if self.passed else "wrong answer" if self.outcome.ok else self.outcome.reason
+
+
+# ---- Programs and their verdicts ----
+
+
+def call_function(
+    source: str, function: str, cases: Sequence[Sequence[Any]], *, workers: int = 1, limits: Limits = DEFAULT_LIMITS
+) -> list[Outcome]:
+    """Call a function of a program with each list of arguments, each in a run of its own; `workers` at a time.
+
+    Arguments and values are JSON: a returned tuple is a list, keys of objects are text, and NaN or an infinity is not a
+    value. "Solution.solve" is a method, of an instance made without arguments. ValueError: an argument is not JSON.
+    """
+    calls = [CALL.format(source=source, function=function, arguments=_json([*each])) for each in cases]
+
+    def value_of(program: str) -> Outcome:
+        outcome = run_program(program, limits=limits)
+        printed, _, returned = outcome.stdout.rpartition("\n")
+        if not outcome.ok:
+            return outcome
+        try:
+            value = json.loads(returned)
+            _json(value)  # Python reads NaN, Infinity and 1e400, which are no JSON
+        except (ValueError, RecursionError):
+            return replace(outcome, reason="did not return a value that is JSON")
+        return replace(outcome, stdout=printed, value=value)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(value_of, calls))
+
+
+def passes_calls(
+    source: str, function: str, cases: Sequence[Sequence[Any]], *, workers: int = 1, limits: Limits = DEFAULT_LIMITS
+) -> list[Verdict]:
+    """Call a function on each case, (arguments, expected value), as call_function does; passed is `same_value`."""
+    wanted = [json.loads(_json(expected)) for _, expected in cases]
+    outcomes = call_function(source, function, [given for given, _ in cases], workers=workers, limits=limits)
+    return [Verdict(o.ok and same_value(o.value, w), o) for o, w in zip(outcomes, wanted, strict=True)]
+
+
+def passes_tests(
+    source: str, cases: Sequence[Sequence[str]], *, workers: int = 1, limits: Limits = DEFAULT_LIMITS
+) -> list[Verdict]:
+    """Run a program on each case, (stdin, expected stdout); passed is exit code 0 and `same_output`."""
+
+    def verdict_of(case: Sequence[str]) -> Verdict:
+        outcome = run_program(source, stdin=case[0], limits=limits)
+        return Verdict(outcome.ok and same_output(outcome.stdout, case[1]), outcome)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(verdict_of, cases))
+
+
+def python_block(text: str) -> str | None:
+    """Return the contents of the last complete ```python block of a text (```py will do), or None."""
+    found, lines = None, None
+    for line in text.split("\n"):
+        fence = line.strip().lower()
+        if lines is None:
+            lines = [] if fence in ("```python", "```py", "```python3") else None
+        elif fence == "```":
+            found, lines = "\n".join(lines), None
+        else:
+            lines.append(line.rstrip("\r"))
+    return found
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Return whether two texts are equal line by line; a run of blanks counts as one, those at the ends as none."""
+    first, second = ([line.split() for line in text.strip().split("\n")] for text in (printed, expected))
+    return first == second
+
+
+def same_value(returned: Any, expected: Any) -> bool:
+    """Return whether two JSON values are the same. True is not 1; 1 is 1.0; floats may differ by TOLERANCE."""
+    kinds = {type(returned), type(expected)}
+    if kinds == {int, float} or kinds == {float}:
+        with contextlib.suppress(OverflowError):  # an int that no float can be near
+            return math.isclose(returned, expected, rel_tol=TOLERANCE, abs_tol=0.0 if expected else NEAR_ZERO)
+    if len(kinds) > 1:
+        return False
+    if isinstance(returned, list):
+        return len(returned) == len(expected) and all(map(same_value, returned, expected))
+    if isinstance(returned, dict):
+        return returned.keys() == expected.keys() and all(same_value(returned[key], expected[key]) for key in returned)
+    return returned == expected
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"Arguments and expected values of a function must be JSON: {error}.") from error
+
+
+# ---- One run, seen from outside, where the program cannot reach ----
+
+
+@functools.cache
+def why_not_isolated() -> str | None:
+    """Return why programs cannot be isolated on this system, or None if they can. Found out once, in a moment."""
+    if sys.platform != "linux":
+        return f"that takes Linux with Landlock and seccomp, and this is {sys.platform}"
+    try:
+        run_program("")
+    except (CannotIsolate, OSError) as error:
+        return _last_line(str(error)).rstrip(".")
+    return None
+
+
+@functools.cache
+def visible_paths() -> tuple[str, ...]:
+    """Return the paths that a program may look at, as cage.py takes them.
+
+    That is the standard library and the shared libraries that the interpreter's own modules are linked with: no
+    installed package (an answer may lie in one), nothing of /proc, /etc or a home.
+    """
+    library = os.path.dirname(os.__file__)
+    entries = [entry.path for entry in os.scandir(library) if not entry.name.endswith("-packages")]
+    command = [*PYTHON, "-c", LIST_LIBRARIES]
+    listed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
+    linked = [path for path in listed.stdout.splitlines() if not path.startswith(library)]
+    there = sorted(path for path in {*entries, *linked, *ALSO_READABLE} if os.path.exists(path))
+    return (f"l{library}", *(f"{'d' if os.path.isdir(path) else 'f'}{path}" for path in there), "w/dev/null")
+
+
+def run_program(source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Outcome:
+    """Run a program as a script, in a fresh sandbox, to its end or to the end of a limit.
+
+    What the program does is never raised. Nothing waits without a deadline; what it reads and writes is in memory.
+    Raises CannotIsolate where a wall is missing, OSError where the sandbox cannot be started.
+    """
+    with _in_memory(stdin) as given, Caged(source, limits, stdin=given.fileno()) as caged:
+        ended = os.pidfd_open(caged.pid)
+        try:
+            return caged.end(late=not _waited(ended, limits.wall_s))
+        finally:
+            os.close(ended)
+
+
+class Caged:
+    """A process that isolates itself and becomes a program; killed, and looked at, from outside."""
+
+    def __init__(self, source: str, limits: Limits, *, stdin: int) -> None:
+        if sys.platform != "linux":
+            raise CannotIsolate(f"Programs cannot be isolated: {why_not_isolated()}. None is run.")
+        self._limits, self._outputs = limits, (_in_memory(""), _in_memory(""))
+        # What is written beyond a limit shows that it was.
+        most = (limits.cpu_s, limits.memory_bytes, limits.output_bytes + 1, limits.threads)
+        reading, writing = os.pipe()
+        with _in_memory(source) as job, os.fdopen(reading, "rb", 0) as pipe:
+            with os.fdopen(writing, "wb", 0):
+                self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                    [
+                        *PYTHON,
+                        CAGE,
+                        *(str(int(n)) for n in (os.getpid(), writing, job.fileno(), *most)),
+                        *visible_paths(),
+                    ],
+                    stdin=stdin,
+                    stdout=self._outputs[0],
+                    stderr=self._outputs[1],
+                    env=ENVIRONMENT,
+                    pass_fds=[writing, job.fileno()],
+                    start_new_session=True,  # Ctrl-C is ours to handle
+                )
+            self.pid, self._started = self._process.pid, time.monotonic()
+            try:
+                ready = pipe.read(4096) if _waited(reading, START_S) else b""
+            except BaseException:
+                self.end()
+                raise
+        self._started = time.monotonic()
+        if ready != b"ready\n":
+            wrote = _last_line(self.end().stderr) or "it wrote nothing"
+            if not ready:
+                raise OSError(f"A sandbox could not be started: {wrote}")
+            raise CannotIsolate(f"Programs cannot be isolated: the sandbox lacks {ready.decode().strip()}.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self.end()
+
+    def end(self, *, late: bool = False) -> Outcome:
+        """Kill the process, if it has not ended, and return its outcome; `late`: it had no time left."""
+        process, self._process = self._process, None
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)  # nobody has waited for it, so the number is still its own
+        _, status, usage = os.wait4(process.pid, 0)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+        seconds, cpu_seconds = time.monotonic() - self._started, usage.ru_utime + usage.ru_stime
+        (stdout, stderr), too_long = self._written()
+        for file in self._outputs:
+            file.close()
+        last = _last_line(stderr)
+        if too_long:
+            reason, code = "output too long", -signal.SIGKILL
+        elif late:
+            reason = "timed out"
+        elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_seconds >= self._limits.cpu_s):
+            reason = "out of CPU time"
+        elif code < 0:
+            reason = f"killed by {signal.Signals(-code).name}"
+        elif code and (last.startswith("MemoryError") or last == "lost sys.stderr"):  # not enough left even to write so
+            reason = "out of memory"
+        else:
+            reason = f"exit code {code}: {last}".rstrip(": ") if code else "ok"
+        return Outcome(reason, stdout, stderr, code if code >= 0 else None, seconds, cpu_seconds)
+
+    def _written(self) -> tuple[list[str], bool]:
+        """Return stdout and stderr so far, and whether one is too long."""
+        most = self._limits.output_bytes
+        written = [os.pread(file.fileno(), most + 1, 0) for file in self._outputs]
+        return [data[:most].decode("utf-8", "replace") for data in written], any(len(data) > most for data in written)
+
+
+class Session(Caged):
+    """A program that lives from request to request: it reads lines from its standard input, a socket, and answers each
+    by a byte written there, after what it printed. Between requests it is frozen.
+    """
+
+    def __init__(self, source: str, limits: Limits) -> None:
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                super().__init__(source, limits, stdin=theirs.fileno())
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def ask(self, request: bytes, *, wall_s: float) -> Outcome:
+        """Send a line; return what was printed until the answer. Where none comes in time the process has ended, and
+        the outcome is that of the process.
+        """
+        assert self._process is not None
+        for file in self._outputs:  # the offset is the program's too
+            os.ftruncate(file.fileno(), 0)
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+        os.kill(self.pid, signal.SIGCONT)
+        started, answer, late = time.monotonic(), b"", False
+        try:
+            self._socket.settimeout(wall_s)
+            self._socket.sendall(request + b"\n")
+            self._socket.settimeout(max(1e-3, wall_s - (time.monotonic() - started)))
+            answer = self._socket.recv(1)
+        except TimeoutError:
+            late = True
+        except OSError:  # it has ended
+            pass
+        seconds = time.monotonic() - started
+        texts, too_long = self._written()
+        if not answer or too_long:
+            outcome = self.end(late=late)
+            return replace(outcome, reason="exit code 0") if outcome.ok else outcome
+        os.kill(self.pid, signal.SIGSTOP)
+        return Outcome("ok", *texts, exit_code=0, seconds=seconds, cpu_seconds=0.0)
+
+    def end(self, *, late: bool = False) -> Outcome:
+        self._socket.close()
+        return super().end(late=late)
+
+    def alive(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def memory_bytes(self) -> int:
+        with open(f"/proc/{self.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _in_memory(text: str) -> IO[bytes]:
+    """Return an open file in memory with the text; a lone surrogate is the program's problem."""
+    file = os.fdopen(os.memfd_create("file"), "w+b", buffering=0)
+    data = text.encode("utf-8", "surrogatepass")
+    while data:
+        data = data[file.write(data) :]
+    file.seek(0)
+    return file
+
+
+def _waited(descriptor: int, seconds: float) -> bool:
+    """Wait for a pipe to be readable or a process to end; return whether it did in time."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(min(1000 * seconds, MAX_WAIT_MS)))
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of a text that is not blank, for a sentence; "" where none is."""
+    return one_line(next((line for line in reversed(text.split("\n")) if line.strip()), ""), MAX_LINE_CHARS)
