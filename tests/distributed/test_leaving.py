@@ -30,8 +30,8 @@ from tinyrl.models.parallel import leave
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
-from tinyrl.training import run as session
-from tinyrl.training import step as update
+from tinyrl.training import run as training_run
+from tinyrl.training import step
 from tinyrl.training.launch import resume
 from tinyrl.training.step import Updater
 
@@ -187,17 +187,17 @@ def test_a_process_without_any_memory_tells_the_others(model: Path, tmp_path: Pa
 
 def change_a_bit(rank: int) -> None:
     """Compare after every step; on rank 1 the last bit of one weight changes in the first one's end."""
-    setattr(session, "CHECK_EVERY", 1)  # noqa: B010
-    plain = session.Run.end_step
+    setattr(training_run, "CHECK_EVERY", 1)  # noqa: B010
+    plain = training_run.Run.end_step
 
-    def end_step(self: session.Run, **metrics: float) -> None:
+    def end_step(self: training_run.Run, **metrics: float) -> None:
         if rank == 1 and self.state.step == 1:
             name, parameter = list(self.method.policy.parameters["policy"].items())[3]
             parameter.data.view(torch.int32).view(-1)[5] += 1
             print(f"changed {name}", flush=True)
         plain(self, **metrics)
 
-    session.Run.end_step = end_step
+    training_run.Run.end_step = end_step
 
 
 def test_a_planted_difference_of_one_bit_is_found(model: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def train_with_dropout(settings: Config, folder: Path, *, stops_in: int = 0) -> 
     """Train; the gradients of each process before they are summed go into gradients-RANK.safetensors. stops_in: the
     step whose update is stopped by a signal, after its passes.
     """
-    seen, sum_up = dict[str, torch.Tensor](), update.sum_step
+    seen, sum_up = dict[str, torch.Tensor](), step.sum_step
 
     def noting(world: Any, totals: Any, parameters: Any) -> Any:
         seen[str(len(seen) + 1)] = torch.cat([p.grad.flatten().clone() for p in parameters])
@@ -223,7 +223,7 @@ def train_with_dropout(settings: Config, folder: Path, *, stops_in: int = 0) -> 
             os.kill(os.getpid(), signal.SIGTERM)
         return sum_up(world, totals, parameters)
 
-    update.sum_step = noting
+    step.sum_step = noting
     with StopFlag():
         code, *_ = running.train(settings, folder)
         save_file(seen, folder / f"gradients-{os.environ['RANK']}.safetensors")
@@ -243,8 +243,8 @@ def test_each_process_drops_out_by_numbers_of_its_own_and_a_stopped_run_by_the_s
     assert whole.end() == [0, 0], whole.said
     ours, theirs = (load_file(tmp_path / f"whole/gradients-{rank}.safetensors") for rank in (0, 1))
     assert len(ours) == STEPS
-    for step, gradient in ours.items():
-        assert float((gradient - theirs[step]).norm()) > 0.1 * float(gradient.norm())
+    for key, gradient in ours.items():
+        assert float((gradient - theirs[key]).norm()) > 0.1 * float(gradient.norm())
     assert stopped.end() == [75, 75], stopped.said
     run = RunDir(tmp_path / "stopped/run")
     assert [line["step"] for line in running.metrics(run)] == [0, 1]

@@ -157,8 +157,8 @@ def apart(config: Config, model: Path) -> tuple[dpo.Dpo, Any, Any]:
 
 def gradients(parts: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradient of a step on all pairs, in micro-batches of so many tokens."""
-    session: Any = SimpleNamespace(timed=nullcontext)
-    one_pass, _ = parts.batch([*range(len(parts.train_rows))], session)
+    run: Any = SimpleNamespace(timed=nullcontext)
+    one_pass, _ = parts.batch([*range(len(parts.train_rows))], run)
     parts.policy.micro_batches = MicroBatches(torch.device("cpu"), tokens)
     updater = Updater(parts.policy, role_optimizers(parts.config.optim, parts.policy.parameters), max_grad_norm=1e9)
     metrics = updater._accumulate([one_pass])

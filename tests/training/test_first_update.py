@@ -111,8 +111,8 @@ def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_
 
 
 def dpo_passes(trainer: Dpo) -> list[Pass]:
-    session: Any = SimpleNamespace(timed=nullcontext)
-    return [trainer.batch([*range(8)], session)[0]]
+    run: Any = SimpleNamespace(timed=nullcontext)
+    return [trainer.batch([*range(8)], run)[0]]
 
 
 def sampled_passes(trainer: OnPolicy) -> list[Pass]:

@@ -15,7 +15,7 @@ from tinyrl.config.schema import Config
 from tinyrl.models.device import make_accelerator, resolve_dtype
 from tinyrl.models.parallel import World, join
 from tinyrl.runs.run_dir import open_run
-from tinyrl.training import step as update
+from tinyrl.training import step
 from tinyrl.training.state import read_state
 from tinyrl.training.step import Updater
 
@@ -35,7 +35,7 @@ def settings(method: str, model: Path, dtype: str = "float16", **sections: Any):
 
 def plant(monkeypatch: pytest.MonkeyPatch, value: float, *, steps: int, rank: int = 0) -> None:
     """Have the gradient of one parameter be `value` in the first steps, on one of the processes."""
-    plain, calls = update.sum_step, [0]
+    plain, calls = step.sum_step, [0]
 
     def planted(world: World, metrics: dict[str, float], parameters: list[torch.nn.Parameter]) -> dict[str, float]:
         calls[0] += 1
@@ -43,7 +43,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, value: float, *, steps: int, rank: in
             next(p.grad for p in parameters if p.grad is not None).fill_(value)
         return plain(world, metrics, parameters)
 
-    monkeypatch.setattr(update, "sum_step", planted)
+    monkeypatch.setattr(step, "sum_step", planted)
 
 
 def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch):

@@ -51,8 +51,8 @@ def drawn(parts: Ppo, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int,
 
     monkeypatch.setattr("tinyrl.training.ppo.negative_log_likelihood", noted)
     monkeypatch.setattr("tinyrl.training.ppo.PTX_ROWS", 3)
-    session: Any = SimpleNamespace(state=RunState(step=step), update=2 * epoch + minibatch)
-    one = ptx_pass(parts, session)
+    run: Any = SimpleNamespace(state=RunState(step=step), update=2 * epoch + minibatch)
+    one = ptx_pass(parts, run)
     one.loss(parts.policy.batch_of(one.items))
     return seen
 

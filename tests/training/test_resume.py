@@ -12,7 +12,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training import run as session
+from tinyrl.training import run as training_run
 from tinyrl.training.state import read_state
 from tinyrl.training.step import Updater
 
@@ -107,7 +107,7 @@ def stopped_in_the_update(settings: Config, folder: Path, *, name: str = "stoppe
 def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "MOST_COPIED", 0)
+    monkeypatch.setattr(training_run, "MOST_COPIED", 0)
     settings = running.config(
         "ppo", model, ppo={"num_epochs": 3}, lora={"enabled": False}, optim={"learning_rate": 1e-3}
     )

@@ -23,14 +23,14 @@ from tests.tiny_models import tiny_model
 from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.rollout import load as components
+from tinyrl.rollout import load
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tools.export import export
-from tinyrl.training import run as session
+from tinyrl.training import run as training_run
 from tinyrl.training import state as sources
 from tinyrl.training.launch import started_with
 from tinyrl.training.state import STATE, read_state
@@ -312,7 +312,7 @@ def test_nothing_after_the_last_step_changes_the_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(running if where == "report" else session, where, fail)
+    monkeypatch.setattr(running if where == "report" else training_run, where, fail)
     code, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
     assert code == 0
     assert (run.checkpoints / "step-000001").is_dir()
@@ -340,7 +340,7 @@ def test_a_run_keeps_the_date_of_its_first_day(tmp_path: Path, monkeypatch: pyte
                 return date(year, month, day)
 
         monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-        monkeypatch.setattr(components, "date", Clock, raising=False)
+        monkeypatch.setattr(load, "date", Clock, raising=False)
 
     def last_words(config: Config) -> set[str]:
         return {prompt.text[-12:] for prompt in load_collector(config, options=Options(device="cpu")).eval_prompts}

@@ -48,8 +48,8 @@ def example(*texts: list[int], value: float) -> Example:
 
 def gradients(parts: RewardModel, examples: list[Example], splits: list[slice]) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient by name, summed over some rows at a time."""
-    total, session = 0.0, cast(Run, None)
-    loss_of, _ = parts.loss(examples, [], session)
+    total, run = 0.0, cast(Run, None)
+    loss_of, _ = parts.loss(examples, [], run)
     for rows in splits:
         with parts.policy.acting("policy"):
             loss, _ = loss_of(parts.policy.batch_of(examples[rows], last_tokens=True))

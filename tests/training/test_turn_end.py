@@ -21,7 +21,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.tasks.prompts import token_ids
 from tinyrl.tools.chat import ChatSession
 from tinyrl.tools.export import export
-from tinyrl.training.rows import Rows
+from tinyrl.training.rows import RowMethod
 
 TURN_END = "<|im_end|>"
 WORDS = ("<|im_start|>", TURN_END, "system", "user", "assistant", "tool", *"abcdefgh")
@@ -68,7 +68,7 @@ def settings(method: str, model: Path, data: Path, **sections: Any) -> Config:
     return running.config(method, model, **{**sections, "task": {**rows, **sections.get("task", {})}})
 
 
-def texts_of(trainer: Rows) -> list[list[int]]:
+def texts_of(trainer: RowMethod) -> list[list[int]]:
     return [text for row in trainer.train_rows for one in row for text in one.texts]
 
 

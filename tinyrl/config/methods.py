@@ -9,7 +9,7 @@ MethodName = Literal["grpo", "ppo", "distill", "sft", "reward", "dpo"]
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodSpec:
     """own: the section that only this method has; others: optional sections it reads too; trainer: its class; rows: the
     kind of its rows; recipe: the default recipe; policy: whether it trains a policy; rewarded: whether it needs a
     reward.
@@ -33,15 +33,15 @@ class Method:
 
 
 EPISODES = ("reference", "teacher", "reward", "environment", "generation")
-METHODS: dict[str, Method] = {
-    "grpo": Method("grpo", EPISODES, "tinyrl.training.grpo:Grpo", "prompts", "starter-grpo"),
-    "ppo": Method("ppo", ("critic", *EPISODES), "tinyrl.training.ppo:Ppo", "prompts", "starter-ppo"),
-    "distill": Method(
+METHODS: dict[str, MethodSpec] = {
+    "grpo": MethodSpec("grpo", EPISODES, "tinyrl.training.grpo:Grpo", "prompts", "starter-grpo"),
+    "ppo": MethodSpec("ppo", ("critic", *EPISODES), "tinyrl.training.ppo:Ppo", "prompts", "starter-ppo"),
+    "distill": MethodSpec(
         "distill", EPISODES, "tinyrl.training.distill:Distill", "prompts", "starter-distill", rewarded=False
     ),
-    "sft": Method("sft", (), "tinyrl.training.sft:Sft", "text"),
-    "reward": Method("reward_model", (), "tinyrl.training.reward:RewardModel", "judged", policy=False),
-    "dpo": Method("dpo", ("reference",), "tinyrl.training.dpo:Dpo", "pairs"),
+    "sft": MethodSpec("sft", (), "tinyrl.training.sft:Sft", "text"),
+    "reward": MethodSpec("reward_model", (), "tinyrl.training.reward:RewardModel", "judged", policy=False),
+    "dpo": MethodSpec("dpo", ("reference",), "tinyrl.training.dpo:Dpo", "pairs"),
 }
 OPTIONAL_SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
 

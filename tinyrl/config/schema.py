@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, Method, MethodName, is_method
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
 from tinyrl.config.sections import (
     CriticConfig,
     EnvironmentConfig,
@@ -93,7 +93,7 @@ class Config(Section):
         return needed and self.uses("reference") and self.reference.kind == "auto"
 
     @property
-    def trains(self) -> Method:
+    def trains(self) -> MethodSpec:
         return METHODS[self.method]
 
     @property

@@ -25,7 +25,7 @@ Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens 
 
 
 class Item(Protocol):
-    """What becomes rows of a batch: a prompt with one response (a Sample), or two (a preference pair)."""
+    """One or two rows of a batch: a prompt with a response (a Sample), or with two (a preference pair)."""
 
     @property
     def prompt(self) -> list[int]: ...
@@ -203,7 +203,7 @@ def make_packed_batch(
 
 
 def _listed(prompts: list[list[int]], responses: list[list[int]], masks: Masks) -> list[Sequence[int]]:
-    """Of each row the response tokens that are listed, by their place in the response."""
+    """Return the positions of each row's listed response tokens."""
     assert len(prompts) == len(responses)
     assert all(prompts), "a row needs at least one prompt token to predict from"
     if masks is None:

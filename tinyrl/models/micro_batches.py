@@ -40,7 +40,7 @@ class SequenceLengths:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], responses: Iterable[int], *, packed: bool) -> SequenceLengths:
-        """Of rows with these prompts (equal ones are shared) and this many response tokens."""
+        """Return the lengths of rows with these prompts (equal ones are shared) and this many response tokens."""
         numbers: dict[tuple[int, ...], int] = {}
         groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         start = shared_start(numbers) if packed and len(numbers) > 1 else 0
@@ -48,7 +48,7 @@ class SequenceLengths:
 
     @classmethod
     def of_items(cls, items: Sequence[Item], *, packed: bool) -> SequenceLengths:
-        """Of items that stay together in a micro-batch, each with its responses."""
+        """Return the lengths of items, each of which stays in one micro-batch with its responses."""
         if packed:
             return cls.of([item.prompt for item in items], [sum(map(len, i.responses)) for i in items], packed=True)
         padded = [len(i.responses) * (len(i.prompt) + max(map(len, i.responses))) for i in items]

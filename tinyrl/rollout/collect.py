@@ -31,7 +31,7 @@ from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 
 
 class Collector:
-    """What samples from a policy and scores the samples: prompts, task, environment, engine, scorer; made by
+    """Samples from a policy and scores the samples, with prompts, task, environment, engine and scorer; made by
     `load_collector`. runner: plays episodes of several turns, or agents; None: one turn. engine_reason: why that one.
     """
 
@@ -189,7 +189,7 @@ class Collector:
 
 
 def template_fault(policy: Policy) -> str | None:
-    """What is wrong with the chat template, where prompts go through it, for a policy that is to end its turns."""
+    """Return what is wrong with the chat template for a policy that ends its turns; None if nothing is."""
     where, ends = policy.config.task, eos_token_ids(policy, policy.tokenizer)
     return answers.template_fault(policy.tokenizer, ends, chat=where.chat, variables=where.chat_template_kwargs)
 

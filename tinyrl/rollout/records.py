@@ -20,7 +20,7 @@ CHARACTER_TOKENS = 8  # no character is made of more
 
 
 def completion_text(sample: Sample, scorer: Scorer) -> str:
-    """What the policy wrote."""
+    """Return the policy's text, without what an environment replied."""
     return scorer.text(sample.response) if sample.played is None else policy_text(sample.played.transcript)
 
 

@@ -80,7 +80,7 @@ class Sample:
         return [self.response]
 
     def listed(self, tokens: Tokens = "loss") -> list[list[bool]]:
-        """The chosen tokens, where the sample counts among `tokens`."""
+        """Return its mask if the sample is among `tokens`, else a mask of zeros."""
         counts = {"loss": self.in_loss, "rewarded": self.rewarded, "all": True}[tokens]
         return [self.mask if counts else [False] * len(self.mask)]
 
@@ -90,7 +90,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response ran into max_new_tokens."""
+        """Return whether the response was cut off at max_new_tokens."""
         return self.finish == "length"
 
     @property

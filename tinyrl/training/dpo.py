@@ -32,14 +32,14 @@ from tinyrl.models.batch import Batch, Example
 from tinyrl.models.checks import check_reference, reference_of
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
-from tinyrl.training.rows import BatchLoss, Rows, joined, rendered
+from tinyrl.training.rows import BatchLoss, RowMethod, joined, rendered
 from tinyrl.training.run import Run
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
 Split = Literal["training", "held-out"]
 
 
-class Dpo(Rows):
+class Dpo(RowMethod):
     """Preference optimization. A row has one example, a pair.
 
     State: `reference`, for each split (N, 3): the reference's log-probabilities of chosen and rejected, and 1 where

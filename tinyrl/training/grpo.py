@@ -97,7 +97,7 @@ class Grpo(OnPolicy):
 
 
 def kl_in_score(config: GrpoConfig) -> bool:
-    """Whether the KL of a response is compared with its group: as in RLOO, unlike REINFORCE++, whose KL is by token."""
+    """Return whether the KL of a response is compared with its group (RLOO), and not by token (REINFORCE++)."""
     return config.kl_in_reward and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
 
 

@@ -78,12 +78,12 @@ class OnPolicy(Method):
 
     @property
     def reads_reference(self) -> bool:
-        """Whether each step's samples are scored under the reference."""
+        """Return whether each step's samples need log-probabilities under the reference."""
         return self.config.on_policy.kl_coef > 0
 
     @property
     def several_steps(self) -> bool:
-        """Whether several optimizer steps use a step's samples."""
+        """Return whether several optimizer steps use a step's samples."""
         section = self.config.on_policy
         return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
 
@@ -106,7 +106,7 @@ class OnPolicy(Method):
             self.choice = PromptSampler(task, self.collector.train_prompts, *how)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
-        """The prompts of a step: a function of (seed, step), and of what was seen so far where task says so."""
+        """Return the prompts of a step, a function of (seed, step), and of what was seen so far where task says so."""
         return [self.collector.train_prompts[i] for i in self.choice.draw(step)]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
@@ -164,7 +164,7 @@ class OnPolicy(Method):
             )
 
     def record_prompts(self, step: int) -> dict[str, float]:
-        """Put on record which prompts of a step were solved; its metrics."""
+        """Log which prompts of a step were solved; return metrics of the sampler."""
         metrics = self.choice.keep(step, self.tried)
         folder, prompts = self.run.folder, self.tried.take()  # of each its index, key, how often tried and solved
         folder.append(folder.prompts, [{"step": step + 1, "prompts": prompts}])
@@ -173,7 +173,7 @@ class OnPolicy(Method):
     # ---- passes without gradient ----
 
     def compute_logprobs(self, samples: list[Sample], *, scored: bool = False) -> None:
-        """Fill in `ref` where a KL needs it, `old` where several optimizer steps use the samples. With one step the
+        """Set `ref` where a KL needs it, `old` where several optimizer steps use the samples. With one step the
         training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL then takes the policy's
         from a pass like the reference's, as an engine that is not exact would add its own noise to it.
 
@@ -212,7 +212,7 @@ class OnPolicy(Method):
 
     @property
     def samples_exactly(self) -> bool:
-        """Whether the engine's log-probabilities are those of a training pass, up to rounding in float32."""
+        """Return whether the engine's log-probabilities equal a training pass's, up to rounding in float32."""
         return self.collector.engine.exact and self.policy.accelerator.mixed_precision == "no"
 
     def watch_sampling(self, metrics: dict[str, float]) -> None:
@@ -221,7 +221,7 @@ class OnPolicy(Method):
             self.state.controllers.exact_sampling = None
 
     def ask_teacher(self, samples: list[Sample]) -> dict[str, float]:
-        """Let the teacher, where there is one, score the samples; its metrics."""
+        """Score the samples by the teacher, if there is one; return its metrics."""
         if self.teacher is None:
             return {}
         with self.run.timed("teacher"):
@@ -230,18 +230,18 @@ class OnPolicy(Method):
     # ---- the loss ----
 
     def passes(self, minibatch: list[Sample], *, kl_coef: float) -> list[Pass]:
-        """The passes of an optimizer step on a minibatch; none where no token of it is in the loss."""
+        """Return the passes of an optimizer step on a minibatch; none if no token of it is in the loss."""
         loss = self.policy_loss(minibatch, kl_coef=kl_coef)
         return self.passes_over(minibatch, policy=lambda batch: loss(batch, self.policy.policy_states(batch)))
 
     def passes_over(self, minibatch: list[Sample], **losses: Callable[[Batch], tuple[Tensor, Metrics]]) -> list[Pass]:
-        """A pass of each role over a minibatch; none where no token of it is in the loss."""
+        """Return a pass of each role over a minibatch; none if no token of it is in the loss."""
         if not loss_mask(minibatch).any():
             return []
         return [Pass(role, minibatch, loss) for role, loss in losses.items()]  # pyright: ignore[reportArgumentType]
 
     def policy_loss(self, minibatch: list[Sample], *, kl_coef: float) -> BatchLoss:
-        """The loss of a minibatch, micro-batch by micro-batch. A KL in the reward is not one in the loss.
+        """Return the loss of each micro-batch of a minibatch. A KL in the reward is not in the loss as well.
 
         Before the first optimizer step on the samples the policy is the one that sampled them, so its log-probabilities
         show how far sampling and training differ, at no cost.

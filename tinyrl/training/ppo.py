@@ -84,7 +84,7 @@ class Ppo(OnPolicy):
         return [*super().check(), *self.text_notes]
 
     def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool = False) -> list[Pass]:
-        """Of policy and critic, on a backbone that they share or one after the other; of the critic alone while it
+        """Return passes of policy and critic, on a shared backbone or one after the other; of the critic alone while it
         warms up; and over text, where there is any.
         """
         policy, config = self.policy, self.config.ppo

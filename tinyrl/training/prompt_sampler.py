@@ -28,7 +28,7 @@ PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are 
 
 
 class PromptStats:
-    """Of a step's prompts, how many completions had a reward, and how many of these were right."""
+    """Count each prompt's completions in a step: those with a reward, and those that were right."""
 
     def __init__(self, solved_reward: float) -> None:
         self.solved_reward = solved_reward
@@ -43,7 +43,7 @@ class PromptStats:
             self.counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
 
     def take(self) -> list[list[Any]]:
-        """What the line of prompts.jsonl holds, by index; the count begins anew."""
+        """Return the counts for a line of prompts.jsonl, by index, and reset them."""
         counts, self.counts = self.counts, {}
         return [[index, *counts[index]] for index in sorted(counts)]
 
@@ -91,13 +91,13 @@ class PassRates(PromptSampler):
         return np.array([(0.0, 0.0) if r is None else (PROBED * r, PROBED * (1 - r)) for r in known]).T
 
     def _known(self, key: str, step: int) -> tuple[float, float]:
-        """What counts in a step of the completions of a row that were right and wrong."""
+        """Return a row's right and wrong completions, discounted by their age at `step`."""
         right, wrong, when = self.record.get(key, (0.0, 0.0, 0))
         still = 0.5 ** (max(0, step - when) / HALF_LIFE)
         return still * right, still * wrong
 
     def worth(self, step: int) -> np.ndarray:
-        """What each prompt is expected to teach, E[p (1 - p)]; one that was never seen: the mean of those that were."""
+        """Return E[p (1 - p)] of each prompt; for one that was never sampled, the mean of those that were."""
         right, wrong = self._probed + PRIOR
         for i, key in enumerate(self.keys):
             if key in self.record:

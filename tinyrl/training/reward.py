@@ -34,14 +34,14 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.models.states import backbone_of
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
-from tinyrl.training.rows import BatchLoss, Rows
+from tinyrl.training.rows import BatchLoss, RowMethod
 from tinyrl.training.run import Run
 
 SCORE_BIAS = "score_bias.safetensors"  # the bias that is trained: not centred
 CENTERED_ON = 512  # rows to train on that the centre is measured on
 
 
-class RewardModel(Rows):
+class RewardModel(RowMethod):
     """Reward model training. A row has one example: a pair and its margin, or an answer and its label, 0 or 1."""
 
     last_tokens = True

@@ -45,7 +45,7 @@ SHOWN = 2000  # characters of each piece of an example in a preview
 BatchLoss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
-class Rows(Method):
+class RowMethod(Method):
     """A method that learns from rows of task.data. A subclass gives the examples of a row and the loss of a batch.
 
     train_rows, held_out: the examples of each row; notes: what the rows were taken for, and which are left out;

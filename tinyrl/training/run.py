@@ -51,7 +51,7 @@ AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryE
 
 @dataclass
 class StepStart:
-    """What a stop inside a step restores: state, random numbers, bytes of the records.
+    """A snapshot that a stop inside a step restores: state, random numbers, bytes of the records.
 
     tensors: trained weights and optimizer state, once the update has begun; None before.
     """

@@ -17,11 +17,11 @@ from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.policy import Policy
-from tinyrl.training.rows import BatchLoss, Rows, rendered
+from tinyrl.training.rows import BatchLoss, RowMethod, rendered
 from tinyrl.training.run import Run
 
 
-class Sft(Rows):
+class Sft(RowMethod):
     """Supervised fine-tuning. A row has an example for each answer, or for several that are one growing text."""
 
     def examples(self, row: Row) -> list[Example]:

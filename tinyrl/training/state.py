@@ -45,7 +45,7 @@ class SourceFile(_Strict):
 
 
 class Sources(_Strict):
-    """What a run reads. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
+    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
 
     rows: dict[str, str] = Field(default_factory=dict)
     files: dict[str, SourceFile] = Field(default_factory=dict)
@@ -58,7 +58,7 @@ class Best(_Strict):
 
 
 class Controllers(_Strict):
-    """What methods carry from step to step."""
+    """State of the methods between steps."""
 
     kl_coef: Annotated[Finite, Field(ge=0)] | None = None  # PPO's weight of the KL, which may adapt
     exact_sampling: bool | None = None  # sampling log-probabilities are training's; None: not measured yet
@@ -71,7 +71,7 @@ class Controllers(_Strict):
 
 
 class RunState(_Strict):
-    """What changes as a run goes on.
+    """The state of a run.
 
     step counts finished optimizer updates; phase is what comes next: the evaluation after that step (of step 0: the
     held-out score before training), whose other metrics are `values`, or the next step's rollout.

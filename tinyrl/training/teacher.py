@@ -49,7 +49,7 @@ class TokenLogprob(AnswerPart):
 
 
 class ReadPrompt(AnswerPart):
-    """Of each token that a server read its likeliest places there, by id, and its own; None: of the first."""
+    """Log-probabilities of each prompt token and of its likeliest alternatives, by id; None for the first token."""
 
     prompt_logprobs: list[dict[str, TokenLogprob] | None]
 
@@ -128,7 +128,7 @@ class Teacher:
         return loss
 
     def together(self, samples: Sequence[Sample], device: torch.device) -> Teaching:
-        """What the teacher said of the tokens in the loss of some samples, on a device."""
+        """Concatenate the teacher's outputs for some samples' tokens in the loss, on a device."""
         parts = [sample.teaching for sample in samples]
         if isinstance(parts[0], TeacherStates):
             states = torch.cat([part.states for part in parts if isinstance(part, TeacherStates)])
@@ -139,7 +139,7 @@ class Teacher:
 
 
 class LocalTeacher(Teacher):
-    """A teacher on this machine, one of the policy's roles: it says its hidden states, or its likeliest tokens."""
+    """A teacher on this machine, one of the policy's roles: it returns hidden states, or the top-k tokens."""
 
     def __init__(self, trainer: OnPolicy) -> None:
         super().__init__(trainer)
@@ -223,7 +223,7 @@ def first_tokens(head: Head, count: int) -> Head:
 
 
 class ServerTeacher(Teacher):
-    """vLLM at an address: it says the likeliest tokens (`prompt_logprobs`), at temperature 1."""
+    """vLLM at an address: it returns the top-k tokens (`prompt_logprobs`), at temperature 1."""
 
     def start(self) -> list[str]:
         self.vocabulary = len(self.trainer.policy.head("policy").weight)
@@ -257,7 +257,7 @@ class ServerTeacher(Teacher):
     def _read(
         self, answer: Any, prompt: list[int], response: list[int], mask: list[bool], top_k: int
     ) -> list[tuple[list[int], list[float], float]]:
-        """Of each token that counts (ids, their log-probabilities, its own), likeliest first."""
+        """Return (top-k ids, their log-probabilities, the token's own) for each token of the mask, likeliest first."""
         said = read_as(PromptLogprobs, answer, server=self.client, path="/v1/completions").choices[0].prompt_logprobs
         if len(said) != len(prompt) + len(response):
             raise ServerError(f"{self.client.name} said {len(said)} of {len(prompt) + len(response)} tokens")
@@ -317,7 +317,7 @@ class Hint:
             )
 
     def prompts(self, samples: list[Sample], trainer: OnPolicy) -> list[list[int] | None]:
-        """Of each sample the prompt that the teacher reads; None where the hint has nothing to say."""
+        """Return the teacher's prompt for each sample; None where a value of the hint is missing."""
         by_index = {prompt.index: prompt for prompt in trainer.collector.train_prompts}
         asked = [by_index[sample.row] for sample in samples]
         rows = [prompt.row for prompt in asked]
@@ -345,8 +345,8 @@ class Hint:
 
 
 def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPolicy) -> list[str | None]:
-    """Of each sample another response to its prompt that is right, task.solved_reward to the task's verifier; where it
-    has none, to the sum of rewards without length penalties.
+    """Return another right response of the group for each sample: one with task.solved_reward or more by the task's
+    verifier, or else by the sum of rewards without length penalties.
     """
     scorer, scores = trainer.collector.scorer, torch.tensor([sample.scores for sample in samples])
     if scorer.uses_verifier:  # it stands last, or before the environment's
