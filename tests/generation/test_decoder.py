@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from tests.generation.recording import attention_by_tokens
 from tests.generation.sampling import CPU, make_engine, stir
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder, attended, joined, tensors
@@ -50,10 +51,13 @@ def padded(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_rows_that_are_continued_equal_a_full_forward_pass(tiny: TinyModels, kind: str):
+def test_rows_that_are_continued_equal_a_full_forward_pass(
+    tiny: TinyModels, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     """Five rows hold prompts, three of them get two further ragged pieces; two query heads share each key. Behind the
-    tokens of each is junk, as rows that ran past their end leave it.
+    tokens of each is junk, as rows that ran past their end leave it. What attention returns lies in memory as on a GPU.
     """
+    attention_by_tokens(monkeypatch)
     model = load_causal_lm(str(tiny(kind)), dtype=torch.float32)
     decoder = Decoder(model, dtype=torch.float32, layout="merged")
     decoder.sync(None)

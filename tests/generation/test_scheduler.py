@@ -196,7 +196,7 @@ def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone(monkeypa
         calls.append(rows)
         state[:rows] += rows
 
-    graphs = StepGraphs(recordable(step), state=(state,))
+    graphs = StepGraphs(recordable(step), state=(state,), side=torch.cuda.Stream())
     for rows in (2, 2, 3, 2):
         graphs(rows)
     assert state.tolist() == [9.0, 9.0, 3.0]  # each call once, whatever warming up did
@@ -216,7 +216,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.Monkey
             raise error
         state[:rows] += 1
 
-    graphs = StepGraphs(step, state=(state,))
+    graphs = StepGraphs(step, state=(state,), side=torch.cuda.Stream())
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
             graphs(1)

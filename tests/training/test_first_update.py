@@ -34,9 +34,15 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=6)
 
 
-@pytest.mark.parametrize(("preset", "lora"), [("reinforce++", True), ("ppo", False)])
-def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Path, tmp_path: Path) -> None:
-    """Policy and reference are the same model, so what the sampler rounds otherwise must not be in their KL."""
+@pytest.mark.parametrize(("preset", "lora"), [("reinforce++", True), ("grpo", True), ("ppo", False)])
+def test_in_bfloat16_the_kl_at_step_1_is_zero(
+    preset: str, lora: bool, sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policy and reference are the same model, so what the sampler rounds otherwise must not be in their KL. The update
+    itself measures a KL in the loss (preset grpo), without a pass of its own.
+    """
+    scored, logprobs = [], OnPolicy.logprobs
+    monkeypatch.setattr(OnPolicy, "logprobs", lambda *args, **named: scored.append(args[2]) or logprobs(*args, **named))
     method, sections = ("ppo", {}) if preset == "ppo" else ("grpo", {"grpo": {"preset": preset, "kl_coef": 0.05}})
     settings = running.config(
         method,
@@ -54,6 +60,7 @@ def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Pa
     if method == "grpo":
         assert first["policy/ratio"] == 1.0
         assert first["policy/sampling_gap"] > 1e-3  # the sampler does round otherwise
+        assert scored == (["reference"] if preset == "grpo" else ["reference", "policy"])
 
 
 @pytest.mark.parametrize(("kind", "method", "lora"), [("llama", "ppo", True), ("gpt2", "grpo", False)])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -237,6 +238,11 @@ class Decoder:
         attention, mlp = layer.self_attn, layer.mlp
         return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
+    @cached_property
+    def side_stream(self) -> torch.cuda.Stream:
+        """The stream on which all CUDA graphs are captured: cuBLAS keeps 32 MiB for every stream it has seen."""
+        return torch.cuda.Stream()
+
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token of one sequence."""
@@ -355,7 +361,8 @@ class Decoder:
             q = q.view(count, most, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
             keys, values = cache.entries[i, :, :, :, :width][where].unbind(2)
             seen = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
-            x = self._rest(layer, x, seen.view(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)[real])
+            seen = seen.reshape(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)
+            x = self._rest(layer, x, seen[real])
         return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 
     def step(self, token: Tensor, position: Tensor, *, cache: RowCache, width: int) -> Tensor:

@@ -51,13 +51,13 @@ class StepGraphs:
     some twenty kernels a layer, which on a small model takes longer than the work.
 
     state: tensors that a step advances, which never move. Capturing runs the step once to warm up, and restores them.
+    side: the stream of all captures.
     """
 
-    def __init__(self, step: Callable[..., None], *, state: tuple[Tensor, ...]) -> None:
-        self.step, self.state = step, state
+    def __init__(self, step: Callable[..., None], *, state: tuple[Tensor, ...], side: torch.cuda.Stream) -> None:
+        self.step, self.state, self.side = step, state, side
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        self.side = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream it has seen
         self.fails = False
 
     def __call__(self, *shape: Any) -> None:
@@ -127,7 +127,7 @@ class Scheduler:
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.buffers: dict[str, Tensor] = {}  # sampling parameters that graphs read
         state = self.token, self.position, self.column
-        self.graphs = StepGraphs(self._graph_step, state=state) if by_graphs else None
+        self.graphs = StepGraphs(self._graph_step, state=state, side=decoder.side_stream) if by_graphs else None
         self.clear()
 
     def clear(self) -> None:

@@ -174,8 +174,8 @@ class OnPolicy(Method):
 
     def compute_logprobs(self, samples: list[Sample], *, scored: bool = False) -> None:
         """Set `ref` where a KL needs it, `old` where several optimizer steps use the samples. With one step the
-        training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL then takes the policy's
-        from a pass like the reference's, as an engine that is not exact would add its own noise to it.
+        training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL in the reward then takes
+        the policy's from a pass like the reference's, as an engine that is not exact would add its own noise to it.
 
         `scored`: of every sample with a reward, those that are left out of the loss among them.
         """
@@ -183,7 +183,7 @@ class OnPolicy(Method):
         if self.reads_reference:
             fill(samples, "ref", self.logprobs(samples, "reference", tokens=tokens))
         if not self.several_steps:
-            if self.reads_reference and not self.samples_exactly:
+            if self.reads_reference and self.config.on_policy.kl_in_reward and not self.samples_exactly:
                 fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
             return
         controllers, sampled = self.state.controllers, padded(samples, "logprobs")
@@ -358,8 +358,11 @@ class OnPolicy(Method):
         return out | self.collector.scorer.metrics()
 
     def metrics(self, samples: list[Sample]) -> dict[str, float]:
-        """Metrics of the samples besides their rewards: lengths, truncation, turns, KL in nats per response."""
+        """Metrics of the samples besides their rewards: lengths, truncation, turns, KL in nats per response (the update
+        measures it where the KL is in the loss of a single optimizer step).
+        """
         out = {**environment_metrics(samples), **length_metrics(samples)}
-        if samples[0].ref is not None and any(sample.in_loss for sample in samples):
+        measured = self.several_steps or self.config.on_policy.kl_in_reward
+        if measured and samples[0].ref is not None and any(sample.in_loss for sample in samples):
             out["objective/kl"], _ = kl_per_response(samples)
         return out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tinyrl.algorithms.kl import ESTIMATORS
+from tinyrl.algorithms.kl import ESTIMATORS, k1
 from tinyrl.algorithms.losses import (
     Metrics,
     cispo_loss,
@@ -69,8 +69,9 @@ def policy_loss(
     `config.importance_correction` corrects for. Without `old` of the samples the pass's own values are the old ones, so
     that the ratio is 1.
 
-    Metrics: the surrogate's, policy/entropy, policy/kl_loss with a KL, and where weights correct a mismatch between
-    sampling and training policy/capped_weights, the share of tokens whose weight is above its cap.
+    Metrics: the surrogate's, policy/entropy, with a KL policy/kl_loss and (without `old`) objective/kl, and where
+    weights correct a mismatch between sampling and training policy/capped_weights, the share of tokens whose weight is
+    above its cap.
     """
     mask, first = batch.mask, batch.items[0]
     old = logprobs.detach() if first.old is None else batch.padded("old")
@@ -97,9 +98,12 @@ def policy_loss(
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * bonus
     if kl_coef > 0:
-        kl = ESTIMATORS[config.kl_estimator](logprobs, batch.padded("ref"))
+        ref = batch.padded("ref")
+        kl = ESTIMATORS[config.kl_estimator](logprobs, ref)
         penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator)
         loss, metrics = loss + kl_coef * penalty, metrics | kl_metrics
+        if first.old is None:
+            metrics["objective/kl"] = masked_sum(k1(logprobs.detach(), ref), mask) / counts.sequences
     if capped is not None:
         metrics["policy/capped_weights"] = masked_sum(capped.float(), mask) / counts.tokens
     return loss, metrics | entropy_metrics
