@@ -19,7 +19,7 @@ from tinyrl.models.packing import shared_start
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.runs.signals import check_stop, watched
 
-MOST_TOKENS = 16_384  # that a measurement may come to: on an H100 a 0.5B is no faster a token from 8,192 on
+MOST_TOKENS = 32_768  # that a measurement may come to: more is no faster a token, but takes memory (docs/benchmarks.md)
 SHARE = 0.8  # of the free memory that a micro-batch may take
 
 
