@@ -47,15 +47,10 @@ def test_a_corpus_is_indexed_once_and_kept_beside_the_file(towns: Path, capsys: 
     assert beside(towns) == ["towns.jsonl", "towns.jsonl.fts5"]
     assert first.num_passages == again.num_passages == 3
     assert first.search(["harbour", "nowhere", "who makes faience?"], top_k=3) == [[TOWNS[1]], [], [TOWNS[0]]]
-    assert again.search(["harbour"], top_k=1) == [[TOWNS[1]]]
-
-
-def test_titles_and_texts_in_columns_of_their_own_and_parquet_are_the_same_corpus(tmp_path: Path):
-    rows = [{"title": passage.split("\n")[0].strip('"'), "text": passage.split("\n")[1]} for passage in TOWNS]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    vectors = [{**row, "vector": [0.0]} for row in rows]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(vectors), tmp_path / "a.parquet")
-    assert found(tmp_path / "a.jsonl", "ramparts") == found(tmp_path / "a.parquet", "ramparts") == [TOWNS[2]]
+    # titles and texts in columns of their own
+    rows = [{"title": passage.split("\n")[0].strip('"'), "text": passage.split("\n")[1], "v": 0} for passage in TOWNS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), towns.with_name("a.parquet"))
+    assert found(towns.with_name("a.parquet"), "ramparts") == [TOWNS[2]]
 
 
 def test_the_order_is_that_of_bm25(tmp_path: Path):
@@ -79,83 +74,54 @@ def test_the_order_is_that_of_bm25(tmp_path: Path):
     assert found(write(tmp_path / "a.jsonl", texts), " ".join(query), 60) == [texts[i] for i in best]
 
 
-def test_of_equally_good_passages_the_earlier_in_the_file_comes_first(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", ["second amber", "first amber", "third amber", "nothing", "else", "here", "now"])
-    assert found(path, "amber", 2) == ["second amber", "first amber"]
-    assert found(path, "AMBER", 9) == ["second amber", "first amber", "third amber"]
-
-
 WOODS = ["amber birch", "amber cobalt", "ambergris", "birch delta", "contents of it", "near"]
 
 
-@pytest.mark.parametrize(
-    ("query", "passages"),
-    [
-        ("amber AND birch", {0, 1, 3}),
-        ('"amber cobalt"', {0, 1}),
-        ('delta" OR "birch', {0, 3}),
-        ('") OR 1=1; DROP TABLE passages; --', set()),
-        ("am\0ber cobalt", {1}),
-        ("\ud800cobalt\udfff", {1}),
-        ("cobalt " * 100_000, {1}),
-        ("", set()),
-        ("of", {4}),
-        ("the contents of it", {4}),
-    ],
-    ids=lambda value: ascii(value)[:24],
-)
-def test_operators_of_the_index_are_words_like_others(woods: Corpus, query: str, passages: set[int]):
-    assert set(woods.search([query], top_k=6)[0]) == {WOODS[i] for i in passages}
+def test_operators_of_the_index_are_words_like_others(tmp_path: Path):
+    woods = Corpus(write(tmp_path / "a.jsonl", WOODS))
+    for query, passages in [
+        ("amber AND birch", [0, 1, 3]),
+        ('"amber cobalt" delta" OR "birch', [0, 1, 3]),
+        ('") OR 1=1; DROP TABLE passages; --', []),
+        ("am\0ber \ud800cobalt\udfff", [1]),
+        ("cobalt " * 100_000, [1]),
+        ("", []),
+        ("of", [4]),
+        ("the contents of it", [4]),
+    ]:
+        assert sorted(woods.search([query], top_k=6)[0]) == sorted(WOODS[i] for i in passages), query[:40]
 
 
-def test_words_are_found_in_other_forms_and_without_their_accents(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", ["Les cités de l’Élysée", "Cities, rivers", "x", "y", "z"])
-    assert found(path, "city") == ["Cities, rivers"]
-    assert found(path, "E\u0301LYSEE") == ["Les cités de l’Élysée"]
-
-
-def test_the_words_of_a_query():
+def test_words_are_found_in_other_forms_and_equally_good_passages_in_their_order(tmp_path: Path):
+    passages = ["Les cités de l’Élysée", "Cities, rivers", "z amber", "a amber", "m amber", *"bcde"]
+    path = write(tmp_path / "a.jsonl", passages)
+    assert found(path, "city") == passages[1:2]
+    assert found(path, "E\u0301LYSEE") == passages[:1]
+    assert found(path, "AMBER", 2) == passages[2:4]
     assert match_expression("What is England's capital, the CAPITAL?") == '"What" OR "England" OR "CAPITAL"'
     assert match_expression("It is") == '"It" OR "is"'
     assert match_expression(" ".join(f"w{i}" for i in range(100))).count("OR") == 63
 
 
-@pytest.fixture(scope="module")
-def woods(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus(write(tmp_path_factory.mktemp("woods") / "a.jsonl", WOODS))
-
-
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("name", "content", "reason"),
     [
-        (b'{"id": "1", "contents": "cut o', "a.jsonl:2: broken JSON at column 25"),
-        (b'{"id": "1", "text": "no title"}', "a.jsonl:2: a passage is a row with a text 'contents'.*columns id, text"),
-        (b'{"contents": 7}', "a.jsonl:2: .*columns contents"),
-        (b'{"contents": " "}', "a.jsonl:2: an empty passage"),
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, wanted: str):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"contents": "fine"}\n' + line + b"\n")
-    with pytest.raises(ValueError, match=wanted):
-        Corpus(path)
-    assert beside(path) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "wanted"),
-    [
+        ("a.jsonl", b'\xef\xbb\xbf{"contents": "fine"}\n{"id": "1", "con', "a.jsonl:2: broken JSON at column 13"),
+        ("a.jsonl", b'{"id": "1", "text": "no title"}', "a.jsonl:1: a passage is .*columns id, text"),
+        ("a.jsonl", b'{"contents": 7}', "a.jsonl:1: .*columns contents"),
+        ("a.jsonl", b'{"contents": " "}', "a.jsonl:1: an empty passage"),
         ("a.txt", b"x", r"a\.txt: a corpus is a file ending in \.jsonl or \.parquet"),
         ("a.jsonl", b"\n\n", r"a\.jsonl: no passages in it"),
         ("a.jsonl", None, r"a\.jsonl: a corpus is a file"),
         ("a.parquet", b"no parquet", r"a\.parquet: not a parquet file"),
     ],
 )
-def test_a_file_that_is_no_corpus(tmp_path: Path, name: str, content: bytes | None, wanted: str):
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes | None, reason: str):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=reason):
         Corpus(tmp_path / name)
+    assert beside(tmp_path / name) == [name] * (content is not None)
 
 
 def test_a_corpus_replaced_during_a_run_changes_nothing_for_it(towns: Path, tmp_path: Path):
@@ -167,30 +133,22 @@ def test_a_corpus_replaced_during_a_run_changes_nothing_for_it(towns: Path, tmp_
     assert running.search(["ramparts"], top_k=1) == [[TOWNS[2]]]
 
 
-def other_database(index: Path) -> None:
-    index.unlink()
-    with closing(sqlite3.connect(index)) as connection:
-        connection.execute("CREATE TABLE about (name, value)")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda index: index.write_bytes(b""),
-        lambda index: index.write_bytes(index.read_bytes()[: index.stat().st_size // 2]),
-        lambda index: index.write_bytes(index.read_bytes()[:4096] + b"\xff" * (index.stat().st_size - 4096)),
-        other_database,
-    ],
-    ids=["empty", "half", "no pages", "another database"],
-)
-def test_a_damaged_index_is_made_again(towns: Path, damage):
-    Corpus(towns)
-    damage(towns.parent / "towns.jsonl.fts5")
+@pytest.mark.parametrize("damage", ["empty", "half", "no pages", "another database"])
+def test_a_damaged_index_is_made_again(towns: Path, damage: str):
+    index = Corpus(towns).index
+    whole = index.read_bytes()
+    damaged = {"empty": b"", "half": whole[: len(whole) // 2], "no pages": whole[:4096] + b"\xff" * (len(whole) - 4096)}
+    if damage in damaged:
+        index.write_bytes(damaged[damage])
+    else:
+        index.unlink()
+        with closing(sqlite3.connect(index)) as connection:
+            connection.execute("CREATE TABLE about (name, value)")
     assert found(towns, "harbour") == [TOWNS[1]]
     assert beside(towns) == ["towns.jsonl", "towns.jsonl.fts5"]
 
 
-def test_an_index_damaged_while_it_is_in_use_is_said(tmp_path: Path):
+def test_an_index_damaged_while_it_is_in_use_fails_the_search(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [f"{'filler ' * 60} needle{i}" for i in range(300)])
     running = Corpus(path)
     with running.index.open("r+b") as file:

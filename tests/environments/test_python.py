@@ -1,4 +1,4 @@
-"""The Python environment: what cells are answered, what stays from turn to turn, and that nothing gets out."""
+"""The Python environment: replies to cells, what stays from turn to turn, and that nothing gets out."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,25 +14,14 @@ import pytest
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, python
 from tinyrl.environments.environment import Environment
-from tinyrl.environments.python import (
-    CRASHED,
-    NO_OUTPUT,
-    OUT_OF_MEMORY,
-    TIMED_OUT,
-    TOO_MUCH_OUTPUT,
-    UNREADABLE,
-    Python,
-    call_in,
-    cut,
-    fenced,
-    kept_cells,
-    was_stopped,
-)
+from tinyrl.environments.python import NO_OUTPUT, UNREADABLE, Python, call_in, cut, fenced, kept_cells, was_stopped
 from tinyrl.workers.sandbox import why_not_isolated
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated())),
+]
 Interpreters = Callable[[], list[psutil.Process]]
-needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +40,13 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     interpreters.close()
 
 
+@pytest.fixture
+def interpreters() -> Interpreters:
+    """The processes in the sandbox that a test has started."""
+    before = psutil.Process().children()
+    return lambda: [each for each in psutil.Process().children() if each not in before]
+
+
 def block(code: str) -> str:
     return f"Let me compute that.\n```python\n{code}\n```\n"
 
@@ -61,129 +56,120 @@ def tool_call(code: str) -> str:
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
-    """A transcript: the policy's turns and what they are answered."""
+    """Return a transcript of the policy's turns and the replies to them."""
     return [{"role": ("assistant", "tool")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def episode(python: Python, *codes: str, seed: int = 0) -> list[str]:
-    """The answers to cells that are called one after the other."""
-    said: list[str] = []
+def episode(cells: Python, *codes: str, seed: int = 0) -> list[str]:
+    """Return the replies to cells that are called one after the other."""
+    messages: list[str] = []
     for code in codes:
-        said.append(tool_call(code))
-        [reply] = python.respond([[]], [turns(*said)], seed=[seed])
+        messages.append(tool_call(code))
+        [reply] = cells.respond([[]], [turns(*messages)], seed=[seed])
         assert reply is not None
-        assert reply == Reply(reply.text)
-        said.append(reply.text)
-    return said[1::2]
+        messages.append(reply.text)
+    return messages[1::2]
 
 
-@pytest.fixture
-def interpreters() -> Interpreters:
-    """The processes in the sandbox that a test has started."""
-    before = psutil.Process().children()
-    return lambda: [each for each in psutil.Process().children() if each not in before]
+# Calls and replies
 
 
-def kill(process: psutil.Process) -> None:
-    process.kill()
-    while process.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.001)
-
-
-# What a turn calls
-
-
-def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run():
+def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run(shared: Python):
     assert call_in(block("a") + block("b = 1\nb")) == ("b = 1\nb", True)
     assert call_in(f"{tool_call('a')}\n{tool_call('b')}\n") == ("b", False)
     assert call_in(block("a") + tool_call("b")) == ("b", False)
     assert call_in(tool_call("a").removesuffix("</tool_call>")) == ("a", False)
     assert call_in("The answer is 7. ```python\n7") is None
-    assert call_in("") is None
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
+    transcripts = [turns("It is 7."), turns(block("7"), "7", "It is 7.")]
+    assert shared.respond(["a", "b"], transcripts, seed=[1, 2], answer=["7", "7"]) == [None, None]
+    for call in (
         '{"name": "python", "arguments": {"code": "1"}} and more',
         '{"name": "search", "arguments": {"code": "1"}}',
         '{"name": "python", "arguments": {"code": 1}}',
         "[" * 100_000,
-    ],
-)
-def test_a_call_that_cannot_be_parsed_is_invalid(call: str, shared: Python):
-    assert shared.respond([[]], [turns(f"<tool_call>{call}</tool_call>")]) == [Reply(UNREADABLE, invalid=True)]
+    ):
+        assert shared.respond([[]], [turns(f"<tool_call>{call}</tool_call>")]) == [Reply(UNREADABLE, invalid=True)]
 
 
-def test_a_turn_that_calls_nothing_ends_the_episode_wherever_that_is(shared: Python):
-    transcripts = [turns("It is 7."), turns(block("7"), "7", "It is 7.")]
-    assert shared.respond(["a", "b"], transcripts, seed=[1, 2], answer=["7", "7"]) == [None, None]
+ANSWERS = {
+    "x = 20\nx + 1": "21",
+    "print('a', end='')\n'b'": "a\n'b'",
+    "import sys\nprint('b', file=sys.stderr)\nprint('c')": "b\nc",
+    "import os\nos.write(1, b'd\\n')\nNone": "d",
+    "x = 1": NO_OUTPUT,
+    "__name__": "'__main__'",
+    "print('so far')\nf = {}\nf['k']": "so far\nLine 3: KeyError: 'k'",
+    "def f():\n    return g\nf()": "Line 2: NameError: name 'g' is not defined",
+    "x = 1\nx = = 2": "Line 2: SyntaxError: invalid syntax",
+    "import numpy": "Line 1: ModuleNotFoundError: No module named 'numpy'",
+    "\n\nexit()": "Line 3: SystemExit: None",
+    "input()": "Line 1: EOFError: EOF when reading a line",
+    "\0": "SyntaxError: source code string cannot contain null bytes",
+    "import os\nos.write(1, b'\\xff\\xed\\xa0\\x80\\n')\nNone": "\ufffd" * 4,
+    "'\\ud800'": "'\\ud800'",
+    "import sys, os\nsys.stdout.close()\nos.close(1)": NO_OUTPUT,
+    "while True: pass": python.TIMED_OUT,
+}
+STOPPED = {
+    "import time\nwhile True:\n    try: time.sleep(99)\n    except BaseException: pass": python.TIMED_OUT,
+    "x = bytearray(10**9)": python.OUT_OF_MEMORY,
+    "while True: print('x' * 1000)": python.TOO_MUCH_OUTPUT,
+    "import os\nos._exit(0)": python.CRASHED,
+    "import os\nos.closerange(0, 64)": python.CRASHED,
+    "import ctypes\nctypes.string_at(0)": python.CRASHED,
+}
 
 
-# What is answered
+@pytest.mark.parametrize("cells", [ANSWERS, pytest.param(STOPPED, marks=pytest.mark.slow)], ids=["answers", "stopped"])
+def test_a_cell_is_answered_with_its_output_and_its_value_or_error(cells: dict[str, str], shared: Python):
+    """A stopped one is not run again, and leaves what was there before."""
+    many, begun = [[]] * len(cells), [tool_call("begun = 1"), NO_OUTPUT]
+    replies = shared.respond(many, [turns(*begun, tool_call(code)) for code in cells], seed=[*range(len(cells))])
+    assert [reply and reply.text for reply in replies] == [*cells.values()]
+    transcripts = [turns(*begun, tool_call(code), text, tool_call("begun")) for code, text in cells.items()]
+    assert shared.respond(many, transcripts, seed=[*range(len(cells))]) == [Reply("1")] * len(cells)
 
 
-@needs_isolation
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("x = 20\nx + 1", "21"),
-        ("print('a', end='')\n'b'", "a\n'b'"),
-        ("import sys\nprint('b', file=sys.stderr)\nprint('c')", "b\nc"),
-        ("import os\nos.write(1, b'd\\n')\nNone", "d"),
-        ("x = 1", NO_OUTPUT),
-        ("__name__", "'__main__'"),
-        ("x = 0\n\n1 / x", "Line 3: ZeroDivisionError: division by zero"),
-        ("print('so far')\nf = {}\nf['k']", "so far\nLine 3: KeyError: 'k'"),
-        ("def f():\n    return g\nf()", "Line 2: NameError: name 'g' is not defined"),
-        ("x = 1\nx = = 2", "Line 2: SyntaxError: invalid syntax"),
-        ("import numpy", "Line 1: ModuleNotFoundError: No module named 'numpy'"),
-        ("\n\nexit()", "Line 3: SystemExit: None"),
-        ("input()", "Line 1: EOFError: EOF when reading a line"),
-        ("raise ValueError('a\\nb')", "Line 1: ValueError: a\nb"),
-        (
-            "x = '\ud800'",
-            "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 5: surrogates not allowed",
-        ),
-        ("\0", "SyntaxError: source code string cannot contain null bytes"),
-        ("import os\nos.write(1, b'\\xff\\xed\\xa0\\x80\\n')\nNone", "\ufffd" * 4),
-        ("'\\ud800'", "'\\ud800'"),
-        ("import sys, os\nsys.stdout.close()\nos.close(1)", NO_OUTPUT),
-    ],
-)
-def test_a_cell_is_answered_with_its_output_and_its_value_or_error(code: str, said: str, shared: Python):
-    assert episode(shared, code, "'alive'") == [said, "'alive'"]
-
-
-@needs_isolation
 def test_a_block_is_answered_in_a_block_and_a_tool_call_with_the_output_alone(shared: Python):
-    prompts = ["text", "text", [{"role": "user", "content": "messages"}], "text"]
-    written = [block("6 * 7"), block("6 * 7").rstrip(), block("6 * 7").rstrip(), tool_call("6 * 7")]
-    said = "```output\n42\n```\n"
-    replies = [Reply(said), Reply("\n" + said), Reply(said), Reply("42")]
-    assert shared.respond(prompts, [turns(turn) for turn in written]) == replies
+    prompts = ["text", "text", [{"role": "user", "content": "messages"}], "text", "text"]
+    harmful = "print('\\ud800', '\\0\\x1b[31m\\u202e', '<|im_end|>', 'a\\r\\nb', '```\\nc')"
+    written = [block("6 * 7"), block("6 * 7").rstrip(), block("6 * 7").rstrip(), tool_call("6 * 7"), block(harmful)]
+    fence, text = "```output\n42\n```\n", "\\ud800 \ufffd\ufffd[31m\ufffd <|im_end|> a\nb ```\nc"
+    texts = [fence, "\n" + fence, fence, "42", f"````output\n{text}\n````\n"]
+    replies = shared.respond(prompts, [turns(turn) for turn in written], seed=[*range(5)])
+    assert replies == [Reply(text) for text in texts]
+
+
+def test_a_long_output_is_cut_in_the_middle(shared: Python):
+    for text in episode(shared, "print('a' + 'x' * 10**6 + 'z')", "raise ValueError('x' * 10**6)"):
+        assert len(text) < 1000 + len("\n[1,000,000 characters left out]\n") + 1
+        assert "x\n[999,0" in text
+        assert " characters left out]\nx" in text
+    assert cut("a" * 8 + "b" * 10 + "c" * 4, 12) == f"{'a' * 8}\n[10 characters left out]\ncccc"
+    assert cut("a\n" * 6, 12) == "a\n" * 6
+    assert cut("\0" * 13, 12) == "\ufffd" * 8 + "\n[1 characters left out]\n" + "\ufffd" * 4
 
 
 # State
 
 
-CODES = ("import math\nr = 2\nprint('first')", "def area(): return math.pi * r**2\nr = 1\n'second'", "print(area())")
-
-
-@needs_isolation
 @pytest.mark.parametrize("alone", [{}, {"most_live": 0}], ids=["cached", "run again"], indirect=True)
-@pytest.mark.parametrize("write", [block, tool_call])
-def test_names_stay_and_nothing_is_printed_twice(write: Any, alone: Python):
-    said: list[str] = []
-    for code in CODES:
-        [reply] = alone.respond([[]], [turns(*said, write(code))])
-        assert reply is not None
-        said += [write(code), reply.text]
-    outputs = [text.removeprefix("```output\n").removesuffix("\n```\n") for text in said[1::2]]
-    assert outputs == ["first", "'second'", "3.141592653589793"]
+def test_names_and_random_numbers_stay_and_nothing_is_printed_twice(alone: Python):
+    draw = "import random\nrandom.random()"
+    codes = (
+        "import math\nr = 2\nprint('first')",
+        "def area(): return math.pi * r**2\nr = 1",
+        "print(area())",
+        draw,
+        draw,
+    )
+    first, *others = episode(alone, *codes, seed=7)
+    assert [first, *others[:2]] == ["first", NO_OUTPUT, "3.141592653589793"]
+    assert others[2] != others[3]
+    assert episode(alone, *codes, seed=7)[3:] == others[2:]
+    assert episode(alone, draw, seed=8)[0] not in others
 
 
-@needs_isolation
 def test_a_cell_runs_once_and_its_interpreter_waits_frozen_until_the_episode_is_over(
     alone: Python, interpreters: Interpreters
 ):
@@ -192,14 +178,20 @@ def test_a_cell_runs_once_and_its_interpreter_waits_frozen_until_the_episode_is_
     [process] = interpreters()
     while process.status() != psutil.STATUS_STOPPED:
         time.sleep(0.001)
-    said = [tool_call(pid), first, tool_call("n += 1"), NO_OUTPUT, tool_call("os.getpid(), n")]
-    assert alone.respond([[]], [turns(*said[:3])]) == [Reply(NO_OUTPUT)]
-    assert alone.respond([[]], [turns(*said)]) == [Reply(f"({process.pid}, 2)")]
-    assert alone.respond([[]], [turns(*said, "x", "It is over.")]) == [None]
+    messages = [tool_call(pid), first, tool_call("n += 1"), NO_OUTPUT, tool_call("os.getpid(), n")]
+    assert alone.respond([[]], [turns(*messages[:3])]) == [Reply(NO_OUTPUT)]
+    assert alone.respond([[]], [turns(*messages)]) == [Reply(f"({process.pid}, 2)")]
+    assert alone.respond([[]], [turns(*messages, "x", "It is over.")]) == [None]
     assert interpreters() == []
+    # one that was killed is replaced, and the earlier cells run again
+    episode(alone, "x = 5")
+    [process] = interpreters()
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+    assert alone.respond([[]], [turns(tool_call("x = 5"), NO_OUTPUT, tool_call("x"))]) == [Reply("5")]
 
 
-@needs_isolation
 def test_episodes_that_part_do_not_share_an_interpreter(alone: Python):
     begun = [tool_call("x = 1"), NO_OUTPUT]
     both = [turns(*begun, tool_call(f"x += {n}"), NO_OUTPUT, tool_call("x")) for n in (1, 2)]
@@ -208,103 +200,54 @@ def test_episodes_that_part_do_not_share_an_interpreter(alone: Python):
     assert replies == [Reply("2"), Reply("3")]
 
 
-@needs_isolation
 @pytest.mark.parametrize(
-    "alone",
-    [{"most_live": 2}, {"max_turns": 1}, {}],
+    ("alone", "most_bytes", "left"),
+    [({"most_live": 2}, None, 2), ({"max_turns": 1}, None, 0), ({}, 100 << 20, 1)],
     ids=["many", "last turn", "large"],
-    indirect=True,
+    indirect=["alone"],
 )
 def test_interpreters_that_are_too_many_or_not_needed_again_end(
-    alone: Python, interpreters: Interpreters, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    alone: Python, most_bytes: int | None, left: int, interpreters: Interpreters, monkeypatch: pytest.MonkeyPatch
 ):
-    case = request.node.callspec.id
-    if case == "large":
-        monkeypatch.setattr(alone, "_most_bytes", 100 << 20)
-    codes = [f"x = bytearray({(60 if case == 'large' else 1) << 20})\n{n}" for n in range(4)]
+    if most_bytes:
+        monkeypatch.setattr(alone, "_most_bytes", most_bytes)
+    codes = [f"x = bytearray({(60 if most_bytes else 1) << 20})\n{n}" for n in range(4)]
     replies = alone.respond([[]] * 4, [turns(tool_call(code)) for code in codes], seed=[*range(4)])
     assert replies == [Reply(str(n)) for n in range(4)]
-    assert len(interpreters()) == {"many": 2, "last turn": 0, "large": 1}[case]
-
-
-@needs_isolation
-def test_an_interpreter_that_was_killed_is_replaced_and_its_cells_run_again(alone: Python, interpreters: Interpreters):
-    episode(alone, "x = 5")
-    kill(*interpreters())
-    assert alone.respond([[]], [turns(tool_call("x = 5"), NO_OUTPUT, tool_call("x"))]) == [Reply("5")]
-
-
-@needs_isolation
-def test_random_numbers_are_the_same_again_and_others_in_another_episode(alone: Python, interpreters: Interpreters):
-    draw = "import random\nrandom.random()"
-    first = episode(alone, "1", draw, draw, seed=7)
-    kill(*interpreters())
-    said = [text for code, answer in zip(("1", draw, draw), first, strict=True) for text in (tool_call(code), answer)]
-    assert alone.respond([[]], [turns(*said[:-1])], seed=[7]) == [Reply(first[-1])]
-    assert episode(alone, draw, seed=8)[0] not in first
-
-
-@needs_isolation
-@pytest.mark.slow
-def test_a_stopped_cell_is_not_run_again_and_leaves_nothing(shared: Python):
-    stopped = "x = 0\nwhile True: pass"
-    assert episode(shared, "x = 1", stopped, "x") == [NO_OUTPUT, TIMED_OUT, "1"]
-    # A cell that is run again for good would stop the third turn as well.
-    assert episode(shared, "x = 1", "import os\nx = 0\nos._exit(0)", "x") == [NO_OUTPUT, CRASHED, "1"]
+    assert len(interpreters()) == left
 
 
 def test_a_stopped_cell_is_known_by_its_answer_also_when_that_was_cut():
-    answers = [fenced(TIMED_OUT), "1", "\n" + fenced(CRASHED)[:40], UNREADABLE]
-    said = [text for code, answer in zip("abcd", answers, strict=True) for text in (block(code), answer)]
-    assert kept_cells(turns(*said, block("e"))) == ["b", "d"]
-    assert was_stopped(OUT_OF_MEMORY[:30])
-    assert was_stopped(TOO_MUCH_OUTPUT)
-    assert not any(map(was_stopped, ["", "T", "Timed out: 3", NO_OUTPUT, f"It said {TIMED_OUT}"]))
+    answers = [fenced(python.TIMED_OUT), "1", "\n" + fenced(python.CRASHED)[:40], UNREADABLE]
+    messages = [text for code, answer in zip("abcd", answers, strict=True) for text in (block(code), answer)]
+    assert kept_cells(turns(*messages, block("e"))) == ["b", "d"]
+    assert was_stopped(python.OUT_OF_MEMORY[:30])
+    assert was_stopped(python.TOO_MUCH_OUTPUT)
+    assert not any(map(was_stopped, ["", "T", "Timed out: 3", NO_OUTPUT, f"It said {python.TIMED_OUT}"]))
 
 
-# Cells that must be stopped
+# Time
 
 
-@needs_isolation
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("while True: pass", TIMED_OUT),
-        ("import time\nwhile True:\n    try: time.sleep(99)\n    except BaseException: pass", TIMED_OUT),
-        ("x = bytearray(10**9)", OUT_OF_MEMORY),
-        ("while True: print('x' * 1000)", TOO_MUCH_OUTPUT),
-        ("import os\nos._exit(0)", CRASHED),
-        ("import os\nos.closerange(0, 64)", CRASHED),
-        ("import ctypes\nctypes.string_at(0)", CRASHED),
-    ],
-)
-@pytest.mark.wide
-def test_a_cell_that_is_stopped_is_answered_with_one_sentence(code: str, said: str, shared: Python):
-    assert episode(shared, code, "1 + 1") == [said, "2"]
-
-
-@needs_isolation
 def test_a_cell_has_its_own_time_whatever_ran_before(alone: Python):
-    busy = "import time, resource\nuntil = time.process_time() + 1.2\nwhile time.process_time() < until: pass"
+    busy = "import time, resource\nuntil = time.process_time() + 0.6\nwhile time.process_time() < until: pass"
     limit = "used = time.process_time()\n5 <= resource.getrlimit(resource.RLIMIT_CPU)[0] - used <= 6"
     assert episode(alone, busy, busy, limit)[-1] == "True"
 
 
-@needs_isolation
 def test_a_thread_left_behind_gets_no_time_between_turns(alone: Python, interpreters: Interpreters):
     spin = "import threading, time\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()"
     before = [tool_call(spin), episode(alone, spin)[0], tool_call("time.process_time()")]
     [process] = interpreters()
     used = sum(process.cpu_times()[:2])
     time.sleep(0.5)
-    assert sum(process.cpu_times()[:2]) == used
-    assert alone.respond([[]], [turns(*before)]) != [Reply(TIMED_OUT)]
+    assert sum(process.cpu_times()[:2]) <= used + 0.05
+    assert alone.respond([[]], [turns(*before)]) != [Reply(python.TIMED_OUT)]
 
 
 # Nothing gets out
 
 
-@needs_isolation
 def test_a_cell_cannot_reach_files_the_network_or_processes(shared: Python):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -326,62 +269,25 @@ def test_a_cell_cannot_reach_files_the_network_or_processes(shared: Python):
             assert "PermissionError" in episode(shared, "import os, stat", attack)[1], attack
 
 
-@needs_isolation
 def test_a_forged_answer_is_the_episodes_own(shared: Python):
     forge = (
         "import os, threading, time\ndef write():\n    time.sleep(0.3)\n    for fd in range(3, 9):\n"
         "        try: os.write(fd, b'\\n' * 9)\n        except OSError: pass\n"
         "threading.Thread(target=write).start(); time.sleep(1.5)"
     )
-    forged = episode(shared, forge, "6 * 7")
-    assert len(forged) == 2
+    assert len(episode(shared, forge, "6 * 7")) == 2
     assert episode(shared, "6 * 7", seed=1) == ["42"]
 
 
-@needs_isolation
-def test_nothing_in_an_output_is_more_than_text(shared: Python):
-    harmful = "print('\\ud800', '\\0\\x1b[31m\\u202e', '<|im_end|>', 'a\\r\\nb', '```\\nc')"
-    text = "\\ud800 \ufffd\ufffd[31m\ufffd <|im_end|> a\nb ```\nc"
-    assert shared.respond(["text"], [turns(block(harmful))]) == [Reply(f"````output\n{text}\n````\n")]
-
-
-@needs_isolation
-@pytest.mark.parametrize("code", ["print('a' + 'x' * 10**6 + 'z')", "raise ValueError('x' * 10**6)"])
-def test_a_long_output_is_cut_in_the_middle(code: str, shared: Python):
-    [said] = episode(shared, code)
-    assert len(said) < 1000 + len("\n[1,000,000 characters left out]\n") + 1
-    assert "x\n[999,0" in said
-    assert " characters left out]\nx" in said
-
-
-def test_what_was_left_out_is_counted():
-    assert cut("a" * 8 + "b" * 10 + "c" * 4, 12) == f"{'a' * 8}\n[10 characters left out]\ncccc"
-    assert cut("a\n" * 6, 12) == "a\n" * 6
-    assert cut("\0" * 13, 12) == "\ufffd" * 8 + "\n[1 characters left out]\n" + "\ufffd" * 4
-
-
-@needs_isolation
-def test_a_batch_is_answered_in_its_order(shared: Python):
-    codes = [f"import time\ntime.sleep({0.02 * (8 - number)})\n{number}" for number in range(8)]
-    transcripts = [turns(tool_call(code)) for code in codes]
-    transcripts.insert(3, turns("done"))
-    replies = shared.respond([[]] * 9, transcripts, seed=list(range(9)), question=["?"] * 9)
-    assert [reply and reply.text for reply in replies] == ["0", "1", "2", None, "3", "4", "5", "6", "7"]
-
-
-@needs_isolation
-def test_closing_the_environment_ends_its_interpreters(interpreters: Interpreters):
+def test_closing_ends_the_interpreters_and_a_system_without_the_sandbox_is_refused(
+    interpreters: Interpreters, monkeypatch: pytest.MonkeyPatch
+):
     config = EnvironmentConfig.model_validate({"name": "python"})
     environment = Environment(config, task="x", respond=None, use=None, stop=(), length=len)
     assert environment.respond([[]], [turns(tool_call("1"))], {"seed": [0]}).values == [Reply("1")]
     assert len(interpreters()) == 1
     environment.close()
     assert interpreters() == []
-
-
-def test_a_system_without_the_sandbox_is_refused_with_the_reason(shared: Python, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(python, "why_not_isolated", lambda: "the kernel has no Landlock")
-    for ask in (python.check_available, lambda: shared.respond(["a"], [turns(block("1"))])):
-        with pytest.raises(ValueError, match=r"`python`.*the kernel has no Landlock"):
-            ask()
-    assert shared.respond(["a"], [turns("no call")]) == [None]
+    with pytest.raises(ValueError, match=r"`python`.*the kernel has no Landlock"):
+        python.opened(config, length=len)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import openai
-import psutil
 import pytest
 import torch
 
@@ -291,24 +289,6 @@ def play(row, base_url, api_key):
     return said
 
 """
-PROGRAM = """
-import json, os, subprocess, sys, time
-
-kind = json.load(sys.stdin)["prompt"]
-if kind == "fails":
-    sys.exit("planted")
-if kind == "hangs":
-    time.sleep(60)
-if kind == "dies":
-    os.kill(os.getpid(), 9)
-if kind == "leaves":  # a process that goes on in a session of its own
-    idle = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    print(subprocess.Popen(idle, start_new_session=True, stdin=-3, stdout=-3, stderr=-3).pid)
-while kind == "prints":
-    sys.stdout.write("x" * 1_000_000)
-if kind == "p":
-    print(kind, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
-"""
 
 
 @pytest.fixture
@@ -344,21 +324,6 @@ def test_a_bad_agent_fails_its_episode_alone(file: Path) -> None:
         assert (one.failure is None) == (prompt in ("fine", "huge")), (prompt, one.failure)
     assert "planted" in episodes[1].failure
     assert len(episodes[8].text) <= 1 << 20
-
-
-def test_a_program_gets_the_row_and_the_address_and_ends_with_its_episode(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    kinds = ["p", "fails", "hangs", "dies", "leaves", "prints"]
-    episodes = dict(
-        zip(kinds, played([sys.executable, str(tmp_path / "program.py")], *kinds, timeout_s=3.0), strict=True)
-    )
-    assert episodes["p"].text == "p http://127.0.0.1:1/v1 key"
-    for kind, reason in (("fails", "planted"), ("hangs", "timeout_s"), ("dies", "SIGKILL"), ("prints", "")):
-        assert reason in episodes[kind].failure
-        assert len(episodes[kind].failure) < 1000
-    assert not psutil.pid_exists(int(episodes["leaves"].text))
-    [missing] = played(["/no/such/program"], "p")
-    assert "could not be started" in missing.failure
 
 
 # ---- rows ----

@@ -195,10 +195,9 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
 
     def kill_instead_of_stopping() -> None:
         if to_kill:
-            supervisor = psutil.Process(to_kill[0]).parent()
+            worker = psutil.Process(to_kill[0])
             os.kill(to_kill.pop(), signal.SIGKILL)
-            assert supervisor is not None
-            while supervisor.status() != psutil.STATUS_ZOMBIE:
+            while worker.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.001)
 
     reward = make_reward("import os\ndef score(prompts, completions):\n    return [float(os.getpid())]")

@@ -1,11 +1,16 @@
-"""Reward function lookup, without running people's code, and where there is no such function."""
+"""Lookup of functions without running them; a notebook's are called in the process of the run, by name."""
 
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tinyrl.workers.loading import imported_beside, parse_use
+from tests import varied_reward
+from tinyrl.rewards.functions import FunctionReward
+from tinyrl.workers import loading
+from tinyrl.workers.loading import imported_beside, parse_use, use_of
 
 
 @pytest.fixture
@@ -58,35 +63,60 @@ def test_what_a_file_imports_from_beside_it_is_found_from_import_to_import(folde
     assert imported_beside(parse_use("json.encoder:py_encode_basestring")) == []
 
 
-@pytest.mark.parametrize(
-    ("use", "said"),
-    [
+def test_a_wrong_name_or_source_is_refused_with_the_nearest_name_or_the_line(folder: Path):
+    for use, named in [
         ("rewards.py", "'file.py:function'"),
-        ("reward.py:length", "{folder}/reward.py. Did you mean `rewards.py`?"),
+        ("reward.py:length", f"{folder}/reward.py. Did you mean `rewards.py`?"),
         ("rewards.py:lenght", "Did you mean `length`? Its functions: length, judge."),
-        ("people/:f", "{folder}/people"),
+        ("people/:f", f"{folder}/people"),
         ("no-module:f", "'no-module'"),
         ("people.inner.scores:deeep", "Did you mean `deep`?"),
-    ],
-)
-def test_what_does_not_exist_is_refused_with_what_does(folder: Path, use: str, said: str):
-    with pytest.raises(ValueError, match=r"^reward\.functions: use ") as caught:
-        parse_use(use)
-    assert said.format(folder=folder) in str(caught.value)
-    assert use in str(caught.value)
+    ]:
+        with pytest.raises(ValueError, match=rf"^reward\.functions: use '{use}'") as caught:
+            parse_use(use)
+        assert named in str(caught.value)
+    for content, named in [(b"x = 1\n\nif x\n", "broken.py, line 3"), (b"x = '\xff'", ""), (b"\0", ""), (b"", "'f'")]:
+        (folder / "broken.py").write_bytes(content)
+        with pytest.raises(ValueError, match=r"^reward\.functions: use 'broken\.py:f'.*broken\.py") as caught:
+            parse_use("broken.py:f")
+        assert named in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"x = 1\n\nif x\n    pass\n", "broken.py, line 3"),
-        (b"x = '\xff'\n", "broken.py"),
-        (b"x = 1\0\n", "broken.py"),
-        (b"", "has no function 'f'"),
-    ],
-)
-def test_source_that_does_not_parse_is_refused_with_its_line(folder: Path, content: bytes, said: str):
-    (folder / "broken.py").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^reward\.functions: use 'broken\.py:f'") as caught:
-        parse_use("broken.py:f")
-    assert said in str(caught.value)
+class Judge:
+    def __call__(self, prompts: list[str], completions: list[str], *, answer: list[str]) -> list[float]:
+        self.seen = answer
+        if "x" in answer and len(answer) > 1:
+            raise RuntimeError("a bad row")
+        return [float(pair[0] == pair[1]) for pair in zip(completions, answer, strict=True)]
+
+
+def score_by(completions: list[str], length: int, **columns: Any) -> list[float]:
+    return [len(text) / length for text in completions]
+
+
+async def waited(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_anything_that_can_be_called_by_name_is_a_function_and_an_object_keeps_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(loading, "_defined", {})
+    judge = Judge()
+    use = use_of(judge)
+    assert use == "__main__:judge"
+    assert imported_beside(parse_use(use)) == []
+    with FunctionReward(use) as reward:
+        call = reward(["p", "p"], ["a", "b"], {"answer": ["a", "x"]})
+        assert (call.scores, call.failures, judge.seen) == ([1.0, 0.0], [], ["x"])
+        assert "a bad row" in str(call.retried)
+        with pytest.raises(ValueError, match="takes a column 'answer'"):
+            reward(["p"], ["a"], {})
+    assert use_of(varied_reward.variety) == f"{varied_reward.__file__}:variety"
+    for function, score in ((functools.partial(score_by, length=2), 0.5), (functools.partial(waited), 1.0)):
+        with FunctionReward(use_of(function)) as reward:
+            assert reward(["p"], ["a"], {}).scores == [score]
+    with pytest.raises(ValueError, match="'__main__:gone'"):
+        parse_use("__main__:gone")
+    with pytest.raises(ValueError, match="defined by name"):
+        use_of(lambda completions: [])

@@ -190,9 +190,7 @@ class RewardConfig(Section):
 class EnvironmentConfig(Section):
     name: Text | None = Field(default=None, description="search, python or FILE.py:NAME; null: the task's own")
     tools: list[Text] = Field(default_factory=list, description="FILE.py:FUNCTION of tools that the model may call")
-    agent: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
-        default=None, description="plays episodes by URL: FILE.py:FUNCTION, or the words of a command"
-    )
+    agent: Text | None = Field(default=None, description="FILE.py:FUNCTION that plays episodes by URL")
     max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="concurrent agents")
     max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="maximum turns of an episode")
     max_observation_tokens: Positive = Field(default=256, description="tokens after which an observation is cut")
@@ -208,7 +206,7 @@ class EnvironmentConfig(Section):
     def functions(self) -> list[tuple[str, str]]:
         """Return the fields that name people's code, each with its value."""
         own = [("environment.name", self.name)] if self.name and self.name not in BUILT_IN_ENVIRONMENTS else []
-        agent = [("environment.agent", self.agent)] if isinstance(self.agent, str) else []
+        agent = [("environment.agent", self.agent)] if self.agent else []
         return [*own, *(("environment.tools", use) for use in self.tools), *agent]
 
 

@@ -1,4 +1,4 @@
-"""Environments: what answers a policy in the middle of an episode. Each is a function of the transcripts.
+"""Environments: replies to a policy in the middle of an episode. Each is a function of the transcripts.
 
     def respond(prompts, transcripts, **columns) -> list[Reply | str | None]
 
@@ -19,8 +19,8 @@ Transcript = list[Message]
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment answers: text to read, whether the episode ends with it (nobody reads it then), a reward for
-    the policy's turn. `invalid`: the turn asked for something that does not exist.
+    """Reply to a turn: text for the policy, whether the episode ends with it (nobody reads it then), a reward for the
+    turn. `invalid`: the turn asked for something that does not exist.
     """
 
     text: str = ""

@@ -1,14 +1,12 @@
-"""Agents that only know an address: a person's function or program plays an episode against an OpenAI endpoint.
+"""Agents that only know an address: a person's function plays an episode against an OpenAI endpoint.
 
-A function gets the row, `base_url`, `api_key` and `model` (those that it takes) and returns a text, or JSON; rewards
-judge it. A program gets the row as JSON on its standard input, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
-environment, and prints. Several run at a time, each in a process of its own; one that raises, hangs or dies fails its
-episode alone, and whatever it started, in any session, ends with it (workers/worker.py).
+It gets the row, `base_url`, `api_key` and `model` (those that it takes) and returns a text, or JSON; rewards judge it.
+Several run at a time, each in a process of its own; one that raises, hangs or dies fails its episode alone, and
+whatever it started, in any session, ends with its process (workers/worker.py).
 """
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +19,7 @@ from tinyrl.runs.signals import check_stop
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
 
-POLL_S, GRACE_S = 0.1, 5.0
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,10 @@ class Agents:
         assert config.agent is not None
         self.max_concurrency, self.seconds, self.max_turns = config.max_concurrency, config.seconds, config.max_turns
         self.retried, self.needed_columns = dict[str, str](), list[str]()
-        command = config.agent if isinstance(config.agent, list) else []
-        self._given = {"command": [command], "seconds": [self.seconds]} if command else {}
-        use = f"{worker_service.__name__}:run_command" if isinstance(config.agent, list) else config.agent
-        source, setting = parse_use(use, setting="environment.agent"), "environment.agent"
-        self.name = os.path.basename(command[0]) if command else source.function
-        seconds = self.seconds + GRACE_S * bool(command)  # a program is timed in there
-        how = {"setting": setting, "host": f"{worker_service.__name__}:agent", "timeout_s": seconds}
-        self.workers = [WorkerFunction([source], name=self.name, **how) for _ in range(self.max_concurrency)]
+        source, setting = parse_use(config.agent, setting="environment.agent"), "environment.agent"
+        self.name = source.function
+        how = {"setting": setting, "host": f"{worker_service.__name__}:agent", "timeout_s": self.seconds}
+        self.workers = [WorkerFunction([source], **how) for _ in range(self.max_concurrency)]
 
     def describe(self) -> str:
         most = f"at most {self.max_turns} calls and {self.seconds:g} s"
@@ -83,8 +77,7 @@ class Agents:
         def one(place: int, job: Job) -> Played:
             worker = free.get()
             try:
-                arguments = {name: [value] for name, value in vars(job).items()}
-                rows = worker.rows(arguments | self._given, 1, call="run")
+                rows = worker.rows({name: [value] for name, value in vars(job).items()}, 1, call="run")
                 return Played(None, rows.failures[0].reason) if rows.failures else Played(rows.values[0])
             finally:
                 ended(place)  # before the process plays another, which may have kept this one's key

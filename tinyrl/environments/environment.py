@@ -21,7 +21,7 @@ from tinyrl.workers.loading import parse_use
 
 
 class Environment:
-    """What answers the policy between its turns. State: a worker process if the code is a person's.
+    """Answers the policy between its turns. State: a worker process if the code is a person's.
 
     name: for messages and metrics; built_in: "search" or "python" where that answers, else None; stop: texts that end a
     turn, beside those of the run; retried: by that name, why a batch had to be tried row by row, at first. Known after

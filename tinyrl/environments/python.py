@@ -62,20 +62,17 @@ Cells = tuple[int | str, ...]  # an episode's seed, and the cells that its inter
 def opened(
     config: EnvironmentConfig, *, length: Callable[[str], int]
 ) -> tuple[Callable[..., Any], str, Callable[[], None]]:
-    """Return the function that answers, its description, and what ends its processes."""
-    check_available()
-    most = CHARS_A_TOKEN * config.max_observation_tokens
-    python = Python(timeout_s=config.seconds, max_output_chars=most, max_turns=config.max_turns)
-    return python.respond, f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell", python.close
-
-
-def check_available() -> None:
-    """Raise ValueError where programs cannot be isolated, with the reason."""
+    """Return the function that answers, its description, and what ends its processes. Raises ValueError where programs
+    cannot be isolated.
+    """
     if why_not := why_not_isolated():
         raise ValueError(
             f"The environment `python` runs the policy's code in a sandbox, which this system does not allow: "
             f"{why_not}. It takes Linux 5.13 or later with Landlock and seccomp, on x86_64 or aarch64."
         )
+    most = CHARS_A_TOKEN * config.max_observation_tokens
+    python = Python(timeout_s=config.seconds, max_output_chars=most, max_turns=config.max_turns)
+    return python.respond, f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell", python.close
 
 
 class Python:
@@ -111,11 +108,9 @@ class Python:
         self, prompts: Sequence[Any], transcripts: Sequence[Transcript], *, seed: Sequence[int] | None = None, **_: Any
     ) -> list[Reply | None]:
         """Answer the last turn of each transcript; None where it calls nothing. One cell per core at a time: a batch of
-        endless ones takes timeout_s * episodes / cores. Raises ValueError without the sandbox.
+        endless ones takes timeout_s * episodes / cores.
         """
         calls = [call_in(last_turn(transcript)) for transcript in transcripts]
-        if any(call and call[0] is not None for call in calls):
-            check_available()
 
         def answer(place: int) -> Reply | None:
             check_stop()

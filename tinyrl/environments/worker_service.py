@@ -17,23 +17,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Reply, Transcript
 from tinyrl.environments.tool_calls import Tools, awaited, calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
-from tinyrl.text import first_line, shortened, visible
+from tinyrl.text import first_line
 from tinyrl.workers.worker import Checked, Service, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
-GIVEN = ("row", "base_url", "api_key", "model", "command", "seconds")  # to an agent; the last two to run_command
+GIVEN = ("row", "base_url", "api_key", "model")  # to an agent
 MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 
 
@@ -107,7 +102,7 @@ def agent(objects: list[Any]) -> Service:
         raise TypeError(f"is a {type(function).__name__}, not a function")
     known = parameters_of(function)
     if missing := [name for name in known["required"] if name not in GIVEN]:
-        raise TypeError(f"takes {', '.join(missing)}; an agent is given row, base_url, api_key and model")
+        raise TypeError(f"takes {', '.join(missing)}; an agent is given {', '.join(GIVEN)}")
 
     def run(arguments: dict[str, list[Any]], _: int) -> Checked:
         names = arguments if known["parameters"] is None else arguments.keys() & known["parameters"]
@@ -117,33 +112,6 @@ def agent(objects: list[Any]) -> Service:
         return ["" if value is None else text_of(value)[:MAX_TEXT_CHARS]], []
 
     return Service({"run": run}, {"whole_batch": True})
-
-
-def run_command(row: Any, base_url: str, api_key: str, model: str, command: list[str], seconds: float) -> str:
-    """Play an episode with a program, and end what it started."""
-    import resource  # Windows has none
-
-    from tinyrl.workers.calls import ending, supervised  # more than a worker needs for tools
-
-    program = shutil.which(command[0])
-    if program is None:
-        raise FileNotFoundError("it could not be started: there is no such program")
-    given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MAX_TEXT_CHARS, 64 * MAX_TEXT_CHARS))  # what it prints is a file
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        how: dict[str, Any] = {"stdout": out, "stderr": errors, "env": {**os.environ, **given}, "timeout": seconds}
-        try:  # memory_bytes: the limit of this process is its own
-            supervisor = supervised([program, *command[1:]], memory_bytes=0)
-            code = subprocess.run(supervisor, input=json.dumps(row).encode(), check=False, **how).returncode
-        except subprocess.TimeoutExpired:  # all that is left ends with this process
-            raise TimeoutError(f"it took longer than {seconds:g} s (environment.timeout_s)") from None
-        out.seek(0)
-        errors.seek(0)
-        text, wrote = (file.read(MAX_TEXT_CHARS).decode(errors="replace").strip() for file in (out, errors))
-    if code:
-        why = f": {visible(shortened(wrote.splitlines()[-1], 200))}" if wrote else ""
-        raise RuntimeError(f"it {ending(code)}{why}")
-    return text
 
 
 # ---- tools ----

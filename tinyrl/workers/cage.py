@@ -204,7 +204,7 @@ def main() -> None:
         os._exit(1)
 
     class Loader:
-        """What `traceback` and `inspect` ask for the program's lines."""
+        """Gives `traceback` and `inspect` the program's lines."""
 
         def get_source(self, name: str) -> str:
             return source.decode(errors="replace")

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import secrets
 import select
 import signal
 import subprocess
@@ -44,7 +45,7 @@ MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
 ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
 MIN_ROW_TIMEOUT_S = 1.0
 MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
-END_S = 2 * worker.PATIENCE_S  # for a supervisor to end all that its command started
+END_S = 2.0  # for an idle worker to leave by itself, and for a killed one to be gone
 MEMORY_SHARE = 0.5  # of the machine's memory, which a process may use
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 MAX_SHOWN_CHARS = 300
@@ -79,11 +80,11 @@ class Printed:
 
 
 class CallFailed(Exception):
-    """A call gave nothing; the text says why. `worker_lost`: it hung or died, and has to be started again."""
+    """A call failed, with the reason."""
 
-    def __init__(self, reason: str, *, worker_lost: bool) -> None:
-        super().__init__(reason)
-        self.worker_lost = worker_lost
+
+class WorkerLost(CallFailed):
+    """The worker hung or died, and has to be started again."""
 
 
 @dataclass(frozen=True)
@@ -151,21 +152,21 @@ class WorkerFunction:
             except CallFailed as failure:
                 raise ValueError(f"{self._setting} {failure}.") from failure
 
-    def close(self, *, max_concurrency: bool = False) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         """End the worker and whatever it started; an idle one leaves by itself. A later call starts another."""
         process, self._process = self._process, None
         if isinstance(process, subprocess.Popen):
             assert process.stdin
             assert process.stdout
-            if not max_concurrency:
+            started = worker.started_by(process.pid, self._mark)
+            if not at_once:
                 process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=END_S)
-            process.terminate()
-            try:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one stuck in the kernel must not hold us as well
                 process.wait(timeout=END_S)
-            except subprocess.TimeoutExpired:  # a process stuck in the kernel must not hold us as well
-                process.kill()
+            worker.end_all(process.pid, self._mark, started)
             for file in (self._output, process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     file.close()
@@ -201,22 +202,19 @@ class WorkerFunction:
             return rows
 
         rows.retried, workers_lost = why, 0
+        not_again, together = "was not tried again alone:", f"with the whole batch it {why}"
         row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, self._timeout_s / MAX_WORKERS_LOST))
         deadline = time.monotonic() + ROWS_TIMEOUTS * self._timeout_s
         for row in range(num_rows):
-            given_up = ""
-            if workers_lost == MAX_WORKERS_LOST:
-                given_up = f"{workers_lost} rows had hung or crashed by then"
-            elif time.monotonic() > deadline:
-                given_up = f"{ROWS_TIMEOUTS} x timeout_s had gone into the rows before"
             try:
-                if given_up:
-                    reason = f"was not tried again alone: {given_up}; with the whole batch it {why}"
-                    raise CallFailed(reason, worker_lost=False)
+                if workers_lost == MAX_WORKERS_LOST:
+                    raise CallFailed(f"{not_again} {workers_lost} rows had hung or crashed by then; {together}")
+                if time.monotonic() > deadline:
+                    raise CallFailed(f"{not_again} {ROWS_TIMEOUTS} x timeout_s had gone into the others; {together}")
                 self._load()
                 alone = self._ask({n: [v[row]] for n, v in arguments.items()}, 1, call, row_timeout_s)
             except CallFailed as failure:
-                workers_lost += failure.worker_lost
+                workers_lost += isinstance(failure, WorkerLost)
                 rows.failures.append(RowFailure(row, f"`{self.name}` {failure}"))
             else:
                 rows.values[row] = alone.values[0]
@@ -236,14 +234,14 @@ class WorkerFunction:
         reply = self._reply({"arguments": arguments, "num_rows": num_rows, "call": call}, timeout_s)
         self.read_as_text |= reply["read_as_text"]
         if len(reply["values"]) != num_rows:
-            raise CallFailed(f"had {len(reply['values'])} values for {num_rows} rows", worker_lost=False)
+            raise CallFailed(f"had {len(reply['values'])} values for {num_rows} rows")
         failures = [RowFailure(row, f"`{self.name}` {quoted(reason)}") for row, reason in reply["failures"]]
         return Rows(reply["values"], failures, slowest=reply.get("slowest"))
 
     def _load(self) -> None:
         """Start a worker and load the function into it, unless there is one."""
         if isinstance(self._process, subprocess.Popen) and self._process.poll() is not None:
-            self.close(max_concurrency=True)
+            self.close(at_once=True)
         if self._process is not None:
             return
         if self._sources[0].module == HERE:
@@ -253,14 +251,16 @@ class WorkerFunction:
             # Sets are in the same order in every run. Without a launcher's variables: people's code is none of the
             # processes that it started, and a library there would wait for the others.
             environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+            self._mark = secrets.token_hex(8)
             self._process = subprocess.Popen(
-                supervised([], memory_bytes=memory_limit()),
+                # -P keeps our folder off sys.path, where loading.py would hide the user's
+                [sys.executable, "-P", worker.__file__, str(os.getpid()), str(memory_limit())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._output,
                 bufsize=0,
-                env=environment | {"PYTHONHASHSEED": "0"},
-                start_new_session=True,  # Ctrl-C is ours to handle
+                env=environment | {"PYTHONHASHSEED": "0", worker.MARK: self._mark},
+                start_new_session=True,  # Ctrl-C is ours to handle; a function may kill its group
             )
         sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
         path = [*(str(source.folder) for source in self._sources), *sys.path]
@@ -269,7 +269,7 @@ class WorkerFunction:
             self._facts = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
         except CallFailed as failure:
             self.close()
-            raise CallFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
+            raise WorkerLost(f"could not be loaded: it {failure}") from failure
 
     def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
@@ -285,21 +285,21 @@ class WorkerFunction:
                 line = self._exchange(process, json.dumps(request).encode("ascii") + b"\n", timeout_s)
                 if not line:
                     late = time.monotonic() - started >= timeout_s
-                    raise CallFailed(self._why_lost(process, timeout_s if late else None), worker_lost=True)
+                    raise WorkerLost(self._why_lost(process, timeout_s if late else None))
                 try:
                     found = json.loads(line)
                     if found["id"] != self._count:
                         raise KeyError
                 except (ValueError, RecursionError, KeyError, TypeError):  # people's code has written there
-                    raise CallFailed("broke the replies of its worker process", worker_lost=True) from None
+                    raise WorkerLost("broke the replies of its worker process") from None
                 reply = found
             finally:
                 self.printed.add(self._written())
                 self._empty_output()
                 if not reply:  # the worker's next reply would be to the wrong request
-                    self.close(max_concurrency=True)
+                    self.close(at_once=True)
         if "error" in reply:
-            raise CallFailed(said(reply), worker_lost=False)
+            raise CallFailed(said(reply))
         return reply
 
     def _exchange(self, process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> bytes:
@@ -325,7 +325,7 @@ class WorkerFunction:
                 line += received
                 if not received:
                     return b""
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > deadline or process.poll() is not None:  # a fork of it may hold the pipe open
                 return b""
         return bytes(line)
 
@@ -354,7 +354,9 @@ class WorkerFunction:
             return f"broke off its connection to us{where}"
         lines = [line for line in text.split("\n") if line.strip()]
         last = f"; it last wrote: {quoted(lines[-1])}" if lines and not where else ""
-        return f"{ending(code)}{where}{last}"
+        names = {-each: each.name for each in signal.Signals}
+        end = f"died of {names[code]}" if code in names else f"ended its process with exit code {code}"
+        return f"{end}{where}{last}"
 
 
 def memory_limit() -> int:
@@ -363,18 +365,6 @@ def memory_limit() -> int:
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         total = min(total, int(CGROUP_LIMIT.read_text()))
     return int(total * MEMORY_SHARE)
-
-
-def supervised(command: list[str], *, memory_bytes: int) -> list[str]:
-    """Return the command line of a supervisor (worker.py) that runs a command, or without one answers requests."""
-    # -P keeps our folder off sys.path, where loading.py would hide the user's
-    return [sys.executable, "-P", worker.__file__, str(os.getpid()), str(memory_bytes), *command]
-
-
-def ending(code: int) -> str:
-    """Return how a supervised process ended, by its supervisor's exit code."""
-    signals = {128 + each.value: each.name for each in signal.Signals}
-    return f"died of {signals[code]}" if code in signals else f"ended its process with exit code {code}"
 
 
 def said(reply: dict[str, Any]) -> str:

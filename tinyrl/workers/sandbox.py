@@ -19,16 +19,14 @@ process or signal one. Time, memory, output and threads end at `Limits`. A run c
 time, and an endless one `wall_s`: choose it, and `workers`, so that a batch of such cases stays within
 reward.timeout_s.
 
-A program can print or return answers and nothing else: expected ones never enter the sandbox, are compared here, and
+A program can print answers and nothing else: expected ones never enter the sandbox, are compared here, and
 each case has a run of its own. What is not promised: that a program cannot learn the time, the names and sizes of
 files, or what kind of machine this is; that one which exploits a bug in the kernel stays inside.
 
 Linux on x86_64 or aarch64, with Landlock (5.13 or later). Elsewhere CannotIsolate is raised and nothing is run.
 """
 
-import contextlib
 import functools
-import json
 import math
 import os
 import select
@@ -41,12 +39,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from tinyrl.text import one_line
 
-TOLERANCE = 1e-9  # between numbers of which one is a float, relative to the larger
-NEAR_ZERO = 1e-12  # where exactly 0 is expected, to which nothing is relatively close
 START_S = 30.0  # for a sandbox to be ready, on a busy machine
 MIN_MEMORY_BYTES = 64 << 20  # an interpreter alone needs about half
 MAX_LINE_CHARS = 300
@@ -69,16 +65,6 @@ for file in ["libgcc_s.so.1", *(path for path in found if path.endswith(".so") a
 with open("/proc/self/maps") as maps:
     print(*{line[line.index("/"):].rstrip("\\n") for line in maps if "/" in line}, sep="\\n")
 """
-CALL = """
-import json, os, sys
-found = sys.modules["program"] = type(sys)("program")
-exec(compile({source!a}, "program.py", "exec"), found.__dict__)
-for part in {function!r}.split("."):
-    found = getattr(found() if isinstance(found, type) else found, part)
-returned = json.dumps(found(*json.loads({arguments!r})))
-sys.stdout.flush()
-os.write(1, b"\\n" + returned.encode())
-"""
 
 
 class CannotIsolate(ValueError):
@@ -87,12 +73,12 @@ class CannotIsolate(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of a program may use. ValueError: a limit that cannot be kept."""
+    """Limits of one run of a program. ValueError: a limit that cannot be kept."""
 
     wall_s: float = 10.0
     cpu_s: int = 10  # whole seconds
     memory_bytes: int = 512 << 20  # address space
-    output_bytes: int = 1 << 20  # of stdout with a returned value, and of stderr
+    output_bytes: int = 1 << 20  # of stdout, and of stderr
     threads: int = 32
 
     def __post_init__(self) -> None:
@@ -115,63 +101,27 @@ class Outcome:
     exit_code: int | None  # None: it was ended by a signal
     seconds: float  # from when the program could start
     cpu_seconds: float
-    value: Any = None  # what the function returned, where one was called and `ok`
 
     @property
     def ok(self) -> bool:
-        """Whether it came to its end by itself, with exit code 0, and a value where one was asked for."""
+        """Return whether it came to its end by itself, with exit code 0."""
         return self.reason == "ok"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one case was passed, and the run that decided it."""
+    """Verdict on one case, and the run that decided it."""
 
     passed: bool
     outcome: Outcome
 
     @property
     def reason(self) -> str:
-        """ "passed", "wrong answer", or how the run failed."""
+        """Return "passed", "wrong answer", or how the run failed."""
         return "passed" if self.passed else "wrong answer" if self.outcome.ok else self.outcome.reason
 
 
 # ---- Programs and their verdicts ----
-
-
-def call_function(
-    source: str, function: str, cases: Sequence[Sequence[Any]], *, workers: int = 1, limits: Limits = DEFAULT_LIMITS
-) -> list[Outcome]:
-    """Call a function of a program with each list of arguments, each in a run of its own; `workers` at a time.
-
-    Arguments and values are JSON: a returned tuple is a list, keys of objects are text, and NaN or an infinity is not a
-    value. "Solution.solve" is a method, of an instance made without arguments. ValueError: an argument is not JSON.
-    """
-    calls = [CALL.format(source=source, function=function, arguments=_json([*each])) for each in cases]
-
-    def value_of(program: str) -> Outcome:
-        outcome = run_program(program, limits=limits)
-        printed, _, returned = outcome.stdout.rpartition("\n")
-        if not outcome.ok:
-            return outcome
-        try:
-            value = json.loads(returned)
-            _json(value)  # Python reads NaN, Infinity and 1e400, which are no JSON
-        except (ValueError, RecursionError):
-            return replace(outcome, reason="did not return a value that is JSON")
-        return replace(outcome, stdout=printed, value=value)
-
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(value_of, calls))
-
-
-def passes_calls(
-    source: str, function: str, cases: Sequence[Sequence[Any]], *, workers: int = 1, limits: Limits = DEFAULT_LIMITS
-) -> list[Verdict]:
-    """Call a function on each case, (arguments, expected value), as call_function does; passed is `same_value`."""
-    wanted = [json.loads(_json(expected)) for _, expected in cases]
-    outcomes = call_function(source, function, [given for given, _ in cases], workers=workers, limits=limits)
-    return [Verdict(o.ok and same_value(o.value, w), o) for o, w in zip(outcomes, wanted, strict=True)]
 
 
 def passes_tests(
@@ -205,28 +155,6 @@ def same_output(printed: str, expected: str) -> bool:
     """Return whether two texts are equal line by line; a run of blanks counts as one, those at the ends as none."""
     first, second = ([line.split() for line in text.strip().split("\n")] for text in (printed, expected))
     return first == second
-
-
-def same_value(returned: Any, expected: Any) -> bool:
-    """Return whether two JSON values are the same. True is not 1; 1 is 1.0; floats may differ by TOLERANCE."""
-    kinds = {type(returned), type(expected)}
-    if kinds == {int, float} or kinds == {float}:
-        with contextlib.suppress(OverflowError):  # an int that no float can be near
-            return math.isclose(returned, expected, rel_tol=TOLERANCE, abs_tol=0.0 if expected else NEAR_ZERO)
-    if len(kinds) > 1:
-        return False
-    if isinstance(returned, list):
-        return len(returned) == len(expected) and all(map(same_value, returned, expected))
-    if isinstance(returned, dict):
-        return returned.keys() == expected.keys() and all(same_value(returned[key], expected[key]) for key in returned)
-    return returned == expected
-
-
-def _json(value: Any) -> str:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"Arguments and expected values of a function must be JSON: {error}.") from error
 
 
 # ---- One run, seen from outside, where the program cannot reach ----
@@ -285,14 +213,10 @@ class Caged:
         most = (limits.cpu_s, limits.memory_bytes, limits.output_bytes + 1, limits.threads)
         reading, writing = os.pipe()
         with _in_memory(source) as job, os.fdopen(reading, "rb", 0) as pipe:
+            numbers = [str(int(number)) for number in (os.getpid(), writing, job.fileno(), *most)]
             with os.fdopen(writing, "wb", 0):
                 self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                    [
-                        *PYTHON,
-                        CAGE,
-                        *(str(int(n)) for n in (os.getpid(), writing, job.fileno(), *most)),
-                        *visible_paths(),
-                    ],
+                    [*PYTHON, CAGE, *numbers, *visible_paths()],
                     stdin=stdin,
                     stdout=self._outputs[0],
                     stderr=self._outputs[1],

@@ -1,12 +1,11 @@
-"""The worker process of a person's function, under a supervisor that ends whatever it leaves behind.
+"""The worker process of a person's function: it answers requests, and ends with the run all that it has started.
 
-    python -P worker.py RUN MEMORY_BYTES [COMMAND ...]
+    python -P worker.py RUN MEMORY_BYTES
 
-Supervisor and worker are one fresh process that forks: the child answers requests, or is COMMAND. On Linux the
-supervisor is a subreaper (prctl(2)): a process whose parent has ended becomes its child, in whatever group or session.
-So all that was started is found and killed: when the child is over, at SIGTERM, and when the run (process RUN) is gone.
-The exit code is the child's, 128 + N after signal N. No process may use more than MEMORY_BYTES of its own (RLIMIT_DATA:
-without files and reserved address space; 0: no limit).
+It leads a session and a process group of its own, and its environment has a MARK that whatever it starts inherits. So
+the run (process RUN) finds and kills all of that when a call is lost or the function is closed, and a thread here does
+it where the run is gone; a function that holds the interpreter's lock then ends at its own time limit. No process may
+use more than MEMORY_BYTES of its own (RLIMIT_DATA: without files and reserved address space).
 
 Requests and replies are JSON, one a line, over stdin and stdout; those pipes are moved out of the function's sight
 first, so that what it prints, closes or reads cannot disturb them. The worker imports only the standard library.
@@ -21,8 +20,8 @@ A host, "module:function" of tinyrl's own, makes a `Service` of the loaded objec
 function. Where the function's code raises, the reply is {"id", "error": text, "at": " (file.py, line 3)" or ""}.
 """
 
+import atexit
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -32,15 +31,15 @@ import json
 import math
 import os
 import reprlib
-import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
-PR_SET_CHILD_SUBREAPER = 36
-POLL_S = 0.05
+MARK = "TINYRL_WORKER"
+POLL_S = 0.1
 PATIENCE_S = 1.0  # for killed processes to be gone; one that is stuck in the kernel must not hold the run
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
 MAX_SHOWN_CHARS = 100  # of a value that is not a score
@@ -52,51 +51,58 @@ Checked = tuple[list[Any], list[tuple[int, str]]]  # one value a row, and (row, 
 
 
 def main() -> None:
-    """Fork; supervise the child to its end, or to the run's."""
+    """Answer requests to the end of the pipe, or of the run."""
     import resource  # Windows has none
 
-    run, memory_bytes, *command = sys.argv[1:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until what it ends is known
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        os.setpgid(0, 0)  # a function that kills its group does not kill its supervisor
-        with contextlib.suppress(ValueError, OSError):  # above the limit that holds already
-            if memory_bytes != "0":
-                resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
-        if not command:
-            return answer_requests()
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a command expects them
-            signal.signal(ignored, signal.SIG_DFL)
-        os.execvp(command[0], command)
-    import psutil  # the child does without
+    run, memory_bytes, me, mark = int(sys.argv[1]), int(sys.argv[2]), os.getpid(), os.environ[MARK]
 
-    nothing, code = os.open(os.devnull, os.O_RDWR), 0
-    for pipe in (0, 1, 2):  # are the child's, whose end has to show
-        os.dup2(nothing, pipe)
-    try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        while os.getppid() == int(run):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                code = os.waitstatus_to_exitcode(status)
-                break
+    def end_started() -> None:
+        if os.getpid() == me:  # it is no fork of ours
+            end_all(me, mark)
+
+    def end_with_the_run() -> None:
+        while os.getppid() == run:
             time.sleep(POLL_S)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        give_up = time.monotonic() + PATIENCE_S
-        while (left := psutil.Process().children(recursive=True)) and time.monotonic() < give_up:
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            time.sleep(0.002)
-    os._exit(code if code >= 0 else 128 - code)
+        try:
+            end_started()
+        finally:
+            os._exit(1)
+
+    atexit.register(end_started)  # before people's code registers anything, so it is called behind that
+    threading.Thread(target=end_with_the_run, daemon=True).start()
+    with contextlib.suppress(ValueError, OSError):  # above the limit that holds already
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    answer_requests()
+
+
+def started_by(worker: int, mark: str) -> set[Any]:
+    """Return the running processes that a worker has started: those below it, of its group, and with its mark, in
+    whatever session and whether or not their parents have ended.
+    """
+    import psutil  # a second module to load, which a worker does without until then
+
+    below: set[Any] = set()
+    with contextlib.suppress(psutil.Error):
+        below.update(psutil.Process(worker).children(recursive=True))
+
+    def is_its_own(process: Any) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid in (worker, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return process in below or os.getpgid(process.pid) == worker or process.environ().get(MARK) == mark
+        return False
+
+    return {process for process in psutil.process_iter() if is_its_own(process)}
+
+
+def end_all(worker: int, mark: str, known: Set[Any] = frozenset()) -> None:
+    """Kill what a worker has started: the processes known to be, and all that are found, until there are no more."""
+    give_up, started = time.monotonic() + PATIENCE_S, known | started_by(worker, mark)
+    while started and time.monotonic() < give_up:
+        for process in started:
+            with contextlib.suppress(Exception):  # it has ended, or is another user's
+                process.kill()
+        started = started_by(worker, mark)
 
 
 def answer_requests() -> None:
