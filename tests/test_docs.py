@@ -1,14 +1,14 @@
 """README and docs/: what their pages name is there, their examples run, their tables are the code's own."""
 
 import ast
-import importlib.util
 import re
 import runpy
 import shlex
 import subprocess
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -26,7 +26,6 @@ ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
 FILES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ROOT_PAGES)]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
 GENERATED = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
-every_page = pytest.mark.parametrize("page", PAGES)
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
 MADE = {"rewards.py", "env.py", "game.py", "tools.py", "guess.py", "double.py", "my-recipe.yaml"}  # by the reader
 
@@ -42,11 +41,8 @@ def blocks(page: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
 
 
-# ---- what is named is there ----
-
-
-@every_page
-def test_commands_and_their_options_are_there(page: str):
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_settings_recipes_and_files_are_there(page: str):
     for line in commands(page):
         _, name, *words = shlex.split(line)
         command = COMMANDS[name]
@@ -54,49 +50,21 @@ def test_commands_and_their_options_are_there(page: str):
             command = command.commands[words.pop(0)]
         known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, line
-
-
-@every_page
-def test_settings_are_there(page: str):
+        if name == "train" and "--resume" not in words:
+            named = {after for before, after in pairwise(words) if before == "--name"} | MADE
+            recipes = [word for word in words if re.fullmatch(r"[a-z0-9][a-z0-9.]*-[a-z0-9.-]+|lookup|gsm8k", word)]
+            assert {*recipes} - named <= {*packaged_recipes()}, line
     prose = re.sub(r"^```python\n.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
-    words = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
-    named = [word.rstrip(".").split(".") for word in words if not word.endswith(".py")]
-    for section, field in (word for word in named if len(word) == 2):
-        assert field in fields_of(section), f"{section}.{field}"
-
-
-@every_page
-def test_links_and_files_are_there(page: str):
+    settings = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
+    for section, *fields in (word.rstrip(".").split(".") for word in settings if not word.endswith(".py")):
+        assert len(fields) != 1 or fields[0] in fields_of(section), f"{section}.{fields}"
     folder = ROOT / "docs" if (ROOT / "docs" / page).is_file() else ROOT
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[page]):
         assert (folder / link).is_file(), link
     for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples|benchmarks)/[\w./-]+\.\w+)\b", PAGES[page]):
         assert (ROOT / file).is_file(), file
-    for module in re.findall(r"python -m ((?:tests|tinyrl|benchmarks)[\w.]+)", PAGES[page]):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
-
-
-def test_recipes_named_in_commands_are_packaged():
-    known = packaged_recipes()
-    for page in PAGES:
-        for line in commands(page):
-            words = shlex.split(line)
-            if words[1] in ("train", "plan") and "--resume" not in words:
-                named = [after for before, after in pairwise(words) if before == "--name"]
-                for word in words[2:]:
-                    is_name = re.fullmatch(r"[a-z0-9.-]+-[a-z0-9.-]+|lookup|gsm8k", word) and "=" not in word
-                    if is_name and not word.startswith("-") and word not in MADE and word not in named:
-                        assert word in known, line
-
-
-@every_page
-def test_python_compiles(page: str):
     for source in blocks(page, "python"):
         assert ast.parse(source).body, source
-
-
-# ---- examples run ----
 
 
 def test_the_rewards_of_the_page_score(tmp_path: Path):
@@ -127,10 +95,8 @@ def test_the_lines_for_your_data_run_as_typed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     for name, source in code:
         Path(name).write_text(source, encoding="utf-8")
-    lines = [
-        line.strip().replace("model.path=DIR", f"model.path={model}") for line in re.findall(r"^    \S.*", part, re.M)
-    ]
-    lines = [line for line in lines if line.startswith(("echo ", "tinyrl "))]
+    part = part.replace("model.path=DIR", f"model.path={model}")
+    lines = re.findall(r"^    ((?:echo|tinyrl) .*)", part, re.MULTILINE)
     assert len(lines) >= 3
     few = ["run.num_steps=1", "generation.max_new_tokens=8", "grpo.num_prompts=1", "grpo.group_size=4"]
     for line in lines:
@@ -142,14 +108,9 @@ def test_the_lines_for_your_data_run_as_typed(tmp_path: Path, monkeypatch: pytes
         assert done.exit_code == 0, (line, done.output)
 
 
-def loaded(name: str, source: str, folder: Path) -> ModuleType:
+def loaded(name: str, source: str, folder: Path) -> Any:
     (folder / f"{name}.py").write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(folder / f"{name}.py")))
 
 
 def test_the_task_of_the_page_is_one(tmp_path: Path):
@@ -166,22 +127,13 @@ def test_the_task_of_the_page_is_one(tmp_path: Path):
     assert task.answer("it is 4") == "4"
 
 
-def test_the_recipe_of_the_page_loads(tmp_path: Path):
+def test_the_generated_pages_and_the_tables_are_the_code_s_own(tmp_path: Path):
+    for page, generate in GENERATED.items():
+        assert PAGES[page] == generate(), "run `python docs/generate.py`"
     (tmp_path / "my-recipe.yaml").write_text(blocks("index.md", "yaml")[0], encoding="utf-8")
     for method, prompts in (("grpo", 32), ("ppo", 128)):
         config = load_config(method, str(tmp_path / "my-recipe.yaml"), overrides=[])
         assert getattr(config, method).num_prompts == prompts
-
-
-# ---- tables are the code's own ----
-
-
-@pytest.mark.parametrize("page", GENERATED)
-def test_generated_pages_are_up_to_date(page: str):
-    assert PAGES[page] == GENERATED[page](), "run `python docs/generate.py`"
-
-
-def test_every_finding_is_in_the_table():
     found = {rule.name for rule in TABLE}
     table = PAGES["runs.md"].partition("| finding |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)) == found

@@ -1,19 +1,14 @@
-"""Denoising steps as actions: their density, their marginals, and the language model's losses on them."""
+"""Denoising steps as actions: their density and their marginals."""
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from examples import flow
-from tinyrl.algorithms.advantages import group_advantages
-from tinyrl.algorithms.losses import clipped_policy_loss, kl_loss
-
-flow_sde_step, flow_step_kl = flow.flow_sde_step, flow.flow_step_kl
+from examples.flow import flow_sde_step, flow_step_kl
 
 
 def test_a_step_by_hand() -> None:
@@ -78,50 +73,3 @@ def test_with_any_noise_the_marginals_are_those_of_the_flow(noise_level: float) 
 
     assert worst(2000) < 0.01
     assert worst(2000) < 0.2 * worst(200)
-
-
-def rollout(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The path (T + 1, B, 3) of 6 images under the velocity weight * x, with logprobs and KL to weight 0.5, (B, T)."""
-    line, x = [1.0, 0.6, 0.3, 0.0], images(6, 3)
-    path, logprobs, kls = [x], [], []
-    for t, (sigma, below) in enumerate(pairwise(line)):
-        given: dict[str, Any] = {"sigma": sigma, "sigma_next": below, "noise_level": 0.7}
-        next_x, logprob, mean, std = flow_sde_step(x, weight * x, noise=images(6, 3, seed=9 + t), **given)
-        kls.append(flow_step_kl(mean, flow_sde_step(x, 0.5 * x, next_x=next_x, **given)[2], std))
-        logprobs.append(logprob)
-        path.append(x := next_x)
-    return torch.stack(path), torch.stack(logprobs, dim=1), torch.stack(kls, dim=1)
-
-
-def rescored(weight: Tensor, path: Tensor) -> Tensor:
-    """All (B * T) steps of a path in one call."""
-    x, next_x = path[:-1].transpose(0, 1).flatten(0, 1), path[1:].transpose(0, 1).flatten(0, 1)
-    line = torch.tensor([1.0, 0.6, 0.3, 0.0])
-    sigma, below = line[:-1].repeat(6), line[1:].repeat(6)
-    given = {"sigma": sigma, "sigma_next": below, "noise_level": 0.7}
-    return flow_sde_step(x, weight * x, next_x=next_x, **given)[1].reshape(6, 3)
-
-
-def test_the_losses_of_language_models_take_steps_as_tokens() -> None:
-    """At the first update the ratio is 1, nothing is clipped, and the gradient is REINFORCE's: here by differences."""
-    weight = torch.tensor(0.8, requires_grad=True)
-    path, sampled, kl = rollout(weight)
-    assert sampled.shape == kl.shape == (6, 3)
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0]), group_size=3, scale="std")
-    mask = torch.ones(6, 3, dtype=torch.bool)
-    mask[:, -1] = False  # the last step is left out
-    logprobs = rescored(weight, path)
-    assert torch.allclose(logprobs, sampled, atol=1e-5)
-    loss, metrics = clipped_policy_loss(logprobs, sampled, advantages, mask, clip_eps=0.2, aggregation="sequence")
-    assert float(metrics["policy/ratio"]) == pytest.approx(1.0, abs=1e-5)
-    assert float(metrics["policy/clipfrac"]) == 0.0
-    assert float(metrics["policy/loss"]) == pytest.approx(0.0, abs=1e-5)
-    (gradient,) = torch.autograd.grad(loss, weight)
-
-    def surrogate(value: float) -> float:
-        scores = rescored(torch.tensor(value), path)[:, :2].double().mean(1)
-        return -float((advantages.double() * scores).mean())
-
-    assert float(gradient) == pytest.approx((surrogate(0.81) - surrogate(0.79)) / 0.02, rel=1e-3)
-    (of_kl,) = torch.autograd.grad(kl_loss(kl, mask, aggregation="sequence")[0], weight)
-    assert float(of_kl) > 0  # away from the reference at 0.5

@@ -1,7 +1,6 @@
 """Packaged recipes: each loads with its method, and each one runs."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -107,6 +106,6 @@ def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pyt
         Path("rewards.py").write_text(REWARD)
     code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
     assert code == 0
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = running.metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert {"optim/grad_norm", "value/grad_norm"} & {*lines[-1]}  # ppo: the critic alone while it warms up

@@ -10,27 +10,22 @@ from tinyrl.config.recipe import load_config
 from tinyrl.training.launch import changed_settings, check_changes
 
 
-def test_changed_settings_are_shown_with_both_values() -> None:
+def test_changed_settings_are_shown_with_both_values_and_the_first_three_named() -> None:
     before = {"optim": {"learning_rate": 0.1, "schedule": "constant"}, "reward": None, "gone": 1}
     now = {"optim": {"learning_rate": 0.2, "schedule": "constant", "new": 3}, "reward": {"model": "x"}}
     assert changed_settings(before, now) == [
         "optim.learning_rate: 0.1 then, 0.2 now",
         'reward: null then, {"model": "x"} now',
     ]
-
-
-def test_the_first_three_are_named_and_the_others_counted() -> None:
     config = load_config("grpo", None, overrides=[])
     before = config.model_dump(mode="json")
     before["optim"] |= {"learning_rate": 0.5, "max_grad_norm": 0.25, "weight_decay": 0.125, "warmup_steps": 3}
-    with pytest.raises(ValueError, match=r"and 1 more\nPut them back, or go on .*--allow-config-change$") as caught:
+    with pytest.raises(ValueError, match=r"and 1 more\n.*--allow-config-change$"):
         check_changes(before, config, since="step-000010", allowed=False)
-    assert len(str(caught.value).splitlines()) == 6
     assert len(check_changes(before, config, since="step-000010", allowed=True)) == 4
-    with pytest.raises(ValueError, match="written by `tinyrl train ppo`; grpo cannot go on"):
-        check_changes({**before, "method": "ppo"}, config, since="step-000010", allowed=True)
-    with pytest.raises(ValueError, match="cannot go on with it"):
-        check_changes({}, config, since="step-000010", allowed=True)
+    for other in ({**before, "method": "ppo"}, {}):
+        with pytest.raises(ValueError, match="cannot go on"):
+            check_changes(other, config, since="step-000010", allowed=True)
 
 
 @pytest.fixture(scope="module")

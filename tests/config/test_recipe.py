@@ -57,18 +57,14 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
     ("content", "place", "part"),
     [
         ("# only a comment\n", "r.yaml: ", "empty"),
-        (b"\xef\xbb\xbf", "r.yaml: ", "empty"),
         ("- a\n", "r.yaml: ", "mapping of sections"),
         (b"method: grpo\nmodel: {path: caf\xe9}\n", "r.yaml:2: ", "UTF-8"),
         ("method: grpo\ngrpo: {group_size: [4\n", "r.yaml:3: ", "broken YAML"),
         (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: ", "`kl_coef`"),
         (SORT + "grpo:\n  group_sise: 4\n", "r.yaml: ", "`grpo.group_size`"),
-        (SORT + "run: {num_steps: many}\n", "r.yaml: ", "`run.num_steps` is 'many'"),
         (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml: ", "grpo.minibatch_size=7"),
         ("method: gpro\n", "r.yaml: ", "`grpo`"),
-        ("method: [grpo]\n", "r.yaml: ", "`method` is"),
         ("method: ppo\n", "r.yaml: ", "train ppo`, not grpo"),
-        ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml: ", "train reward`, not grpo"),
         (b"a" * (MAX_RECIPE_BYTES + 1), "r.yaml ", "100,000 bytes"),
     ],
 )
@@ -78,12 +74,9 @@ def test_a_bad_recipe_is_refused(recipe: Callable[..., str], content: str | byte
     assert part in found
 
 
-def test_a_recipe_as_other_editors_write_it(recipe: Callable[..., str]):
+def test_a_recipe_as_other_editors_write_it_and_one_for_two_methods(recipe: Callable[..., str]):
     for content in (b"\xef\xbb\xbf" + SORT.encode(), SORT.replace("\n", "\r\n"), "task: {name: sort}\n"):
         assert load_config("grpo", recipe(content), overrides=[]).task.name == "sort"
-
-
-def test_a_recipe_for_two_methods(recipe: Callable[..., str]):
     name = recipe(SORT + "grpo: {num_prompts: 4}\nppo: {num_prompts: 64}\n")
     grpo, ppo = (load_config(method, name, overrides=[]) for method in ("grpo", "ppo"))
     assert (grpo.grpo.num_prompts, ppo.ppo.num_prompts) == (4, 64)
@@ -102,22 +95,16 @@ def test_packaged_recipes_are_found_by_name_and_files_come_first(tmp_path: Path,
         assert refused("grpo", name).startswith("recipe '")
 
 
-def test_the_method_is_the_recipe_s_unless_it_is_given(recipe: Callable[[str | bytes], str]):
+def test_the_method_and_the_recipe_on_the_command_line(recipe: Callable[[str | bytes], str]):
     name = recipe(SORT)
     assert method_of([name, "run.seed=7"]) == ("grpo", [name, "run.seed=7"])
     assert method_of(["ppo", name, "run.seed=7"]) == ("ppo", [name, "run.seed=7"])
-    assert method_of(["starter-ppo"]) == ("ppo", ["starter-ppo"])
     assert method_of(["run.seed=7"]) == (None, ["run.seed=7"])
     with pytest.raises(ValueError, match=r"tinyrl check grpo r\.yaml"):
         method_of([recipe("task: {name: sort}\n")])
-
-
-def test_recipe_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
     Path("lr=1.yaml").write_text(SORT)
     assert split_settings([]) == (None, [])
     assert split_settings(["a.b=c"]) == (None, ["a.b=c"])
-    assert split_settings(["r.yaml", "a.b=c", "d=e"]) == ("r.yaml", ["a.b=c", "d=e"])
     assert split_settings(["lr=1.yaml", "a.b=c"]) == ("lr=1.yaml", ["a.b=c"])
     assert split_settings(["r.yaml", "typo"]) == ("r.yaml", ["typo"])  # refused as an override
     for words in (["a.b=c", "r.yaml"], ["starter-grpo", "a.b=c", "starter-ppo"]):
@@ -139,19 +126,15 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         "a": {"b": "x=y"},
     }
     assert before == {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
-
-
-@pytest.mark.parametrize("override", ["grpo.kl_coef", "=3", "grpo..x=3", "grpo.x=[1", "list.0.x=1", "text.x=1"])
-def test_broken_overrides(override: str):
-    with pytest.raises(ValueError, match=re.escape(f"override '{override}'")):
-        apply_overrides({"list": [1], "text": "abc"}, [override])
+    for override in ("grpo.kl_coef", "=3", "grpo..x=3", "grpo.x=[1", "list.0.x=1", "text.x=1"):
+        with pytest.raises(ValueError, match=re.escape(f"override '{override}'")):
+            apply_overrides({"list": [1], "text": "abc"}, [override])
 
 
 @pytest.mark.parametrize(
     ("method", "override", "part"),
     [
         ("grpo", "grpo.clip_eps=2", "`grpo.clip_eps` is 2"),
-        ("grpo", "grpo={clip_eps: 2}", "`grpo.clip_eps` is 2"),
         ("grpo", "grpo.minibatch_size=7", "does not divide"),
         ("grpo", "ppo.kl_coef=1", "`grpo.kl_coef`"),
         ("grpo", "reward_model.batch_size=3", "`reward_model` is for reward"),
@@ -161,30 +144,18 @@ def test_broken_overrides(override: str):
         ("grpo", "rum={}", "`run`"),
         ("grpo", "num_steps=3", "`run.num_steps`"),
         ("grpo", "reward.functions=[{use: 'a.py:f', wait: 2}]", "`reward.functions[0].weight`"),
-        ("grpo", "reference.what=1", "kind"),
-        ("grpo", "1=2", "model, lora"),
         # wrong values, with what is allowed
-        (
-            "grpo",
-            "run.micro_batch_tokens=0",
-            "`run.micro_batch_tokens` is 0; it must be auto or a whole number of at l",
-        ),
-        ("grpo", "run.deterministic=ja", "true or false"),
+        ("grpo", "run.micro_batch_tokens=0", "must be auto or a whole number of at least 1"),
         ("grpo", "task.name=true", "`task.name` is true; it must be text or null"),
-        ("grpo", "task.columns={prompt: 3}", "`task.columns.prompt` is 3"),
         ("grpo", "lora.target_modules=[1]", "all-linear or a list of text"),
         ("grpo", "lora.dropout=2", "at least 0 and below 1"),
-        ("grpo", "grpo=3", "`grpo` is 3"),
         ("grpo", "reward.functions=[{}]", "`reward.functions[0].use` is missing"),
         ("grpo", "grpo.preset=dappo", "`dapo`"),
         ("grpo", "task.chat_template_kwargs={a: [1]}", "`task.chat_template_kwargs.a` is [1]"),
         # names of TRL and verl, also with dots
         ("grpo", "+actor_rollout_ref.rollout.n=8", "`grpo.group_size`"),
-        ("grpo", "actor={optim: {lr: 1.0, foreach: 3}, x: 1}", "`optim.learning_rate`"),
-        ("ppo", "critic.optim.lr=1e-5", "`optim.critic_learning_rate`"),
         ("ppo", "algorithm.adv_estimator=gae", "tinyrl train ppo"),
         ("ppo", "data.train_batch_size=8", "`ppo.num_prompts`"),
-        ("dpo", "data.train_batch_size=8", "`dpo.batch_size`"),
         ("dpo", "beta=0.1", "`dpo.beta`"),
         ("grpo", "grpo.beta=0.1", "`grpo.kl_coef`"),
         ("grpo", "output_dir=x", "`--output-dir`"),
@@ -196,12 +167,9 @@ def test_a_mistake_in_an_override_is_placed_and_answered(method: str, override: 
     assert part in found
 
 
-def test_a_mistake_in_a_recipe_is_not_placed_at_an_override(recipe: Callable[..., str]):
-    name = recipe(SORT + "grpo: {clip_eps: 3}\n")
+def test_one_sentence_a_setting_and_three_at_most(recipe: Callable[..., str]):
+    name = recipe(SORT + "grpo: {clip_eps: 3}\n")  # which is not placed at an override
     assert refused("grpo", name, "grpo.kl_coef=0").startswith("r.yaml: `grpo.clip_eps` is 3")
-
-
-def test_one_sentence_a_setting_and_three_at_most():
     values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
     with pytest.raises(ValueError, match=r"2 more\)$") as caught:
         build_config({"method": "grpo", **values})
@@ -230,10 +198,9 @@ def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_na
 # ---- the page of settings ----
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_the_page_is_a_recipe_with_every_default_and_fits_the_terminal(width: int) -> None:
-    page = describe_settings(width=width)
-    assert max(map(len, page.splitlines())) <= width
+def test_the_page_is_a_recipe_with_every_default_and_fits_the_terminal() -> None:
+    page = describe_settings(width=60)
+    assert max(map(len, page.splitlines())) <= 60
     values = parse_plain(page, "page")
     plain = Config.model_validate({"method": "grpo"})
     assert {name: {*fields} for name, fields in values.items()} == {
@@ -241,20 +208,12 @@ def test_the_page_is_a_recipe_with_every_default_and_fits_the_terminal(width: in
     }
     for method in METHODS:
         assert Config.model_validate({"method": method, **values}) == Config.model_validate({"method": method})
-
-
-def test_an_unknown_section_is_answered_with_a_near_one_or_a_field_s() -> None:
     for word, near in (("gpro", "`grpo`"), ("minibatch_size", "grpo and ppo"), ("zzz", "model, lora")):
         with pytest.raises(ValueError, match=f"no section '{word}'.*{near}"):
             describe_settings(word)
 
 
 # ---- config.yaml gives the same object ----
-
-
-def round_trip(config: Config, folder: Path) -> Config:
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    return load_written_config(folder / "config.yaml")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -264,7 +223,8 @@ def test_config_yaml_is_the_same_object(method: str, tmp_path: Path):
     asked = {"ppo": {"minibatch_size": None}}  # defaults to 64: a null that was left out would come back as 64
     for lora in (True, False):
         config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": task, **asked})
-        assert round_trip(config, tmp_path) == config
+        (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        assert load_written_config(tmp_path / "config.yaml") == config
 
 
 # ---- nothing but a Config or a ValueError ----
@@ -272,13 +232,9 @@ def test_config_yaml_is_the_same_object(method: str, tmp_path: Path):
 SECTION_KEYS = [(name, key) for name in fields_of() for key in fields_of(name)]
 KEYS = st.sampled_from([*fields_of(), *(key for _, key in SECTION_KEYS), *ALIASES]) | st.text(max_size=6)
 ODD_KEYS = KEYS | st.none() | st.integers() | st.booleans() | st.tuples(st.integers())
-ODD = [10**400, -1, 0, 2, float("nan"), float("inf"), b"\xff", "auto", "all-linear", "dapo", "grpo"]
-SCALARS = st.none() | st.booleans() | st.integers() | st.sampled_from(ODD) | st.floats() | st.text(max_size=8)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ODD_KEYS, inner, max_size=3),
-    max_leaves=10,
-)
+ODD = st.sampled_from([10**400, -1, 0, 2, float("nan"), float("inf"), b"\xff", "auto", "all-linear", "dapo", "grpo"])
+SCALARS = st.none() | st.booleans() | st.integers() | ODD | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictionaries(ODD_KEYS, one, max_size=3))
 
 
 @st.composite
@@ -286,27 +242,19 @@ def nested(draw: st.DrawFn) -> dict[Any, Any]:
     """Draw mostly real sections with real keys, so that errors lie deep."""
     values: dict[Any, Any] = draw(st.dictionaries(ODD_KEYS, VALUES, max_size=2))
     for section, key in draw(st.lists(st.sampled_from(SECTION_KEYS), max_size=4)):
-        inside = values.setdefault(section, {})
-        if isinstance(inside, dict):
-            inside[key] = draw(VALUES)
-    values["method"] = draw(st.sampled_from([*METHODS]) | SCALARS)
-    return values
-
-
-def check_answer(load: Callable[[], Config], method: Any) -> None:
-    """Assert that the result is a Config, or a plain ValueError of at most six lines."""
-    try:
-        config = load()
-    except ValueError as error:
-        assert type(error) is ValueError  # noqa: PT017
-        assert 1 <= len(str(error).splitlines()) <= 6  # noqa: PT017
-    else:
-        assert config.method == method
+        values[section] = {**(values[section] if isinstance(values.get(section), dict) else {}), key: draw(VALUES)}
+    return {**values, "method": draw(st.sampled_from([*METHODS]) | SCALARS)}
 
 
 @given(nested())
 @settings(max_examples=200, deadline=None)
 @example({1: 2})
 @example({"method": "grpo", "grpo": {None: 1}, "task": {"columns": {1: [2]}}})
-def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any]):
-    check_answer(lambda: build_config(values), values.get("method"))
+def test_any_values_give_a_config_or_a_sentence(values: dict[str, Any]):
+    try:
+        config = build_config(values)
+    except ValueError as error:
+        assert type(error) is ValueError  # noqa: PT017
+        assert 1 <= len(str(error).splitlines()) <= 6  # noqa: PT017
+    else:
+        assert config.method == values.get("method")

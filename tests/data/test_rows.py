@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.running import LookedAt
+from tests.running import SignalAt
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, hold_out, keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.runs import signals
@@ -39,14 +39,7 @@ def test_every_epoch_has_every_row_once_and_a_step_needs_no_history():
 
 def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
-    looks = []
-
-    def stop_after_a_while() -> None:
-        looks.append(0)
-        if len(looks) > 1000:
-            raise Interrupted("SIGTERM")
-
-    with LookedAt(stop_after_a_while), pytest.raises(Interrupted):
+    with pytest.raises(Interrupted), SignalAt(1000):
         batch_indices(0, 0, num_prompts=10**9, num_rows=10)
 
 
@@ -63,20 +56,13 @@ def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows():
     assert hold_out(one_each[::-1], prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
 
 
-@pytest.mark.parametrize(("count", "held"), [(10, 1), (19, 1), (20, 2), (6000, 512)])
-def test_at_least_one_and_at_most_512_rows_are_held_out(count: int, held: int):
-    train, out = hold_out([{"q": i} for i in range(count)], prompt=lambda row: row["q"], seed=0)
-    assert (len(train), len(out)) == (count - held, held)
-
-
-@pytest.mark.parametrize("prompts", [1, 9])
-def test_fewer_than_ten_prompts_are_trained_on_and_evaluated(prompts: int):
-    rows = [{"q": i % prompts, "n": i} for i in range(2 * prompts)]
+def test_at_most_512_rows_are_held_out_and_fewer_than_ten_prompts_are_trained_on_and_evaluated():
+    for count, held in ((10, 1), (19, 1), (20, 2), (6000, 512)):
+        train, out = hold_out([{"q": i} for i in range(count)], prompt=lambda row: row["q"], seed=0)
+        assert (len(train), len(out)) == (count - held, held)
+    rows = [{"q": i % 9, "n": i} for i in range(18)]
     train, held = hold_out(rows, prompt=lambda row: row["q"], seed=0)
     assert train == rows
-    assert [row["q"] for row in held] == list(range(prompts))
+    assert [row["q"] for row in held] == list(range(9))
     assert hold_out(rows, prompt=lambda row: row["q"], seed=0, repeat=True) == (rows, rows)
-
-
-def test_few_held_out_prompts_are_warned_of():
     assert [len(few_held_out(count, trained_on=True)) for count in (3, 30)] == [1, 0]

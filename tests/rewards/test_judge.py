@@ -277,7 +277,6 @@ def test_the_key_comes_from_the_environment(serving: Any, tmp_path: Path, monkey
     ("fields", "named"),
     [
         ({"use": "judge"}, "url, model, rubric"),
-        ({"use": "f.py:f", "model": "m"}, "model"),
         ({"use": "judge", "url": "http://a:b@c/v1", "model": "m", "rubric": "r"}, "key_env"),
         ({"use": "judge", "url": "ftp://c", "model": "m", "rubric": "r"}, "url"),
         ({"use": "judge", "url": "http://c", "model": "m", "rubric": "r", "scale": [1.0, 1.0]}, "scale"),

@@ -14,10 +14,10 @@ from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import token_ids
 
 TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}CALLS<eos>{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
-).replace("{% if tools %}{{ tools | tojson }}{% endif %}", "", 1)
-SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 # As Qwen 2.5 and 3, Llama 3.1, Mistral 7B v0.3, Qwen3-Coder, Granite 3 write them.
 HERMES = "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
 LLAMA = (
@@ -45,9 +45,9 @@ TOOLS: list[Any] = [
 ADDED, SHOW = Call("add", {"a": 1, "b": 2}), Call("show", {"text": "12"})
 
 
-def tokenizer_of(calls: str | None, *, special: str | None = None, shown: str = SHOWN) -> Any:
+def tokenizer_of(calls: str | None, *, special: str | None = None) -> Any:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = shown + TEMPLATE.replace("CALLS", calls or "")
+    tokenizer.chat_template = TEMPLATE.replace("CALLS", calls or "")
     if marker := special or SPECIAL.get(calls or ""):
         tokenizer.add_tokens(AddedToken(marker, special=True), special_tokens=True)
     return tokenizer
@@ -56,7 +56,7 @@ def tokenizer_of(calls: str | None, *, special: str | None = None, shown: str = 
 def read(form: CallForm, written: str) -> tuple[str, list[Call]]:
     tokens = token_ids(form.tokenizer, written + EOS)
     text = str(form.tokenizer.decode(tokens, skip_special_tokens=True))
-    return form.read(text, tokens, before=token_ids(form.tokenizer, "<user>?<assistant>"), tools=TOOLS)
+    return form.read(text, tokens, tools=TOOLS)
 
 
 ONE, OTHER = '{"name": "add", "KEY": {"a": 1, "b": 2}}', '{"name": "show", "KEY": {"text": "12"}}'
@@ -93,77 +93,36 @@ def test_calls_are_read_in_the_form_of_the_template(
 ) -> None:
     form = call_form(tokenizer_of(template), {})
     said = read(form, text)
-    assert said[1] == calls
-    if content is not None:
-        assert said[0] == content
+    assert said == (said[0] if content is None else content, calls)
+    message = form.message(text, token_ids(form.tokenizer, text), tools=TOOLS)  # for an environment
+    assert ("tool_calls" in message) == (bool(calls) and not form.in_text)
+    assert calls_of(message) == calls
     assert form.in_text == (template in (HERMES, None))
     begins = {LLAMA: "{", MISTRAL: "[", GRANITE: "<|tool_call|>"}
     assert form.begins == begins.get(template or "", "<tool_call>")
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
+def test_a_broken_call_is_one_that_fails() -> None:
+    for template, text in (
         (LLAMA, '{"name": "add", "parameters": {'),
         (MISTRAL, '[TOOL_CALLS][{"name": "add"'),
         (MISTRAL, "[TOOL_CALLS]" + "[" * 100_000),
         (MISTRAL, '[TOOL_CALLS][{"arguments": {}}]'),
         (CODER, "<tool_call>\n<function=>\n</function>"),
-    ],
-)
-def test_what_is_no_call_is_one_that_fails(template: str, text: str) -> None:
-    form = call_form(tokenizer_of(template), {})
-    (call,) = read(form, text)[1]
-    assert call.problem
-    message = form.message("", token_ids(form.tokenizer, text), before=[], tools=TOOLS)
-    assert json.loads(json.dumps(message)) == message
-    assert [each.problem for each in calls_of(message)] == [call.problem]
+    ):
+        form = call_form(tokenizer_of(template), {})
+        (call,) = read(form, text)[1]
+        assert call.problem
+        message = form.message("", token_ids(form.tokenizer, text), tools=TOOLS)
+        assert json.loads(json.dumps(message)) == message
+        assert [each.problem for each in calls_of(message)] == [call.problem]
 
 
-def test_a_marker_of_hermes_may_be_a_special_token() -> None:
+def test_a_marker_of_hermes_may_be_a_special_token_and_unknown_forms_are_refused() -> None:
     form = call_form(tokenizer_of(HERMES, special="<tool_call>"), {})
     assert not form.in_text
     assert read(form, written("<tool_call>ONE</tool_call>"))[1] == [ADDED]
-
-
-def test_a_form_that_is_not_known_is_refused() -> None:
     for calls in ("{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}",
                   "{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}"):  # fmt: skip
         with pytest.raises(ValueError, match="chat template"):
             call_form(tokenizer_of(calls), {})
-
-
-def test_a_response_template_comes_first() -> None:
-    tokenizer = tokenizer_of(HERMES)
-    call = {"open": "<<", "close": ">>", "repeats": True, "content": "json",
-            "transform": {"type": "function", "function": "{content}"}}  # fmt: skip
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<assistant>",
-        "fields": {"tool_calls": call, "content": {"close": EOS, "content": "text"}},
-    }
-    form = call_form(tokenizer, {})
-    if form.parse is None:
-        pytest.skip("this version of transformers reads no response templates")
-    assert read(form, written("Well.<<ONE>><<OTHER>>")) == ("Well.", [ADDED, SHOW])
-    assert read(form, written("<tool_call>ONE</tool_call>"))[1] == []
-    assert [call.problem != "" for call in read(form, '<<{"name": >>')[1]] == [True]
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (LLAMA, written("ONE", "parameters")),
-        (MISTRAL, written("[TOOL_CALLS][ONE]")),
-        (CODER, f"<tool_call>\n{IN_XML}\n</tool_call>"),
-        (HERMES, written("<tool_call>ONE</tool_call>")),
-    ],
-)
-def test_a_turn_for_an_environment_has_its_calls(template: str, text: str) -> None:
-    form = call_form(tokenizer_of(template), {})
-    tokens = token_ids(form.tokenizer, text + EOS)
-    content = str(form.tokenizer.decode(tokens, skip_special_tokens=True))
-    message = form.message(content, tokens, before=[], tools=TOOLS)
-    called = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
-    assert (message["content"], message.get("tool_calls")) == (content, None if form.in_text else called)
-    assert calls_of(message) == [ADDED]

@@ -16,9 +16,15 @@ from tinyrl.data.rows import example_rows
 from tinyrl.rollout.load import load_method
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
-from tinyrl.tasks import TASKS, Task, layout_notes, load_split, load_splits, load_task
+from tinyrl.tasks import Task, layout_notes, load_split, load_splits, load_task, text_in
 
-TOY = f"{Path(__file__).with_name('toy.py')}:TASK"
+TASK = Task(
+    name="toy",
+    rows=lambda split: [{"q": f"{split} {i}"} for i in range(3)],
+    prompt=lambda row: text_in(row, "q"),
+    columns=("q",),
+)
+TOY = f"{__file__}:TASK"
 
 
 def jsonl(path: Path, rows: Any) -> str:
@@ -27,14 +33,6 @@ def jsonl(path: Path, rows: Any) -> str:
 
 
 # ---- tasks ----
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_every_task_is_what_it_is_called(name: str):
-    task = load_task(name)
-    assert task.name == name
-    assert len(task.summary.splitlines()) == 1
-    assert task.verify is not None
 
 
 def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
@@ -65,14 +63,14 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
 
 
 def test_full_marks_are_a_pass():
-    assert [Task.is_pass(s) for s in (1.0, 1.0 - 1e-12, 1.5)] == [True, True, True]
-    assert [Task.is_pass(s) for s in (0.999, 0.0, -1.0, None, float("nan"))] == [False] * 5
+    given = {1.0: True, 1.0 - 1e-12: True, 1.5: True, 0.999: False, -1.0: False, None: False, float("nan"): False}
+    assert {score: Task.is_pass(score) for score in given} == given
 
 
 def test_tasks_rows_help_and_an_error_of_settings_need_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from tinyrl.cli.commands import app\n"
-        "from tinyrl.tasks import TASKS, load_task; [load_task(name) for name in TASKS]\n"
+        "from tinyrl.tasks import TASKS, load_task; assert [load_task(name).name for name in TASKS] == [*TASKS]\n"
         "codes = [CliRunner().invoke(app, words.split()).exit_code for words in ('--help', 'train grpo grpo.x=1')]\n"
         "print(codes, sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
     )
@@ -99,22 +97,20 @@ def test_data_alone_is_split_by_prompt(tmp_path: Path):
     assert (len(train), len(held)) == (54, 3)
     assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert rows_of(TOY, "train", data=source, max_samples=6) == train[:6]
+    more = jsonl(tmp_path / "c.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])  # all rows get the same columns
+    columns = [{"q": "a", "x": 1, "y": None}, {"q": "b", "x": None, "y": 2}]
+    assert rows_of(TOY, "train", data=more, eval_data=more) == columns
     few = jsonl(tmp_path / "b.jsonl", [{"q": f"{i}"} for i in range(9)])
     assert len(rows_of(TOY, "train", data=few)) == len(rows_of(TOY, "eval", data=few)) == 9
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft"])
-def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path, method: str):
+def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
-
-    def held(seed: int) -> list[str]:
-        values = {"method": method, "task": {"data": source}, "run": {"seed": seed}}
-        config = Config.model_validate(values)
+    for method, seed in (("grpo", 0), ("grpo", 31), ("sft", 0), ("sft", 31)):
+        config = Config.model_validate({"method": method, "task": {"data": source}, "run": {"seed": seed}})
         rows = example_rows(config)[1] if method == "sft" else load_split(config, "eval")
-        return [row["prompt"] for row in rows]
-
-    # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
-    assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
+        # by hand: prompts sorted by the sha256 of {"prompt":"..."}, the first 6 places by that of "hold out 0:place"
+        assert [row["prompt"] for row in rows] == ["4", "8", "10", "32", "43", "50"]
 
 
 def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
@@ -130,19 +126,18 @@ def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
         assert rows_of(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
 
 
-@pytest.mark.parametrize("method", ["grpo", "reward"])
-def test_a_file_is_read_once(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch):
-    rows = [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)]
-    values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", rows)}}
+def test_a_file_is_read_once_and_a_revision_reaches_the_hub_with_every_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)])
     opened, lines = [], readers._lines
     monkeypatch.setattr(readers, "_lines", lambda source: opened.append(source) or lines(source))
-    config = Config.model_validate(values)
-    check_before_loading(config)
-    train, held_out = load_splits(config) if method == "grpo" else example_rows(config)
-    assert (len(train), len(held_out), len(opened)) == (18, 2, 1)
-
-
-def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
+    for method in ("grpo", "reward"):
+        config = Config.model_validate({"method": method, "task": {"data": source}})
+        check_before_loading(config)
+        train, held_out = load_splits(config) if method == "grpo" else example_rows(config)
+        assert (len(train), len(held_out), len(opened)) == (18, 2, 1)
+        opened.clear()
     asked: list[tuple[str, str | None]] = []
 
     def read(source: str, revision: str | None) -> list[tuple[str, dict[str, str]]]:
@@ -160,33 +155,18 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
 # ---- what becomes of a row ----
 
 ASKED, SAID = {"role": "user", "content": "how many?"}, {"role": "assistant", "content": "two"}
-NO = {"role": "assistant", "content": "three"}
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "answer"),
-    [
-        ({"prompt": "how many?", "completion": "two"}, "how many?", None),
-        ({"prompt": [{"from": "human", "value": "how many?"}]}, [ASKED], None),
+def test_prompt_and_answer_of_own_rows(tmp_path: Path):
+    for row, prompt, answer in (
         ({"messages": [ASKED, SAID, ASKED]}, [ASKED], None),
-        ({"chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, [ASKED], None),
         ({"chosen": "so many are two", "rejected": "so many are three"}, "so many are", None),
         ({"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "2"}}, "p", "2"),  # verl
         ({"prompt": "p", "answer": 0, "reward_model": {"ground_truth": "2"}}, "p", 0),
-    ],
-)
-def test_prompt_and_answer_of_own_rows(tmp_path: Path, row: dict[str, Any], prompt: Any, answer: Any):
-    [read] = rows_of("rows", "train", data=jsonl(tmp_path / "a.jsonl", [row]), eval_data="none")
-    assert (load_task("rows").prompt(read), read.get("answer")) == (prompt, answer)
-    assert len(layout_notes(read)) == (answer == "2")
-
-
-def test_rows_get_the_same_columns(tmp_path: Path):
-    source = jsonl(tmp_path / "a.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])
-    assert rows_of(TOY, "train", data=source, eval_data=source) == [
-        {"q": "a", "x": 1, "y": None},
-        {"q": "b", "x": None, "y": 2},
-    ]
+    ):
+        [read] = rows_of("rows", "train", data=jsonl(tmp_path / "a.jsonl", [row]), eval_data="none")
+        assert (load_task("rows").prompt(read), read.get("answer")) == (prompt, answer)
+        assert len(layout_notes(read)) == (answer == "2")
 
 
 def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path: Path):
@@ -199,22 +179,17 @@ def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path: Path
         load_split(Config.model_validate(values), "train")
 
 
-@pytest.mark.parametrize(
-    ("row", "wanted"),
-    [
+def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
+    for row, wanted in (
         ({"Q": "b", "n": 1}, "no column 'q'.*task.columns.q"),
         ({"q": 7}, "'q' must be text"),
-        ({"q": "b", "gold": ""}, "'gold' must be text"),
         ({"q": "a", "completions": 1}, "'completions'.*task.columns.NEW=completions"),
-    ],
-)
-def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path, row: dict[str, Any], wanted: str):
-    with pytest.raises(ValueError, match=f"a.jsonl:2: .*{wanted}"):
-        rows_of(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
+    ):
+        with pytest.raises(ValueError, match=f"a.jsonl:2: .*{wanted}"):
+            rows_of(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
 
 
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
-LABELLED = {"text": "b", "label": 1}
 
 
 def settings(tmp_path: Path, method: str, *rows: Any, **sections: Any) -> Config:
@@ -222,18 +197,15 @@ def settings(tmp_path: Path, method: str, *rows: Any, **sections: Any) -> Config
     return Config.model_validate({"method": method, "task": {"data": data, "eval_data": data}, **sections})
 
 
-@pytest.mark.parametrize(
-    ("method", "first", "row"),
-    [
+def test_rows_to_learn_from_are_answered_with_their_line(tmp_path: Path):
+    for method, first, row in (
         ("sft", GOOD, {f"{'x' * 30}{n}": "v" * 90 for n in range(2000)}),
         ("dpo", GOOD, {"prompt": "a", "chosen": "b", "rejected": 3}),
-        ("reward", LABELLED, {"chosen": "a b", "rejected": "a c"}),
-    ],
-)
-def test_rows_to_learn_from_are_answered_with_their_line(tmp_path: Path, method: str, first: Any, row: Any):
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: ") as caught:
-        example_rows(settings(tmp_path, method, first, row))
-    assert len(str(caught.value)) < 1000
+        ("reward", {"text": "b", "label": 1}, {"chosen": "a b", "rejected": "a c"}),
+    ):
+        with pytest.raises(ValueError, match=r"a\.jsonl:2: ") as caught:
+            example_rows(settings(tmp_path, method, first, row))
+        assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("method", ["reward", "ppo"])

@@ -6,18 +6,11 @@ import pytest
 
 from tinyrl.environments import Reply
 from tinyrl.tasks.grading import by_row
-from tinyrl.tasks.lookup import ATTRIBUTES, TASK, fact, respond, score
+from tinyrl.tasks.lookup import ATTRIBUTES, NAMES, TASK, fact, respond, score
 
 verify = by_row(score)
 
-WORLD = "eval 0 0"
-FIRST = {"prompt": "question: job of Uma Costa ?", "answer": "baker", "world": WORLD}
-
-
-def replies(*turns: str, world: str = WORLD) -> list[Reply | str | None]:
-    return respond(
-        ["q"] * len(turns), [[{"role": "assistant", "content": turn}] for turn in turns], world=[world] * len(turns)
-    )
+FIRST = {"prompt": "question: job of Uma Costa ?", "answer": "baker", "world": "eval 0 0"}
 
 
 def test_a_row_is_pinned_and_has_a_world_of_its_own() -> None:
@@ -51,13 +44,13 @@ def test_searching_as_asked_finds_the_answer_of_every_row() -> None:
     [
         (" search Ada Stone parent ;", Reply(" found Emil Stone ;")),
         *[(turn, Reply(" found nothing ;", invalid=True)) for turn in (
-            " search ;", " search Ada job ;", " search Ada Stone colour ;", " search Ada Nobody job ;", " ;",
-            " search Ada Stone job pet ;", " search Stone Ada job ;", " search <html> \ud83d x ;")],
-        *[(turn, None) for turn in (" answer baker .", " answer ;", "", " ", " search Ada Stone job", " Ada .")],
+            " search Ada Stone colour ;", " ;", " search Ada Stone job pet ;", " search Stone Ada job ;",
+            " search <html> \ud83d x ;")],
+        *[(turn, None) for turn in (" answer ;", "", " search Ada Stone job", " Ada .")],
     ],
 )  # fmt: skip
 def test_replies_of_the_search(turn: str, reply: Reply | None) -> None:
-    assert replies(turn) == [reply]
+    assert respond(["q"], [[{"role": "assistant", "content": turn}]], world=["eval 0 0"]) == [reply]
 
 
 def test_facts_differ_from_world_to_world_and_stay_in_the_family() -> None:
@@ -66,6 +59,4 @@ def test_facts_differ_from_world_to_world_and_stay_in_the_family() -> None:
     assert sum(counts) == 1600
     assert 60 < min(counts) <= max(counts) < 140  # 100 each, give or take four standard deviations
     parents = {fact(f"train 0 {i}", "Ada", "Stone", "parent") for i in range(1600)}
-    assert len(parents) == 63  # everyone but Ada
-    assert all(parent is not None and parent.endswith(" Stone") for parent in parents)
-    assert "Ada Stone" not in parents
+    assert parents == {f"{name} Stone" for name in NAMES} - {"Ada Stone"}

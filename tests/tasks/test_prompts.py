@@ -1,13 +1,14 @@
 """render_prompt: with a real chat template, and with small tokenizers that add a BOS or an EOS."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import shared_data
-from tests.running import LookedAt
+from tests.running import SignalAt
 from tinyrl.errors import Interrupted
 from tinyrl.runs import signals
 from tinyrl.tasks import load_task
@@ -26,34 +27,29 @@ THINKING = TEMPLATE + (
 
 def small_tokenizer(*, pattern: str | None = None, template: str | None = None) -> PreTrainedTokenizerFast:
     """Words at spaces; `pattern` is what it adds around a text, such as "<s> $A" or "$A </s>"."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
+    tokenizer, ends = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]")), [("<s>", 1), ("</s>", 2)]
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if pattern:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=pattern, special_tokens=[("<s>", 1), ("</s>", 2)]
-        )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="[UNK]", pad_token="</s>"
-    )
+        tokenizer.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=ends)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "[UNK]", "pad_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     return fast
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "tokens"),
-    [
+def test_a_bos_stays_and_an_appended_eos_goes():
+    for pattern, text, tokens in (
         (None, "hello world", [3, 4]),
         ("<s> $A", "hello world", [1, 3, 4]),
         ("<s> $A", "<s> hello", [1, 3]),  # a BOS that the text brings is not doubled
         ("$A </s>", "hello world", [3, 4]),  # nothing follows an EOS
         ("<s> $A </s>", "hello </s>", [1, 3, 2]),  # an EOS of the text is the person's own
-    ],
-)
-def test_a_bos_stays_and_an_appended_eos_goes(pattern, text, tokens):
-    rendered = render_prompt(small_tokenizer(pattern=pattern), text)
-    assert (rendered.text, rendered.tokens, rendered.opened) == (text, tokens, "")
+    ):
+        rendered = render_prompt(small_tokenizer(pattern=pattern), text)
+        assert (rendered.text, rendered.tokens, rendered.opened) == (text, tokens, "")
 
 
+HOW = {"chat": "auto", "system_prompt": None, "variables": {}}
 OLD, HELLO = {"role": "system", "content": "old"}, {"role": "user", "content": "hello"}
 ASKED = "<s> user : hello </s> <s> assistant : "
 
@@ -64,6 +60,7 @@ ASKED = "<s> user : hello </s> <s> assistant : "
         (None, "world", {"system_prompt": "hello"}, "hello\n\nworld", ""),
         (TEMPLATE, "hello", {"chat": False}, "hello", ""),
         (TEMPLATE, "hello", {}, ASKED, ""),
+        (TEMPLATE, f"{ASKED}world </s>", {}, ASKED.replace("hello", f"{ASKED}world </s>"), ""),  # its turn has ended
         (TEMPLATE, "hello", {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
         (TEMPLATE, [OLD, HELLO], {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
         (TEMPLATE, [OLD, HELLO], {"system_prompt": ""}, f"<s> system :  </s> {ASKED}", ""),
@@ -84,48 +81,41 @@ def test_a_prompt_as_text(template, prompt, how, text, opened):
     assert (rendered.text, rendered.opened) == (text, opened)
 
 
-def test_the_template_writes_its_own_bos():
+def test_messages_in_parts_are_the_same_prompt_behind_the_bos_of_the_template():
     tokenizer = small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE)
-    assert render_prompt(tokenizer, "hello").tokens == [1, 7, 8, 3, 2, 1, 0, 8]
-
-
-def test_messages_in_parts_are_the_same_prompt():
-    tokenizer = small_tokenizer(template=TEMPLATE)
+    for text in ("hello", ASKED, ASKED.removeprefix("<s> ")):  # also one that is rendered already, or but for the BOS
+        assert render_prompt(tokenizer, text).tokens == [1, 7, 8, 3, 2, 1, 0, 8]
+    once = small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE.replace("<s> ", "> "))  # which writes none itself
+    assert [render_prompt(once, f"{bos}> user : hello </s> > assistant : ").tokens for bos in ("", "<s> ")] == [
+        [0, 7, 8, 3, 2, 0, 0, 8], [1, 0, 7, 8, 3, 2, 0, 0, 8],
+    ]  # fmt: skip
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}]
     whole = [{"role": "user", "content": "hello world"}]
     assert render_prompt(tokenizer, parts).tokens == render_prompt(tokenizer, whole).tokens
     task = replace(load_task("rows"), prompt=lambda row: row["asked"])  # of a person's own task
-    how = {"tokenizer": tokenizer, "chat": "auto", "system_prompt": None, "variables": {}, "max_prompt_tokens": 20}
-    (prepared,) = prepare_prompts(task, [{"asked": parts}], **how, on_overlong_prompt="error", openings=[" hello"])
+    how = {"tokenizer": tokenizer, **HOW, "max_prompt_tokens": 20, "on_overlong_prompt": "error"}
+    (prepared,) = prepare_prompts(task, [{"asked": parts}], **how, openings=[" hello"])
     assert prepared.prompt == whole
     assert prepared.text == "<s> user : hello world hello </s> <s> assistant : "
 
 
-@pytest.mark.parametrize(
-    ("template", "prompt", "how", "setting"),
-    [
+def test_wrong_prompts_and_settings_are_refused():
+    cases: list[tuple[str | None, Any, dict[str, Any], str]] = [
         (THINKING, "hello", {"variables": {"enable_thinkin": 0}}, "`enable_thinkin`.*mean `enable_thinking`"),
         (None, "hello", {"variables": {"enable_thinking": False}}, "task.chat_template_kwargs"),
-        (TEMPLATE, [{"role": "user", "content": "hello"}], {"chat": False}, "task.chat=false"),
+        (TEMPLATE, [HELLO], {"chat": False}, "task.chat=false"),
         (None, "hello", {"chat": True}, "task.chat=true"),
         (TEMPLATE, [{"role": "tool", "content": "hello"}], {}, "no tools here"),
         (None, " ", {}, "empty"),
-    ],
-)
-def test_what_cannot_be_rendered_is_refused(template, prompt, how, setting):
-    with pytest.raises(ValueError, match=setting):
-        render_prompt(small_tokenizer(template=template), prompt, **how)
+    ]
+    for template, prompt, how, setting in cases:
+        with pytest.raises(ValueError, match=setting):
+            render_prompt(small_tokenizer(template=template), prompt, **how)
 
 
 def prepared(texts: list, on_overlong_prompt: str = "error"):
-    how = {
-        "chat": "auto",
-        "system_prompt": None,
-        "variables": {},
-        "max_prompt_tokens": 4,
-        "on_overlong_prompt": on_overlong_prompt,
-    }
-    return prepare_prompts(load_task("rows"), [{"prompt": text} for text in texts], tokenizer=small_tokenizer(), **how)
+    how = {**HOW, "max_prompt_tokens": 4, "on_overlong_prompt": on_overlong_prompt, "tokenizer": small_tokenizer()}
+    return prepare_prompts(load_task("rows"), [{"prompt": text} for text in texts], **how)
 
 
 def test_long_prompts_are_refused_naming_the_first_or_dropped():
@@ -134,16 +124,9 @@ def test_long_prompts_are_refused_naming_the_first_or_dropped():
     assert [p.index for p in prepared(["hello " * 5, "hello world"], on_overlong_prompt="drop")] == [1]
 
 
-def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):
+def test_a_stop_ends_the_preparation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
-    looks = []
-
-    def stop_at_the_third() -> None:
-        looks.append(0)
-        if len(looks) == 3:
-            raise Interrupted("SIGTERM")
-
-    with LookedAt(stop_at_the_third), pytest.raises(Interrupted):
+    with pytest.raises(Interrupted), SignalAt(3):
         prepared(["hello"] * 10)
 
 
@@ -168,19 +151,12 @@ def test_a_real_chat_tokenizer():
     assert render_prompt(tokenizer, "hi", chat=False).text == "hi"
 
 
-@pytest.mark.parametrize(
-    ("call", "shown"),
-    [
-        ("strftime_now('%d %b %Y')", "29 Feb 2024"),
-        ('strftime_now("%-m/%d/%y, %A %H:%M")', "2/29/24, Thursday 00:00"),
-        ("f(strftime_now)", "2024-02-29"),
-    ],
-)
-def test_the_date_of_a_run_is_the_clock_of_the_template(call: str, shown: str):
-    template = "{% macro f(now) %}{% set form = '%Y-%m-%d' %}{{ now(form) }}{% endmacro %}hello {{ " + call + " }}"
-    tokenizer = small_tokenizer(template=template)
+def test_the_date_of_a_run_is_the_clock_of_the_template():
+    macro = "{% macro f(now) %}{% set form = '%Y-%m-%d' %}{{ now(form) }}{% endmacro %}"
+    shown = '{{ f(strftime_now) }} {{ strftime_now("%-m/%d/%y, %A %H:%M") }}'
+    tokenizer = small_tokenizer(template=f"{macro}hello {shown}")
     rendered = render_prompt(tokenizer, "hello", variables={"strftime_now": "2024-02-29"})
-    assert rendered.text == f"hello {shown}"
+    assert rendered.text == "hello 2024-02-29 2/29/24, Thursday 00:00"
     assert render_prompt(tokenizer, "hello").text != rendered.text
     with pytest.raises(ValueError, match="strftime_now"):
         render_prompt(tokenizer, "hello", variables={"strftime_now": "yesterday"})

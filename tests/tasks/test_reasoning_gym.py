@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from tests.running import rows_of
-from tinyrl.config.schema import Config
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.tasks import load_splits, load_task
+from tinyrl.tasks import load_task
 
 pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
 TASK = load_task("reasoning_gym")
@@ -34,13 +33,6 @@ def test_gold_answers_have_full_marks_and_others_less() -> None:
         wrong = grader(prompts, ["<answer>no idea</answer>"] * len(some), problems)
     assert gold.scores == [1.0] * len(some)
     assert max(wrong.scores) < 0.5
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [("leg_countin", "leg_counting"), ("chain_sum?terms=3", "terms"), ("chain_sum?min_terms=0", "min_terms")],
-)
-def test_families_and_settings_that_do_not_exist_are_refused(spec: str, said: str) -> None:
-    values = {"method": "grpo", "task": {"name": "reasoning_gym", "data": spec}}
-    with pytest.raises(ValueError, match=said):
-        load_splits(Config.model_validate(values))
+    for spec, named in (("leg_countin", "leg_counting"), ("chain_sum?terms=3", "terms")):
+        with pytest.raises(ValueError, match=named):
+            rows("train", spec)

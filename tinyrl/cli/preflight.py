@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tinyrl.config.schema import Config, as_written
+from tinyrl.config.schema import Config, as_written, check_training
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import hub_name, reader_of
 from tinyrl.data.rows import needed_data
@@ -27,6 +27,7 @@ HUB_PATIENCE_S = 5.0
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
+    check_training(config)
     count = launched().world_size
     if count > 1 and config.generation.engine == "server":
         raise ValueError(

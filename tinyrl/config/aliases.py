@@ -32,8 +32,7 @@ ANSWERS = {
     "num_ppo_epochs ppo_epochs": "ppo.num_epochs",
     "num_iterations": "grpo.num_epochs",
     "ppo_mini_batch_size mini_batch_size": "ppo.minibatch_size, in sequences",
-    "train_batch_size":
-        "grpo.num_prompts, as verl's; OpenRLHF's is what one optimizer step takes: minibatch_size, in completions",
+    "train_batch_size": "grpo.num_prompts, as verl's; OpenRLHF's is minibatch_size, in completions",
     "loss_type": "grpo.preset",
     "loss_agg_mode": "grpo.aggregation",
     "scale_rewards norm_adv_by_std_in_grpo": "grpo.advantage_scale: std (its `group`), batch or none",
@@ -53,8 +52,7 @@ ANSWERS = {
     "critic.optim.lr": "optim.critic_learning_rate",
     "grad_clip": "optim.max_grad_norm",
     "max_steps total_training_steps": "run.num_steps",
-    "num_train_epochs total_epochs":
-        "run.num_steps, in steps: one step takes num_prompts prompts, an epoch all rows once",
+    "num_train_epochs total_epochs": "run.num_steps, in steps: one takes num_prompts prompts, an epoch all rows once",
     "save_steps save_freq": "run.save_every",
     "eval_steps test_freq": "run.eval_every",
     "save_total_limit": "run.keep_checkpoints",
@@ -78,22 +76,17 @@ ANSWERS = {
     "teacher_model_name_or_path teacher_model": "teacher.path",
     "assistant_only_loss completion_only_loss train_on_inputs": "sft.loss_on: completion or all",
     "dataset_text_field prompt_key": "task.columns: {NEW: OLD}",
-    "enable_thinking chat_template_kwargs":
-        "task.chat_template_kwargs: {enable_thinking: true}, or any other variable of the template",
+    "enable_thinking chat_template_kwargs": "task.chat_template_kwargs: {enable_thinking: true}, or other variables",
     "reward_funcs custom_reward_function.path reward_weights": "reward.functions",
     "reward_model_path": "reward.model",
     "missing_eos_penalty mask_truncated_completions": "reward.truncated: penalize or mask",
     "output_dir default_local_dir": "--output-dir",
     "experiment_name run_name": "--name",
     "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization":
-        "!no serving engine is started; completions are sampled in this process, or by a server that you start "
-        "(generation.engine=server, generation.url)",
+        "!completions are sampled in this process, or by a server that you start (generation.engine=server)",
     "max_seq_length max_length":
-        "!prompts and completions have limits of their own, generation.max_prompt_tokens and "
-        "generation.max_new_tokens",
-    "adv_estimator":
-        "!it is the method (`tinyrl train ppo` for gae, `tinyrl train grpo` for grpo); grpo.preset has rloo and "
-        "reinforce++, ppo.preset a2c",
+        "!prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens",
+    "adv_estimator": "!it is the method (`tinyrl train ppo` for gae), or grpo.preset (rloo, reinforce++)",
 }  # fmt: skip
 ANSWERS_OF_DPO = {
     "beta": "dpo.beta",

@@ -66,7 +66,9 @@ class PolicyGradientSection(Section):
 
     @property
     def kl_in_reward(self) -> bool:
-        """k1 in a loss has zero mean gradient, and the gradient of k2 or k3 in a reward is not the KL's."""
+        """Return whether the KL is in the reward, by k1: its gradient in a loss is 0 in the mean, and only there k2 and
+        k3 have the KL's.
+        """
         return self.kl_estimator == "k1"
 
     @model_validator(mode="before")

@@ -6,36 +6,22 @@ Nothing here imports torch, so `tinyrl --help` and a config error are answered a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, model_validator
 
+from tinyrl.config import sections
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
-from tinyrl.config.sections import (
-    CriticConfig,
-    EnvironmentConfig,
-    GenerationConfig,
-    LoraSection,
-    ModelConfig,
-    OptimConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RunConfig,
-    Section,
-    TaskConfig,
-    TeacherConfig,
-)
 from tinyrl.text import is_address, masked, redact, shortened
 
 
-def _section(kind: type[Section], description: str) -> Any:
+def _section(kind: type[sections.Section], description: str) -> Any:
     return Field(default_factory=lambda: kind.model_validate({}), description=description)
 
 
-class Config(Section):
+class Config(sections.Section):
     """Everything a run is a function of. Sections that the method does not use keep their defaults and are not written.
 
     Defaults that depend on other fields (a learning rate for LoRA or full fine-tuning) are None in their section and
@@ -43,23 +29,23 @@ class Config(Section):
     """
 
     method: MethodName = Field(description="training method")
-    model: ModelConfig = _section(ModelConfig, "the base model")
-    lora: LoraSection = _section(LoraSection, "low-rank adapters on the frozen base")
-    reference: ReferenceConfig = _section(ReferenceConfig, "reference policy of the KL")
-    critic: CriticConfig = _section(CriticConfig, "the value function of PPO")
-    teacher: TeacherConfig = _section(TeacherConfig, "teacher of a distillation")
-    task: TaskConfig = _section(TaskConfig, "prompts, and where rows come from")
-    reward: RewardConfig = _section(RewardConfig, "reward of a completion")
-    environment: EnvironmentConfig = _section(EnvironmentConfig, "environment of multi-turn episodes")
-    generation: GenerationConfig = _section(GenerationConfig, "sampling")
-    optim: OptimConfig = _section(OptimConfig, "optimizer and learning rates")
+    model: sections.ModelConfig = _section(sections.ModelConfig, "the base model")
+    lora: sections.LoraSection = _section(sections.LoraSection, "low-rank adapters on the frozen base")
+    reference: sections.ReferenceConfig = _section(sections.ReferenceConfig, "reference policy of the KL")
+    critic: sections.CriticConfig = _section(sections.CriticConfig, "the value function of PPO")
+    teacher: sections.TeacherConfig = _section(sections.TeacherConfig, "teacher of a distillation")
+    task: sections.TaskConfig = _section(sections.TaskConfig, "prompts, and where rows come from")
+    reward: sections.RewardConfig = _section(sections.RewardConfig, "reward of a completion")
+    environment: sections.EnvironmentConfig = _section(sections.EnvironmentConfig, "environment of multi-turn episodes")
+    generation: sections.GenerationConfig = _section(sections.GenerationConfig, "sampling")
+    optim: sections.OptimConfig = _section(sections.OptimConfig, "optimizer and learning rates")
     grpo: GrpoConfig = _section(GrpoConfig, "GRPO and its family")
     ppo: PpoConfig = _section(PpoConfig, "PPO")
     distill: DistillConfig = _section(DistillConfig, "distillation from a teacher")
     sft: SftConfig = _section(SftConfig, "supervised fine-tuning")
     reward_model: RewardModelConfig = _section(RewardModelConfig, "reward model from pairs or labels")
     dpo: DpoConfig = _section(DpoConfig, "DPO and its family")
-    run: RunConfig = _section(RunConfig, "length, seed, evaluation, checkpoints")
+    run: sections.RunConfig = _section(sections.RunConfig, "length, seed, evaluation, checkpoints")
 
     @model_validator(mode="before")
     @classmethod
@@ -98,12 +84,12 @@ class Config(Section):
 
     @property
     def own(self) -> GrpoConfig | PpoConfig | DistillConfig | SftConfig | RewardModelConfig | DpoConfig:
-        """The section that only this method has."""
+        """Return the section that only this method has."""
         return getattr(self, self.trains.own)
 
     @property
     def on_policy(self) -> GrpoConfig | PpoConfig | DistillConfig:
-        """The section of a method that learns from its own samples; no other method has one."""
+        """Return the section of a method that learns from its own samples; no other method has one."""
         own = self.own
         assert isinstance(own, GrpoConfig | PpoConfig | DistillConfig), f"{self.method} samples nothing"
         return own
@@ -139,28 +125,24 @@ def as_written(value: Any) -> str:
 
 # ---- conflicts ----
 
-OUR_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-
 
 def conflicts(config: Config) -> Iterator[str]:
-    """Yield a sentence for each pair of settings that cannot go together, most telling first."""
+    """Yield a sentence for each setting that would train on something else than was asked for, or not at all."""
     method, lora, model, environment = config.method, config.lora, config.model, config.environment
     if config.samples and lora.dropout > 0:
         yield f"lora.dropout={lora.dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0"
-    if not lora.enabled and model.quantization:
-        yield f"model.quantization={model.quantization} needs lora.enabled=true: quantised weights cannot be trained"
-    if not lora.enabled and model.adapter:
-        yield f"model.adapter={model.adapter} needs lora.enabled=true; to train all weights, merge it into the base"
-    if config.uses("critic") and not lora.enabled and config.critic.kind == "adapter":
-        yield "critic.kind=adapter needs lora.enabled=true; else use separate, shared or shared-detached"
-    for name in OUR_VARIABLES & {*config.task.chat_template_kwargs}:
-        yield f"task.chat_template_kwargs: '{name}' is set by tinyrl; give variables of the model's template"
-    if environment.agent is not None:
+    needs_lora = {
+        "model.quantization=4bit": model.quantization is not None,
+        f"model.adapter={model.adapter}": model.adapter is not None,
+        "critic.kind=adapter": config.uses("critic") and config.critic.kind == "adapter",
+        "generation.engine=server": config.samples and config.generation.engine == "server",
+    }
+    for setting in (setting for setting, given in needs_lora.items() if given and not lora.enabled):
+        yield f"{setting} needs lora.enabled=true"
+    if environment.agent is not None and config.uses("environment"):
         yield from _agent_conflicts(config)
     if environment.name and environment.tools:
         yield f"environment.tools are answered by tinyrl, and environment.name={environment.name} answers itself"
-    if environment.name == "search" and environment.corpus is None:
-        yield "environment.name=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
     if config.samples:
         yield from _sampling_conflicts(config)
     if method == "grpo":
@@ -174,21 +156,18 @@ def conflicts(config: Config) -> Iterator[str]:
 
 
 def _agent_conflicts(config: Config) -> Iterator[str]:
-    agent, grpo = "environment.agent", config.grpo
-    if config.environment.name or config.environment.tools:
-        yield f"{agent} brings its own tools; leave out environment.name and environment.tools"
-    if config.method not in ("grpo", "ppo") and config.uses("environment"):
-        yield f"{agent} is trained by grpo or ppo, which give each conversation of an episode its reward"
-    elif grpo.advantage not in ("group", "leave-one-out"):
-        yield f"{agent} needs grpo.advantage=group or leave-one-out: its turns have no rewards of their own"
-    if grpo.dynamic_sampling_rounds:
-        yield f"{agent} does not go with grpo.dynamic_sampling_rounds={grpo.dynamic_sampling_rounds}"
-    if grpo.kl_coef > 0 and grpo.kl_in_reward:
-        yield f"{agent} needs grpo.kl_estimator=k3, a KL in the loss: an episode may have several conversations"
-    if config.generation.engine == "server":
-        yield f"{agent} is served by this process; generation.engine=server samples elsewhere"
-    if config.teacher.hint is not None:
-        yield f"{agent} writes its own prompts, so teacher.hint has no place in them"
+    grpo = config.grpo
+    refused = {
+        f"method={config.method}: it is trained by grpo or ppo": config.method not in ("grpo", "ppo"),
+        f"grpo.advantage={grpo.advantage}: group and leave-one-out need no rewards of turns":
+            grpo.advantage not in ("group", "leave-one-out"),
+        f"grpo.dynamic_sampling_rounds={grpo.dynamic_sampling_rounds}": grpo.dynamic_sampling_rounds > 0,
+        f"grpo.kl_estimator={grpo.kl_estimator}: k3 is in the loss": grpo.kl_coef > 0 and grpo.kl_in_reward,
+        "generation.engine=server, which samples elsewhere": config.generation.engine == "server",
+        "teacher.hint: it writes its own prompts": config.teacher.hint is not None,
+        "environment.name and tools": bool(config.environment.name or config.environment.tools),
+    }  # fmt: skip
+    yield from (f"environment.agent does not go with {setting}" for setting, given in refused.items() if given)
 
 
 def _sampling_conflicts(config: Config) -> Iterator[str]:
@@ -198,18 +177,12 @@ def _sampling_conflicts(config: Config) -> Iterator[str]:
         yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
     size, total = section.minibatch_size, section.batch_size
     if size and total % size:
-        pairs = ((n, total // n) for n in range(1, math.isqrt(total) + 1) if total % n == 0)
-        fits = max(n for pair in pairs for n in pair if n <= size)
-        yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, null: all"
+        yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; null takes all"
     if section.kl_coef > 0 and config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
-    if generation.url is not None and not is_address(generation.url):
-        url = shortened(masked(generation.url))
-        yield f"generation.url: '{url}' is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
-    if generation.engine == "server" and generation.url is None:
-        yield "generation.engine=server needs generation.url, the address of a server: http://127.0.0.1:8000"
-    if generation.engine == "server" and not config.lora.enabled:
-        yield "generation.engine=server takes LoRA adapters, so it needs lora.enabled=true; else use engine=auto"
+    if generation.engine == "server" and not is_address(generation.url or ""):
+        url = shortened(masked(generation.url or "null"))
+        yield f"generation.url={url} is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
     if config.learns_from_teacher:
         if teacher.kind in ("self", "start") and teacher.hint is None:
             yield f"teacher.path={teacher.path} needs teacher.hint: without one it knows no more than the policy"
@@ -226,13 +199,22 @@ def _grpo_conflicts(config: Config) -> Iterator[str]:
     grpo, reward = config.grpo, config.reward
     if grpo.group_size == 1 and grpo.advantage != "reinforce++":
         yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
-    if grpo.preset == "gdpo":
-        if grpo.advantage != "group":
-            yield f"grpo.advantage={grpo.advantage} is not for grpo.preset=gdpo, which compares single rewards"
-        changes_sum = {
-            f"reward.truncated={reward.truncated}": reward.truncated == "penalize",
-            f"reward.overlong_tokens={reward.overlong_tokens}": reward.overlong_tokens > 0,
-            f"grpo.kl_estimator={grpo.kl_estimator}": grpo.kl_coef > 0 and grpo.kl_in_reward,
-        }
-        for setting in (setting for setting, changes in changes_sum.items() if changes):
-            yield f"{setting} changes the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
+    changes_sum = {
+        f"grpo.advantage={grpo.advantage}": grpo.advantage != "group",
+        f"reward.truncated={reward.truncated}": reward.truncated == "penalize",
+        f"reward.overlong_tokens={reward.overlong_tokens}": reward.overlong_tokens > 0,
+        f"grpo.kl_estimator={grpo.kl_estimator}": grpo.kl_coef > 0 and grpo.kl_in_reward,
+    }
+    for setting in (setting for setting, given in changes_sum.items() if given and grpo.preset == "gdpo"):
+        yield f"{setting} is of the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
+
+
+def check_training(config: Config) -> None:
+    """Raise ValueError for settings that `tinyrl eval` takes and training does not."""
+    for name in ("top_k", "top_p"):
+        value, field = getattr(config.generation, name), sections.GenerationConfig.model_fields[name]
+        if config.samples and value != field.default:
+            raise ValueError(
+                f"generation.{name}={value} cuts the distribution that is sampled, not the one that is scored: KL "
+                "turns negative, ratios lie. `tinyrl eval` takes it"
+            )

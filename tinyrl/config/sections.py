@@ -159,10 +159,6 @@ class RewardFunctionConfig(Section):
 
     @model_validator(mode="after")
     def _judge_is_whole(self) -> Self:
-        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        given = [name for name in given if name not in ("use", "weight")]
-        if not self.is_judge and given:
-            raise ValueError(f"{', '.join(given)}: only use=judge has this")
         missing = [name for name in ("url", "model", "rubric") if self.is_judge and getattr(self, name) is None]
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")

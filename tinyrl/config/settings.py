@@ -176,9 +176,8 @@ def describe_settings(section: str | None = None, *, width: int = 80) -> str:
         for key, kind in fields_of(name).items():
             if key == "forked_from":  # written by `tinyrl train --from`, not set
                 continue
-            entries.append(
-                (f"  {dump_plain({key: getattr(values, key)}).strip()}", f"{kind['description']} ({allowed(kind)})")
-            )
+            default = dump_plain({key: getattr(values, key)}).strip()
+            entries.append((f"  {default}", f"{kind['description']} ({allowed(kind)})"))
             for inner, item in _fields(kind.get("items", {})).items():
                 default = f" {item['default']}" if "default" in item else ""
                 entries.append((f"  #   {inner}:{default}", f"{item['description']} ({allowed(item)})"))

@@ -68,18 +68,16 @@ def _message(value: Any, column: str) -> Message:
         raise refuse("that is no object with role and content")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
     if "role" not in message and "from" in message:  # ShareGPT
-        sender, text = message.pop("from"), message.pop("value", "")
+        sender, message["content"] = message.pop("from"), message.pop("value", "")
         if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
             raise refuse(f"from none of {', '.join(SHAREGPT_ROLES)}")
         message["role"] = SHAREGPT_ROLES[sender]
         if sender == "function_call":
-            call = parsed(text, column)
+            call = parsed(message.pop("content"), column)
             calls = call if isinstance(call, list) else [call]
             if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
                 raise refuse("of a function_call without a `name`")
             message["tool_calls"] = [{"type": "function", "function": one} for one in calls]
-        else:
-            message["content"] = text
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise refuse("without a `role`")
     if not {"content", "value"} & {*value} and not {"tool_calls", "reasoning_content"} & {*message}:
@@ -91,11 +89,10 @@ def _message(value: Any, column: str) -> Message:
         message["tool_calls"] = [_tool_call(call) for call in calls]
     content = message.get("content", "")
     if isinstance(content, list):
-        texts = [(part["text"] or "") if isinstance(part, dict) and "text" in part else None for part in content]
-        kinds = [part.get("type", "text") if isinstance(part, dict) else part for part in content]
-        if not all(isinstance(text, str) for text in texts) or not all(kind in TEXT_PARTS for kind in kinds):
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        if not all(isinstance(p.get("text", 0), str | None) and p.get("type", "text") in TEXT_PARTS for p in parts):
             raise refuse("with a part that is not text")  # an image
-        content = "".join(map(str, texts))
+        content = "".join(part["text"] or "" for part in parts)
     if not isinstance(content, str):
         raise refuse("whose `content` is not text")
     return {**message, "content": content}

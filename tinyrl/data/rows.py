@@ -38,7 +38,7 @@ def rows_needed(max_samples: int | None, *, split: bool) -> int | None:
 
 
 def fingerprint(rows: list[Row]) -> str:
-    """SHA-256 over the rows as canonical JSON: a resumed run checks that its data did not change."""
+    """Return the SHA-256 of the rows as canonical JSON: a resumed run checks that its data did not change."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=str).encode() + b"\n")
@@ -50,12 +50,12 @@ def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
 
 
 def row_key(row: Row) -> str:
-    """Short hash of a row, wherever it is in the data."""
+    """Return a short hash of a row, wherever it is in the data."""
     return fingerprint([row])[:16]
 
 
 def prompt_key(prompt: Any) -> str:
-    """Hash of a prompt (text or messages), whatever the other columns of its row."""
+    """Return a hash of a prompt (text or messages), whatever the other columns of its row."""
     return fingerprint([{"prompt": prompt}])
 
 

@@ -441,7 +441,7 @@ class Endpoint:
                 shown = {"tokens": spelt, "token_logprobs": logprobs, "top_logprobs": listed, "text_offset": offsets}
         else:
             if choice.marker is not None and self.form is not None:
-                content, calls = self.form.read(choice.text, tokens, before=prompt, tools=body.tools)
+                content, calls = self.form.read(choice.text, tokens, tools=body.tools)
                 if calls and not any(call.problem for call in calls):
                     called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
                     made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]

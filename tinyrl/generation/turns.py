@@ -199,8 +199,7 @@ class Episodes(AbstractContextManager):
         text = opened + str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
         message: Message = {"role": "assistant", "content": text}
         if (form := self.runner.form) is not None:
-            before = [*self.prompts[sample].tokens, *response.tokens]
-            message = form.message(text, tokens, before=before, tools=self.runner.variables["tools"])
+            message = form.message(text, tokens, tools=self.runner.variables["tools"])
         episode.transcript.append(message)
         response.add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)

@@ -174,13 +174,6 @@ def load_method(config: Config, *, options: Options) -> Any:
         notes: list[str] = []
         rows, held_out = example_rows(config, notes)
         return method(load_policy(config, options=options), rows, held_out, notes)
-    generation = config.generation
-    if generation.top_p < 1 or generation.top_k:
-        setting = "top_k" if generation.top_k else "top_p"
-        raise ValueError(
-            f"generation.{setting}={getattr(generation, setting)} cuts the distribution that is sampled, not the "
-            "one that is scored: KL turns negative, ratios lie. `tinyrl eval` takes it"
-        )
     text = placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
     made = method(load_collector(config, options=options, teacher=True))
     if text:

@@ -35,7 +35,7 @@ FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 
 
 def no_rows(split: str) -> list[Row]:
-    """Rows of a task whose data is the user's own."""
+    """Mark a task whose rows are the user's own."""
     raise ValueError("there is no data: give task.data=FILE.jsonl")
 
 
@@ -125,39 +125,38 @@ def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> li
     Without eval_data some rows of data are held out (`hold_out`). A file is read once, and no further than max_samples
     needs.
     """
-    task, where, verified = load_task(config.task.name or "rows"), config.task, config.reward.is_verifier
-    data, eval_data, most = where.data, where.eval_data, where.max_samples
-    if data is None and eval_data is None:
-        if where.columns:
-            raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
-        if task.rows is no_rows and task.generate is None:
+    task, where = load_task(config.task.name or "rows"), config.task
+    data, most = where.data, where.max_samples
+    if where.columns and data is None and where.eval_data is None:
+        raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
+
+    def read(source: str | None, most: int | None) -> list[Row]:
+        if source is None:
             need = " and ".join(f"'{name}'" for name in task.columns)
             raise ValueError(
                 f"task '{task.name}' has no rows of its own: give task.data=FILE.jsonl with columns {need}"
             )
-
-    def read(source: str, most: int | None) -> list[Row]:
         rows: list[Row] = []
         for place, row in placed_rows(source, columns=where.columns, revision=where.revision, most=most):
             try:
                 rows.append(_completed(row) if "prompt" in task.columns else row)
-                check_row(task, rows[-1], verified=verified)
+                check_row(task, rows[-1], verified=config.reward.is_verifier)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
         names = list(dict.fromkeys(name for row in rows for name in row))  # rewards get each column as a list
         return [{name: row.get(name) for name in names} for row in rows]
 
-    if data is not None and eval_data is None and task.generate is None:
+    if data is not None and where.eval_data is None and task.generate is None:
         rows = read(data, rows_needed(most, split=True))
         train, held_out = hold_out(rows, prompt=task.prompt, seed=SPLIT_SEED)
         return [(train if split == "train" else held_out)[:most] for split in splits]
     parts = []
     for split in splits:
-        source = data if split == "train" else eval_data or data
+        source = data if split == "train" else where.eval_data or data
         if task.generate is not None:
             rows = task.generate(source, split, SPLIT_SEED)
         else:
-            rows = task.rows(split) if source is None else read(source, most)
+            rows = task.rows(split) if source is None and task.rows is not no_rows else read(source, most)
         parts.append(rows[:most])
     return parts
 
@@ -168,10 +167,10 @@ def check_row(task: Task, row: Row, *, verified: bool) -> None:
     """
     for column in task.columns:
         if column not in row:
-            near = (
-                f"{did_you_mean(column, list(row))} Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
+            near, rename = did_you_mean(column, list(row)), f"Rename one with task.columns.{column}=OLD"
+            raise ValueError(
+                f"no column '{column}', which task '{task.name}' needs.{near} Columns: {listed(row)}. {rename}"
             )
-            raise ValueError(f"no column '{column}', which task '{task.name}' needs.{near}")
     for column in RESERVED_COLUMNS & {*row}:
         rename = f"Rename it with task.columns.NEW={column}"
         raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
@@ -185,8 +184,7 @@ def _completed(row: Row) -> Row:
     """Add a missing `answer` from verl's reward_model.ground_truth, and a missing `prompt` from the beginning of a
     conversation or a preference pair.
     """
-    has = {name for name, value in row.items() if value is not None}
-    inner = row.get("reward_model")
+    has, inner = {name for name, value in row.items() if value is not None}, row.get("reward_model")
     if "answer" not in has and isinstance(inner, dict) and inner.get("ground_truth") is not None:
         row = {**row, "answer": inner["ground_truth"]}
     if "prompt" not in has and (has & {*CONVERSATIONS} or has >= {"chosen", "rejected"}):
@@ -224,10 +222,8 @@ def export_rows(config: Config, keys: set[str], file: Path) -> str:
         raise ValueError(f"--export-hard: {file} exists; give another name")
     rows = {key: row for row in load_split(config, "train") if (key := row_key(row)) in keys}
     if not rows:
-        why = "no prompt is hard" if not keys else "none of them is in the training rows any more"
-        raise ValueError(f"--export-hard: {why}, so there is nothing to write")
+        raise ValueError(f"--export-hard: of {len(keys):,} hard prompts none is in the training rows")
     with file.open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(row, ensure_ascii=True, default=str) + "\n" for row in rows.values())
-    gone = len(keys) - len(rows)
-    left = f"; {gone:,} are not in the training rows any more" if gone else ""
-    return f"{len(rows):,} rows in {file}, to train on: task.data={file}, with a task.eval_data of its own{left}"
+    found = f"{len(rows):,} of {len(keys):,} hard prompts are in {file}"
+    return f"{found}, to train on: task.data={file}, with a task.eval_data of its own"

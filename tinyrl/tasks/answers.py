@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
@@ -44,19 +43,17 @@ def answer_end(tokenizer: Tokenizer, *, chat: Chat, variables: dict[str, Any]) -
     assert isinstance(tokenizer.eos_token_id, int)
     if not in_chat(tokenizer, chat):
         return tokenizer.eos_token_id
-    end = _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
-    return tokenizer.eos_token_id if end is None else end
+    return _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
 
 
 @lru_cache(maxsize=16)
-def _turn_end(tokenizer: Tokenizer, template: str, variables: str, size: int) -> int | None:
-    """Return the token that ends a turn of this chat template under a tokenizer of this size."""
-    try:
+def _turn_end(tokenizer: Tokenizer, template: str, variables: str, size: int) -> int:
+    """Return the token that ends a turn of this chat template under a tokenizer of this size; EOS if there is none."""
+    tokens = list[int]()
+    with suppress(ValueError):
         tokens = token_ids(tokenizer, _after_answer(tokenizer, json.loads(variables)))
-    except ValueError:
-        return None
     at = _end_of_turn(tokenizer, tokens)
-    return None if at is None else tokens[at]
+    return int(tokenizer.eos_token_id if at is None else tokens[at])  # pyright: ignore[reportArgumentType]
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:
@@ -168,15 +165,14 @@ def render_answer(
         last = _end_of_turn(tokenizer, target)
         return [start], _ended(target if last is None or target[last] != eos else target[: last + 1], eos)
     if isinstance(answer, str):
-        turn = None
+        whole, turn = f"{prompt}{answer}", None
         if isinstance(prompt, str) and in_chat(tokenizer, chat):
             turn = rendered_turn(tokenizer, prompt, variables, more=answer)
-        asked = f"{prompt}{answer}"[: turn[0]] if turn else prompt
-        rendered = render_prompt(tokenizer, asked or "", system_prompt=system_prompt, **how)
-        if turn is None:
-            return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
-        target = _target(tokenizer, rendered.text, f"{prompt}{answer}", end=answer_end(tokenizer, **how))
-        return rendered.tokens, target
+        asked = whole[: turn[0]] if turn else prompt or ""
+        rendered = render_prompt(tokenizer, asked, system_prompt=system_prompt, **how)
+        if turn:
+            return rendered.tokens, _target(tokenizer, rendered.text, whole, end=answer_end(tokenizer, **how))
+        return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
         raise ValueError(f"the rows are chat messages, but {why}; give prompts and answers as text")
@@ -189,11 +185,11 @@ def render_answer(
     whole = template_text(tokenizer, [*messages, *answer], **options)
     if not whole.startswith(asked):
         at = shared_length(asked, whole)
-        start = max(0, at - 30)
+        without, with_it = (text[max(0, at - 30) : at + 40] for text in (asked, whole))
         raise ValueError(
             "the chat template does not continue its own prompt, so the turn to learn is not known: before the turn "
-            f"it writes {asked[start : at + 40]!r}, and with the turn {whole[start : at + 40]!r}. Where a variable of "
-            "the template decides (enable_thinking), set it with task.chat_template_kwargs={NAME: VALUE}"
+            f"it writes {without!r}, and with the turn {with_it!r}. Where a variable of the template decides "
+            "(enable_thinking), set it with task.chat_template_kwargs={NAME: VALUE}"
         )
     return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=eos)
 
@@ -217,8 +213,7 @@ REPLY, THOUGHT = "environmentanswered", "policythought"
 CHARS_A_TOKEN = 64  # of longer texts only the beginning is tokenised
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """The tokens of a reply, and its text as far as they go."""
 
     tokens: list[int]
@@ -252,9 +247,10 @@ class ObservationTokens:
 
     def __call__(self, text: str, *, ended_at: int | None) -> Observation:
         """Tokenise a reply to a turn that ended with the EOS token `ended_at` (None: at a stop string)."""
-        content, text = self._cut(text)
+        tokens, text = self._cut(text)
         before, after = self._around if ended_at is not None else ("", "")
-        tokens = [*self._before, *content, *self._after] if ended_at is not None else content
+        if ended_at is not None:
+            tokens = [*self._before, *tokens, *self._after]
         if not reads_parts_alike(self.tokenizer):
             whole = tokens_behind(self.tokenizer, "\n", f"{before}{disguised(self.tokenizer, text)}{after}")
             tokens = whole if len(whole) <= self.most else tokens
@@ -269,8 +265,7 @@ class ObservationTokens:
         content = token_ids(self.tokenizer, disguised(self.tokenizer, text))
         if len(content) <= self.max_tokens:
             return content, text
-        content = content[: self.max_tokens]
-        return content, str(self.tokenizer.decode(content))
+        return content[: self.max_tokens], str(self.tokenizer.decode(content[: self.max_tokens]))
 
     def _find_role(self, variables: dict[str, Any]) -> tuple[str, tuple[str, str]]:
         """Return the role of a reply, the template's text between a turn and its reply, and that before the next turn.
@@ -278,18 +273,17 @@ class ObservationTokens:
         Some templates write every role that they do not know as the assistant, and so a tool's reply as another turn of
         the policy.
         """
-        problem = as_policy = ""
-        with suppress(ValueError):
-            as_policy = self._render(ANSWER, "assistant", variables)
-        for role in ("tool", "user"):
+        problem, texts = "", dict[str, str]()
+        for role in ("assistant", "user", "tool"):
             try:
-                text = self._render(ANSWER, role, variables)
+                texts[role] = self._render(ANSWER, role, variables)
             except ValueError as error:
                 problem = f" ({error})"
-                continue
+        for role in ("tool", "user"):
+            text = texts.get(role, "")
             opening, turn, rest = text.partition(ASKED)[2].partition(ANSWER)
             between, reply, after = rest.partition(REPLY)
-            own = role == "tool" and (rest.startswith(opening + REPLY) or text == as_policy)
+            own = role == "tool" and (rest.startswith(opening + REPLY) or text == texts.get("assistant"))
             if turn and reply and REPLY not in after and not own:
                 return role, (between, after)
         raise ValueError(

@@ -17,7 +17,7 @@ from tinyrl.environments import Message
 from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
 from tinyrl.models.tokens import template_text, token_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
-from tinyrl.text import first_line, shortened
+from tinyrl.text import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -37,36 +37,24 @@ class CallForm:
     """The form in which a policy writes tool calls.
 
     name      for people
-    begins    beginning of a call in an answer's text without special tokens; "": unknown
+    begins    beginning of a call in an answer's text without special tokens
     special   special tokens that are part of calls
     split     (text with these, tools) -> where the calls begin, and the calls
-    parse     instead: (tokens, those before them) -> a message, by the tokenizer's response template
     """
 
     tokenizer: Tokenizer
     name: str
-    begins: str = ""
-    special: frozenset[int] = frozenset()
-    split: Callable[[str, list[Any]], tuple[int, list[Call]]] | None = None
-    parse: Callable[[list[int], list[int]], Message] | None = None
+    begins: str
+    special: frozenset[int]
+    split: Callable[[str, list[Any]], tuple[int, list[Call]]]
 
     @property
     def in_text(self) -> bool:
         """Return whether environments parse the calls themselves, from the text of a turn."""
         return self.name == HERMES and not self.special
 
-    def read(
-        self, text: str, tokens: list[int], *, before: list[int], tools: list[Any] | None
-    ) -> tuple[str, list[Call]]:
-        """Split a policy's turn into its text before the calls, and the calls. `tokens`: the turn's, after `before`."""
-        if self.parse is not None:
-            try:
-                message = self.parse(tokens, before)
-                calls = calls_of({"content": "", "tool_calls": message.get("tool_calls") or []})
-            except Exception as error:  # noqa: BLE001 a template's parsers raise anything for a turn that does not fit
-                return text, [Call(problem=first_line(error))]
-            return message.get("content") or "", [_typed(call, tools or []) for call in calls]
-        assert self.split is not None
+    def read(self, text: str, tokens: list[int], *, tools: list[Any] | None) -> tuple[str, list[Call]]:
+        """Split a policy's turn into its text before the calls, and the calls."""
         written = text
         if not self.in_text:
             hidden = _special(self.tokenizer) - self.special
@@ -75,11 +63,11 @@ class CallForm:
         head = written[:start]
         return (text[: text.find(head) + len(head)] if head in text else text), calls
 
-    def message(self, text: str, tokens: list[int], *, before: list[int], tools: list[Any] | None) -> Message:
+    def message(self, text: str, tokens: list[int], *, tools: list[Any] | None) -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
         that cannot be executed is its problem, as text.
         """
-        calls = [] if self.in_text else self.read(text, tokens, before=before, tools=tools)[1]
+        calls = [] if self.in_text else self.read(text, tokens, tools=tools)[1]
         entries = [
             each.problem or {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
             for each in calls
@@ -88,13 +76,9 @@ class CallForm:
 
 
 def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
-    """Return the form of a model's calls: its tokenizer's response template if it has one, else the form in which its
-    chat template renders a call; Hermes' if that renders none. Raises ValueError for an unknown form.
+    """Return the form in which a model's chat template renders a call; Hermes' if it renders none. Raises ValueError
+    for an unknown form.
     """
-    parse_response: Any = getattr(tokenizer, "parse_response", None)
-    if "tool_calls" in ((getattr(tokenizer, "response_template", None) or {}).get("fields") or {}):
-        parse = lambda tokens, before: parse_response(tokens, prefix=before)  # noqa: E731
-        return CallForm(tokenizer, "the tokenizer's response template", parse=parse)
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     variables = {**variables, "tools": [_TOOL]}
@@ -111,7 +95,7 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
         return False
 
     if VALUE not in text:
-        return CallForm(tokenizer, HERMES, OPEN, split=_hermes_calls)
+        return CallForm(tokenizer, HERMES, OPEN, frozenset(), _hermes_calls)
     if f"{FUNCTION}{NAME}>" in text and f"{ARGUMENT}{PARAMETER}>" in text:
         marker = text[: text.find(NAME)]
         special = special_in(marker)

@@ -102,7 +102,7 @@ def answer(text: str) -> str | None:
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 if the expression equals the target and uses each number exactly once, else 0.0."""
+    """Return 1.0 if the expression equals the target and uses each number exactly once, else 0.0."""
     expression = _expression(text)
     try:
         right = safe_arithmetic(expression) == row["target"]

@@ -34,8 +34,8 @@ _LATEX_SPELLINGS = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!
 
 @functools.cache
 def _fold(char: str) -> str:
-    kept = unicodedata.decomposition(char).startswith(("<super>", "<sub>", "<fraction>"))
-    return {"−": "-", "⁄": "/", "∕": "/"}.get(char) or (char if kept else unicodedata.normalize("NFKC", char))
+    stays = unicodedata.decomposition(char).startswith(("<super>", "<sub>", "<fraction>"))
+    return {"−": "-", "⁄": "/", "∕": "/"}.get(char) or (char if stays else unicodedata.normalize("NFKC", char))
 
 
 def folded(text: str) -> str:
@@ -105,8 +105,7 @@ def first_number(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """Return the last number in a text, as it is written, or None. "5-3" ends in 3, "= -3" in -3."""
-    last = deque(_numbers(text), maxlen=1)
-    return last[0] if last else None
+    return next(iter(deque(_numbers(text), maxlen=1)), None)
 
 
 def _numbers(text: str) -> Iterator[str]:

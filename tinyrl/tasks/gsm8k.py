@@ -34,7 +34,7 @@ def answer(text: str) -> Fraction | None:
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 if a completion's number equals that of the row's `answer`, else 0.0."""
+    """Return 1.0 if a completion's number equals that of the row's `answer`, else 0.0."""
     number = answer(text)
     return float(number is not None and number == answer(str(row["answer"])))
 

@@ -51,7 +51,7 @@ def answer(text: str) -> frozenset[tuple[str, str]] | None:
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
+    """Return 1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
     if not think_answer_format(text):
         return BAD_FORMAT
     wanted, roles = _roles(row["answer"]), answer(text)

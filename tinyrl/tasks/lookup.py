@@ -46,7 +46,6 @@ class Question(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """'question: job of the parent of Ada Stone ?'."""
         via = f"the {self.relation} of " if self.relation else ""
         return f"question: {self.attribute} of {via}{self.person} ?"
 
@@ -128,7 +127,7 @@ def given_answer(text: str) -> str | None:
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 if the policy's own text answers with the right word, else 0.0; observations do not count."""
+    """Return 1.0 if the policy's own text answers with the right word, else 0.0; observations do not count."""
     return float(given_answer(text) == row["answer"])
 
 

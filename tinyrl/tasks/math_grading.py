@@ -27,7 +27,7 @@ _IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
 
 def score(text: str, row: Row) -> float | None:
-    """1.0 if a completion's answer equals the row's `answer`, 0.0 if not, None if the row has none."""
+    """Return 1.0 if a completion's answer equals the row's `answer`, 0.0 if not, None if the row has none."""
     reference, marked = row.get("answer"), marked_answer(text)
     if reference is None or not str(reference).strip():
         return None

@@ -118,13 +118,16 @@ def render_prompt(
             why = "task.chat=false" if has_template else "this model's tokenizer has no chat template"
             raise ValueError(f"the prompt is a list of chat messages, but {why}; give prompts as text")
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
-        opened = re.search(r"<think>\s*\Z", text[-200:])
-        return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
+        tokens, opened = token_ids(tokenizer, text), re.search(r"<think>\s*\Z", text[-200:])
+        if not tokens:
+            raise ValueError(f"the prompt {text[:60]!r} has no tokens")
+        bos = [] if tokens[0] == tokenizer.bos_token_id else added_around(tokenizer)[0]
+        return Rendered(text, bos + tokens, opened.group() if opened else "")
     if isinstance(prompt, str) and (turn := rendered_turn(tokenizer, prompt, variables)) is not None:
         if system_prompt is not None:
             raise ValueError(f"task.system_prompt has no place in a prompt that is rendered already: {prompt[:60]!r}")
         start, bos = turn
-        return Rendered(prompt, _plain_tokens(tokenizer, prompt, bos=bos), open_thinking(prompt[start:]))
+        return Rendered(prompt, bos + token_ids(tokenizer, prompt), open_thinking(prompt[start:]))
     messages = asked_messages(prompt, system_prompt)
     goes_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if goes_on else messages
@@ -135,55 +138,38 @@ def render_prompt(
     return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
 
 
-def _plain_tokens(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
-    bare = token_ids(tokenizer, text)
-    if not bare:
-        raise ValueError(f"the prompt {text[:60]!r} has no tokens")
-    if not bos or bare[0] == tokenizer.bos_token_id:  # the text has its own BOS; a second one would be added
-        return bare
-    return added_around(tokenizer)[0] + bare
-
-
 def rendered_turn(
     tokenizer: Tokenizer, text: str, variables: dict[str, Any], *, more: str = ""
-) -> tuple[int, bool] | None:
+) -> tuple[int, list[int]] | None:
     """Find the assistant's turn at the end of a text that the chat template has rendered already: the text begins as
-    the template does, and no marker follows the last opening of a turn. That opening may reach into `more`, the text
-    that follows. Return where the turn begins, and whether the template writes a BOS; None for other texts.
+    the template does, and no marker follows the last opening of a turn, which may reach into `more`, the text behind.
+    Return the position of the turn, and the template's BOS if the text lacks it; None for other texts.
     """
     start, opening = _template_begins(tokenizer, str(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
-    words, whole, bos = opening.strip(), text + more, str(tokenizer.bos_token or "")
-    at = whole.rfind(words, 0, len(text) + len(words) - 1 if more else None)
-    end, markers = at + len(words), markers_of(tokenizer)
-
-    def begins(rendering: str) -> str:  # a BOS that begins a text, not each turn, may be missing
-        return (rendering if bos in opening else rendering.lstrip().removeprefix(bos)).lstrip()
-
-    head = begins(start)
-    marker = markers.everywhere.match(head)
-    head = marker.group() if marker else head.rstrip()
-    if not head or not words or at < 0 or not begins(text).startswith(head) or markers.own.search(text, end):
+    words, markers, bos = opening.strip(), markers_of(tokenizer), str(tokenizer.bos_token or "")
+    starts, begins = ((each.lstrip(), each.lstrip().removeprefix(bos).lstrip()) for each in (start, text))
+    heads = tuple((markers.everywhere.match(s) or [s.partition("user")[0] or s])[0] for s in starts if s)  # of any role
+    at = (text + more).rfind(words, 0, len(text) + len(words) - 1 if more else None)
+    end = at + len(words)
+    begun = any(each.startswith(heads) for each in begins)
+    if not words or at < 0 or not begun or markers.own.search(text, end):
         return None
     space = opening[len(opening.rstrip()) :]
-    return end + len(space) * whole.startswith(space, end), bool(bos) and start.startswith(bos)
+    missing = bool(bos) and start.startswith(bos) and not begins[0].startswith(bos)
+    return end + len(space) * (text + more).startswith(space, end), [tokenizer.bos_token_id] * missing  # pyright: ignore
 
 
 @lru_cache(maxsize=16)
 def _template_begins(tokenizer: Tokenizer, template: str, variables: str, size: int) -> tuple[str, str]:
-    """Return the beginning of every rendering, whoever speaks first, and the text between a user and the assistant."""
+    """Return the text before a user's first message, and the one between it and the assistant's turn; "" if refused."""
     user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}
-
-    def rendered(*messages: Message, **options: Any) -> str:
-        try:
-            return template_text(tokenizer, list(messages), variables=json.loads(variables), **options)
-        except ValueError:
-            return ""
-
-    start, _, behind = rendered(user, add_generation_prompt=True).partition(ASKED)
-    answered = rendered(user, answer).partition(ASKED)[2].partition(ANSWER)[0]
-    opening = behind[: shared_length(behind, answered)].partition("<think>")[0]
-    with_system = rendered({**user, "role": "system"}, user).partition(ASKED)[0]
-    return start[: shared_length(start, with_system)] if with_system else start, opening
+    how = {"variables": json.loads(variables)}
+    try:
+        start, _, behind = template_text(tokenizer, [user], add_generation_prompt=True, **how).partition(ASKED)
+        answered = template_text(tokenizer, [user, answer], **how).partition(ASKED)[2].partition(ANSWER)[0]
+    except ValueError:
+        return "", ""
+    return start, behind[: shared_length(behind, answered)].partition("<think>")[0]
 
 
 def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[str]:

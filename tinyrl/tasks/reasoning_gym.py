@@ -67,7 +67,7 @@ def _problems(name: str, settings: str, seed: int, size: int) -> Any:
 
 
 def score(text: str, row: Row) -> float:
-    """reasoning-gym's own score, 0 to 1, of the text in <answer></answer>, or of all if there is none."""
+    """Return reasoning-gym's own score, 0 to 1, of the text in <answer></answer>, or of all if there is none."""
     inside, where = marked_answer(text), row["problem"]
     problems = _problems(where["family"], where["settings"], where["seed"], where["size"])
     return float(problems.score_answer(text.strip() if inside is None else inside.strip(), problems[where["index"]]))

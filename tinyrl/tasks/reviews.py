@@ -109,7 +109,7 @@ def clause_moods(text: str) -> list[int | None]:
 
 
 def score(text: str, row: Row) -> float:
-    """Mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
+    """Return the mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
     moods = clause_moods(text)
     return sum(mood or 0 for mood in moods) / len(moods) if moods else 0.0
 

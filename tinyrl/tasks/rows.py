@@ -37,18 +37,15 @@ def answer(text: str) -> str | None:
 
 
 def score(text: str, row: Row) -> float | None:
-    """1.0 if a completion gives the row's `answer`, 0.0 if not, None if the row has none."""
-    reference = gold(row)
-    return None if reference is None else float(_is_right(text, reference))
-
-
-def _is_right(text: str, reference: str) -> bool:
+    """Return 1.0 if a completion gives the row's `answer`, 0.0 if not, None if the row has none."""
+    if (reference := gold(row)) is None:
+        return None
     reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
     marked = marked_answer(text)
     given = text if marked is None else marked
     if (wanted := parse_number(reference)) is not None:
-        return wanted in (parse_number(given), parse_number(last_number(text)) if marked is None else None)
-    return normalised_text(reference) in (normalised_text(given), normalised_text(text))
+        return float(wanted in (parse_number(given), parse_number(last_number(text)) if marked is None else None))
+    return float(normalised_text(reference) in (normalised_text(given), normalised_text(text)))
 
 
 TASK = Task(

@@ -39,7 +39,7 @@ def answer(text: str) -> str | None:
 
 
 def score(text: str, row: Row) -> float:
-    """1.0 if a completion's answer is one of the row's golden answers, else 0.0."""
+    """Return 1.0 if a completion's answer is one of the row's golden answers, else 0.0."""
     return float(answer(text) in [normalised_answer(golden) for golden in _golden(row["golden_answers"])])
 
 
