@@ -37,7 +37,7 @@ def test_two_outcomes_by_hand():
     assert jensen_shannon(student, teacher, beta=0.5).item() == pytest.approx(0.0338, abs=1e-4)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 def test_against_scalar_loops(beta: float):
     p, q = random_logprobs(6, 13, 0), random_logprobs(6, 13, 1)
     expected = [by_loop(a, b, beta) for a, b in zip(p.exp().tolist(), q.exp().tolist(), strict=True)]
@@ -63,28 +63,12 @@ def test_outcomes_that_neither_has_give_no_gradient(beta: float):
     torch.testing.assert_close(logits.grad, torch.tensor([[few.grad[0, 0], 0.0, few.grad[0, 1]]]))
 
 
-def test_bins_of_a_distribution_by_hand():
+def test_bins_and_their_tail_by_hand():
     log_p = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).log()
     torch.testing.assert_close(top_bins(log_p, torch.tensor([[2, 0]])).exp(), torch.tensor([[0.3, 0.5, 0.2]]))
     assert top_bins(log_p, torch.tensor([[0, 1, 2, 3]]))[0, 4].exp() == 0.0
-
-
-def test_tail_bin_by_hand():
-    bins = with_tail(torch.tensor([[0.5, 0.3]]).log())
-    torch.testing.assert_close(bins.exp(), torch.tensor([[0.5, 0.3, 0.2]]))
-    everything = with_tail(torch.tensor([[0.6, 0.4]]).log())
-    assert everything[0, 2].exp().item() == pytest.approx(1e-7, rel=1e-3)
-
-
-def test_reverse_kl_over_bins_pulls_a_student_off_tokens_the_teacher_does_not_name():
-    """Without the tail such a student has nothing to pay for: its distance over the K tokens is negative."""
-    student = torch.tensor([0.0, 0.0, 5.0], requires_grad=True)
-    teacher = torch.tensor([[0.6, 0.39]]).log()
-    named = student.log_softmax(-1)[:2].unsqueeze(0)
-    assert kl_divergence(named, teacher).item() < 0
-    jensen_shannon(with_tail(named), with_tail(teacher), beta=1.0).sum().backward()
-    assert student.grad is not None
-    assert student.grad[2] > 0 > student.grad[0]
+    torch.testing.assert_close(with_tail(torch.tensor([[0.5, 0.3]]).log()).exp(), torch.tensor([[0.5, 0.3, 0.2]]))
+    assert with_tail(torch.tensor([[0.6, 0.4]]).log())[0, 2].exp().item() == pytest.approx(1e-7, rel=1e-3)
 
 
 def test_worth_of_sampled_tokens():

@@ -12,7 +12,6 @@ from tinyrl.algorithms.losses import clipped_policy_loss, importance_ratio
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize("per_sequence_advantage", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -27,11 +26,11 @@ NAN, INF = math.nan, math.inf
         {"clip_eps": 0.03, "clip_eps_high": 0.04, "ratio_level": "sequence-token", "aggregation": "sequence"},
     ],
 )
-def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool, per_sequence_advantage: bool) -> None:
+def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool) -> None:
+    """With importance weights and an advantage of each token, or without and with one of each sequence."""
     batch = random_batch()
     if not weighted:
         del batch["token_weights"]
-    if per_sequence_advantage:
         batch["advantages"] = batch["advantages"][:, 0]
     want = scalar_policy_loss(batch, **settings)
     loss, metrics = clipped_policy_loss(**batch, **settings)
@@ -82,46 +81,41 @@ def test_log_ratio_is_clamped_before_exp() -> None:
     assert metrics["policy/approx_kl"].item() == pytest.approx((math.exp(20) - 21 + 2 * 19) / 3, rel=1e-5)
 
 
-def test_gspo_value_and_gradient_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("ratio_level", "advantages"),
+    [("sequence", [[-3.0] * 3, [2.0] * 3]), ("sequence-token", [[-3.0, NAN, -1.0], [2.0, NAN, NAN]])],
+)
+def test_gspo_value_and_gradient_by_hand(ratio_level: Any, advantages: list[list[float]]) -> None:
     # Row 0: log ratios 0.1 and 0.3 around a tool token: s = exp(0.2). Row 1: one token, log ratio -0.1.
     logprobs = torch.tensor([[-0.9, NAN, -0.7], [-1.1, -5.0, INF]], requires_grad=True)
     old_logprobs = torch.tensor([[-1.0, 0.0, -1.0], [-1.0, -1.0, -1.0]])
     mask = torch.tensor([[True, False, True], [True, False, False]])
-    advantages = torch.tensor([-3.0, 2.0])
-    assert importance_ratio(logprobs, old_logprobs, mask, ratio_level="sequence").flatten().tolist() == pytest.approx(
-        [math.exp(0.2), 1.0, math.exp(0.2), math.exp(-0.1), 1.0, 1.0]
-    )
+    s, t = math.exp(0.2), math.exp(-0.1)
+    ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level=ratio_level)
+    assert ratio.flatten().tolist() == pytest.approx([s, 1.0, s, t, 1.0, 1.0])
     loss, _ = clipped_policy_loss(
-        logprobs, old_logprobs, advantages, mask, clip_eps=0.15, ratio_level="sequence", aggregation="sequence"
-    )
+        logprobs, old_logprobs, torch.tensor(advantages), mask, clip_eps=0.15, ratio_level=ratio_level,
+        aggregation="sequence",
+    )  # fmt: skip
     loss.backward()
-    assert loss.item() == pytest.approx((3.0 * math.exp(0.2) - 2.0 * math.exp(-0.1)) / 2)
-    # d loss / d logprob = -(1 / sequences) s A / |y|, the same for every token of a sequence (the paper's Eq. 10)
-    first, second = 3.0 * math.exp(0.2) / 2 / 2, -2.0 * math.exp(-0.1) / 2
+    # d loss / d logprob[t] = -(1 / sequences) s A[t] / |y|, where the clip does not bind (the paper's Eq. 10)
+    first, third, fourth = (-a for a in (advantages[0][0], advantages[0][2], advantages[1][0]))
+    assert loss.item() == pytest.approx(((first + third) / 2 * s + fourth * t) / 2)
     assert logprobs.grad is not None
-    assert logprobs.grad.flatten().tolist() == pytest.approx([first, 0.0, first, second, 0.0, 0.0])
+    want = [first * s / 4, 0.0, third * s / 4, fourth * t / 2, 0.0, 0.0]
+    assert logprobs.grad.flatten().tolist() == pytest.approx(want)
 
 
-def gradient_of(batch: dict[str, torch.Tensor], **settings: Any) -> torch.Tensor:
-    logprobs = batch["logprobs"].clone().requires_grad_()
-    loss, _ = clipped_policy_loss(**{**batch, "logprobs": logprobs}, clip_eps=0.15, aggregation="sequence", **settings)
-    loss.backward()
-    assert logprobs.grad is not None
-    return logprobs.grad
-
-
-def test_gspo_token_moves_each_token_by_its_own_advantage() -> None:
-    # As above; d loss / d logprob[t] = -(1 / sequences) s A[t] / |y|, where the clip does not bind.
-    batch = {
-        "logprobs": torch.tensor([[-0.9, NAN, -0.7], [-1.1, -5.0, INF]]),
-        "old_logprobs": torch.tensor([[-1.0, 0.0, -1.0], [-1.0, -1.0, -1.0]]),
-        "advantages": torch.tensor([[-3.0, NAN, -1.0], [2.0, NAN, NAN]]),
-        "mask": torch.tensor([[True, False, True], [True, False, False]]),
-    }
-    s = [math.exp(0.2), math.exp(-0.1)]
-    want = [3.0 * s[0] / 2 / 2, 0.0, 1.0 * s[0] / 2 / 2, -2.0 * s[1] / 2, 0.0, 0.0]
-    assert gradient_of(batch, ratio_level="sequence-token").flatten().tolist() == pytest.approx(want)
-    mixed = [2.0 * s[0] / 2 / 2, 0.0, 2.0 * s[0] / 2 / 2]  # GSPO moves all tokens of a sequence by the mean
-    assert gradient_of(batch, ratio_level="sequence")[0].tolist() == pytest.approx(mixed)
-    batch["logprobs"][0, 0] = -INF
-    assert torch.isfinite(gradient_of(batch, ratio_level="sequence-token")).all()
+def test_an_advantage_of_one_token_moves_all_of_a_sequence_under_gspo_alone() -> None:
+    old, mask = torch.tensor([[-0.9, -0.7]]), torch.ones(1, 2, dtype=torch.bool)
+    levels: list[tuple[Any, list[float]]] = [("sequence", [1.0, 1.0]), ("sequence-token", [1.5, 0.5])]
+    for level, want in levels:
+        logprobs = old.clone().requires_grad_()
+        loss, _ = clipped_policy_loss(
+            logprobs, old, torch.tensor([[-3.0, -1.0]]), mask, clip_eps=0.2, ratio_level=level
+        )
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert gradient[0].tolist() == pytest.approx(want)
+    impossible = torch.tensor([[-0.9, -INF]], requires_grad=True)
+    ratio = importance_ratio(impossible, old, mask, ratio_level="sequence-token")
+    assert torch.isfinite(torch.autograd.grad(ratio.sum(), impossible)[0]).all()

@@ -27,24 +27,20 @@ NAN = math.nan
 # ---- intervals ----
 
 
-@pytest.mark.parametrize(
-    ("n", "kind"),
-    [(3, "normal"), (8, "normal"), (3, "uniform"), (32, "uniform"), (5, "shares"), (16, "shares"), (60, "normal")],
-)
+@pytest.mark.parametrize(("n", "kind"), [(3, "normal"), (8, "uniform"), (16, "shares"), (60, "normal")])
 def test_an_interval_covers_the_mean_as_often_as_it_says(n: int, kind: str) -> None:
     """Student's t for few (of three -1, 0, 1: t = 4.303, s = 1), the bootstrap from MANY on."""
     assert interval([-1.0, 0.0, 1.0]) == pytest.approx([-4.303 / 3**0.5, 4.303 / 3**0.5], abs=5e-4)
-    rng, rounds = random.Random(n), 2000 if n < 50 else 300
+    rng, rounds, hits = random.Random(n), 2000 if n < 50 else 300, 0
     draws: dict[str, Callable[[], float]] = {
         "normal": lambda: rng.gauss(0.3, 2.0),
         "uniform": lambda: rng.uniform(-0.7, 1.3),
         "shares": lambda: 0.3 + (rng.randint(0, 8) - rng.randint(0, 8)) / 8,
     }
-    hits = 0
     for _ in range(rounds):
         low, high = interval([draws[kind]() for _ in range(n)])
         hits += low <= 0.3 <= high
-    assert 0.91 <= hits / rounds <= 0.985  # of three of a uniform distribution 92 %; the deviation is 0.5 to 1.3 %
+    assert 0.91 <= hits / rounds <= 0.985  # the deviation is 0.5 to 1.3 %
 
 
 def test_wilson_against_published_values() -> None:
@@ -60,17 +56,7 @@ def test_wilson_against_published_values() -> None:
         assert mean_interval(values) == pytest.approx(ends, abs=5e-5)
 
 
-@pytest.mark.parametrize(("n", "p"), [(64, 0.95), (64, 0.5), (512, 0.93)])
-def test_an_interval_of_graded_samples_covers_the_truth_as_often_as_it_says(n: int, p: float) -> None:
-    """Summed over every count of right ones."""
-    covered = 0.0
-    for right in range(n + 1):
-        low, high = mean_interval([1.0] * right + [0.0] * (n - right))
-        covered += math.comb(n, right) * p**right * (1 - p) ** (n - right) * (low <= p <= high)
-    assert 0.93 <= covered <= 0.98
-
-
-@pytest.mark.parametrize(("n", "samples", "p"), [(5, 4, 0.98), (8, 4, 0.5), (64, 8, 0.9)])
+@pytest.mark.parametrize(("n", "samples", "p"), [(5, 4, 0.98), (64, 8, 0.9)])
 def test_an_interval_of_means_of_samples_covers_the_truth_as_often_as_it_says(n: int, samples: int, p: float) -> None:
     rng, hits, rounds = random.Random(n), 0, 1000
     for _ in range(rounds):
@@ -93,8 +79,8 @@ def test_no_interval_has_a_width_of_0() -> None:
 
 
 def test_an_interval_ignores_missing_prompts_and_needs_two() -> None:
-    assert mean_interval([1.0, 0.0, math.nan]) == mean_interval([1.0, 0.0])
-    assert mean_interval([2.0, 4.0, math.nan]) == mean_interval([2.0, 4.0])
+    for values in ([1.0, 0.0], [2.0, 4.0]):
+        assert mean_interval([*values, math.nan]) == mean_interval(values)
     for few in ([], [1.0], [0.5, math.nan]):
         assert all(math.isnan(end) for end in mean_interval(few))
 
@@ -132,15 +118,6 @@ def test_no_better_below_the_number_of_prompts_that_can_show_it() -> None:
     assert (same["reward_mean"], same["distinguishable"]) == (0.0, False)
 
 
-@pytest.mark.parametrize(("n", "p"), [(3, 0.5), (6, 0.5), (10, 0.95), (60, 0.95)])
-def test_two_policies_alike_are_told_apart_in_no_more_than_5_percent(n: int, p: float) -> None:
-    rng, told, rounds = random.Random(n), 0, 1000
-    for _ in range(rounds):
-        ours, other = ([float(rng.random() < p) for _ in range(n)] for _ in range(2))
-        told += paired_difference(ours, other)["distinguishable"]
-    assert told / rounds <= 0.07  # the standard deviation is 0.7 %
-
-
 def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
     """Prompt 1: 1 beats both 0s, 0 ties with both: 3/4. Prompt 2: both 2s tie with 2 and beat 1: 3/4. Prompt 3 has no
     value. Prompt 4: the 3 ties with 3 and loses to 4: 1/4. Half of all meetings are ties.
@@ -148,9 +125,9 @@ def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
     ours = dict(reward=[[1.0, 0.0], [2.0, 2.0], [NAN, NAN], [3.0, NAN]])
     other = dict(reward=[[0.0, 0.0], [2.0, 1.0], [1.0, 1.0], [3.0, 4.0]])
     rate = win_rates(ours, other)["reward"]
-    assert rate["mean"] == pytest.approx((0.75 + 0.75 + 0.25) / 3)
-    assert rate["ties"] == pytest.approx(0.5)
-    assert win_rates(other, ours)["reward"]["mean"] == pytest.approx(1 - rate["mean"])
+    assert (rate["mean"], rate["ties"]) == (pytest.approx((0.75 + 0.75 + 0.25) / 3), pytest.approx(0.5))
+    nothing = win_rates(dict(reward=[[NAN], [1.0]]), dict(reward=[[1.0], [NAN]]))["reward"]
+    assert all(math.isnan(value) for value in (nothing["mean"], *nothing["ci"], nothing["ties"]))
 
 
 def test_each_judge_of_both_sides_has_a_rate_with_an_interval() -> None:
@@ -158,17 +135,10 @@ def test_each_judge_of_both_sides_has_a_rate_with_an_interval() -> None:
     other = dict(reward=[[0.0]] * 30 + [[2.0]] * 10, verifier=[[0.5]] * 40)
     rates = win_rates(ours, other)
     assert rates.keys() == {"reward", "verifier"}
-    assert rates["verifier"]["mean"] == 0.5
-    assert rates["verifier"]["ci"] == pytest.approx([0.348, 0.652], abs=1e-3)  # 0.5 t / sqrt(40 + t^2), t = 2.023
-    assert rates["verifier"]["ties"] == 1.0
-    assert rates["reward"]["mean"] == 0.75
-    assert rates["reward"]["ci"] == pytest.approx([0.598, 0.858], abs=1e-3)  # Wilson's of 30 in 40
-    assert rates["reward"]["ties"] == 0.0
-
-
-def test_without_a_value_on_both_sides_the_rate_is_unknown() -> None:
-    rate = win_rates(dict(reward=[[NAN], [1.0]]), dict(reward=[[1.0], [NAN]]))["reward"]
-    assert all(math.isnan(value) for value in (rate["mean"], *rate["ci"], rate["ties"]))
+    # 0.5 t / sqrt(40 + t^2) with t = 2.023, and Wilson's of 30 in 40
+    for judge, mean, ties, ci in (("verifier", 0.5, 1.0, [0.348, 0.652]), ("reward", 0.75, 0.0, [0.598, 0.858])):
+        assert (rates[judge]["mean"], rates[judge]["ties"]) == (mean, ties)
+        assert rates[judge]["ci"] == pytest.approx(ci, abs=1e-3)
 
 
 # ---- a reward model ----
@@ -180,29 +150,16 @@ def test_the_area_under_the_curve_counts_ordered_pairs_and_ties_half() -> None:
     assert roc_auc([4.0], [5.0, 6.0]) == 0.0
 
 
-def test_pairs() -> None:
-    """Differences 2, -1 and 0, of which the second is lost."""
+def test_held_out_pairs_and_labels() -> None:
+    """Differences 2, -1 and 0, of which the second is lost; a margin of 2 that is asked of one of 2."""
     found = pair_metrics(torch.tensor([3.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1.0]), torch.zeros(3))
     assert (found["accuracy"], found["num_pairs"]) == (0.5, 3)
     assert found["margin"] == pytest.approx(1 / 3)
     assert found["loss"] == pytest.approx((math.log(1 + math.exp(-2)) + math.log(1 + math.e) + math.log(2)) / 3)
-
-
-def test_the_loss_of_held_out_pairs_asks_for_their_margins() -> None:
-    found = pair_metrics(torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([2.0], dtype=torch.float64))
-    assert found["loss"] == pytest.approx(math.log(2))
-    assert (found["margin"], found["accuracy"]) == (2.0, 1.0)
-
-
-def test_labels() -> None:
+    asked = pair_metrics(torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([2.0], dtype=torch.float64))
+    assert (asked["loss"], asked["margin"], asked["accuracy"]) == (pytest.approx(math.log(2)), 2.0, 1.0)
     found = label_metrics(torch.tensor([2.0, -1.0, 0.5, 0.0]), torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    assert found["accuracy"] == 2.5 / 4
     assert found["margin"] == pytest.approx((2.0 + 0.0) / 2 - (-1.0 + 0.5) / 2)
-    assert found["auc"] == 0.75
-    assert found["num_rows"] == 4
-
-
-def test_one_label_has_no_margin() -> None:
-    found = label_metrics(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]))
-    assert not {"margin", "auc"} & {*found}
-    assert found["accuracy"] == 0.5
+    assert (found["accuracy"], found["auc"], found["num_rows"]) == (2.5 / 4, 0.75, 4)
+    alone = label_metrics(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]))
+    assert (alone["accuracy"], {"margin", "auc"} & {*alone}) == (0.5, set())

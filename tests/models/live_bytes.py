@@ -1,12 +1,11 @@
 """Bytes of the tensors that a computation keeps alive."""
 
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -19,11 +18,10 @@ class LiveBytes(TorchDispatchMode):
         self._known = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for storage in _storages((*args, *kwargs.values())):
-            self._known.setdefault(storage, 0)  # made outside: a view of it is nothing new
-        out = func(*args, **kwargs)
-        for storage in _storages((out,)):
+        for tensor in filter(_is_tensor, tree_leaves((args, kwargs))):
+            self._known.setdefault(tensor.untyped_storage(), 0)  # made outside: a view of it is nothing new
+        out = func(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in filter(_is_tensor, tree_leaves(out))):
             if storage not in self._known:
                 size = self._known[storage] = storage.nbytes()
                 self._count(size)
@@ -35,10 +33,5 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
 
 
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Of the tensors among values, and in lists of them: what operators of torch take and give."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value.untyped_storage()
-        elif isinstance(value, list | tuple):
-            yield from _storages(value)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

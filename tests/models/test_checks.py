@@ -142,15 +142,12 @@ def test_parts_of_the_same_names_that_compute_something_else_are_found_by_their_
     assert not supports_fused_layers(backbone)
 
 
-def test_adapters_that_are_more_than_two_matrices_are_left_to_the_library():
+def test_adapters_of_more_than_two_matrices_and_dropout_are_left_to_the_library(tiny: TinyModels):
     config, model = lora(["q_proj"]), tiny_causal(Qwen3Config(**SHAPE))
     assert supports_fused_layers(backbone_of(model))
     config.use_dora = True
     wrapped = wrap_in_lora(model, config)
     assert not supports_fused_layers(Policy(wrapped, device=CPU, reference=False).backbone("policy"))
-
-
-def test_dropout_is_left_to_the_library_while_it_is_on(tiny: TinyModels):
     roles = lora_roles(tiny("llama"), dropout=0.5)
     roles.lora_dropout = True
     with roles.acting("policy"):
@@ -159,25 +156,19 @@ def test_dropout_is_left_to_the_library_while_it_is_on(tiny: TinyModels):
         assert supports_fused_layers(roles.backbone("policy"))
 
 
-def test_half_precision_weights_outside_autocast_are_left_to_the_library(tiny: TinyModels):
-    """A float32 pass of them, by which numbers are judged, among others."""
+def test_half_precision_is_ours_under_its_own_autocast_and_a_comparison_leaves_no_trace(tiny: TinyModels):
+    """A float32 pass of such weights, by which numbers are judged, is the library's."""
     roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
-    backbone = roles.backbone("policy")
+    backbone: Any = roles.backbone("policy")
     assert not supports_fused_layers(backbone)
     with torch.autocast("cpu", torch.float16):
         assert not supports_fused_layers(backbone)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert supports_fused_layers(backbone)
-    with torch.no_grad(), in_float32(backbone):
-        assert all_states(backbone, roles.batch([[5, 6]], [[7]])).dtype == torch.float32
-
-
-def test_a_comparison_leaves_no_gradient_and_draws_no_number(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
     before = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16), roles.gradient_checkpointing():
-        assert supports_fused_layers(roles.backbone("policy"))
-        assert all(layer.gradient_checkpointing for layer in roles.backbone("policy").layers)  # pyright: ignore
+        assert supports_fused_layers(backbone)
+        assert all(layer.gradient_checkpointing for layer in backbone.layers)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in roles.causal.parameters())
     assert {p.dtype for n, p in roles.causal.named_parameters() if "lora_" not in n} == {torch.bfloat16}
+    with torch.no_grad(), in_float32(backbone):
+        assert all_states(backbone, roles.batch([[5, 6]], [[7]])).dtype == torch.float32

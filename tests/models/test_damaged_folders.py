@@ -61,44 +61,44 @@ def in_vocabulary(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(values))
 
 
-# Name: the damage, and what the error has to name.
-MODEL: dict[str, tuple[Damage, str]] = {
-    "config null": (written("config.json", "null"), r"config\.json"),
-    "weights cut at the end": (cut(WEIGHTS, 0.999), r"model\.safetensors"),
-    "weights absent": (lambda folder: (folder / WEIGHTS).unlink(), "safetensors"),
-    "one weight missing": (each(r"layers\.0\.mlp\.down_proj", lambda _: None), r"layers\.0\.mlp\.down_proj\.weight"),
-    "keys renamed": (each("$", lambda t: t, rename="other."), "lacks"),
-    "fewer layers in config": (in_json("config.json", num_hidden_layers=1), r"layers\.1"),
-    "an embedding one row short": (each("embed_tokens", lambda t: t[:-1]), r"embed_tokens\.weight.*257"),
-    "weights that are not finite": (each("down_proj", lambda t: t * torch.nan), "not finite"),
-    "tokenizer cut": (cut("tokenizer.json", 0.5), r"tokenizer\.json"),
-    "tokenizer one word more": (in_vocabulary, r"'zzzz' \(token 258\)"),
-    "eos beyond the embedding": (in_json("tokenizer_config.json", eos_token="<never seen>"), "never seen"),
-}
-ADAPTERS: dict[str, tuple[Damage, str]] = {
-    "config null": (written(CONFIG, "null"), CONFIG),
-    "of another type": (in_json(CONFIG, peft_type="IA3"), "IA3"),
-    "weights empty": (written(ADAPTER, b""), r"adapter_model\.safetensors"),
-    "one weight missing": (each(r"layers\.1\.mlp\.down_proj\.lora_B", lambda _: None, ADAPTER), "layers.1.mlp"),
-    "weights of another model": (each("$", lambda t: t, ADAPTER, rename="more."), "unexpected"),
-    "not finite": (each("down_proj", lambda t: t * torch.nan, ADAPTER), "finite"),
-    "r of 8 for weights of 4": (in_json(CONFIG, r=8), "size mismatch"),
-    "r a billion": (in_json(CONFIG, r=10**9), "r=1000000000"),
-    "targets a bad regex": (in_json(CONFIG, target_modules="(("), CONFIG),
-    "modules to save": (in_json(CONFIG, modules_to_save=["embed_tokens"]), "modules_to_save"),
-    "a changed base": (in_json(CONFIG, init_lora_weights="pissa"), "init_lora_weights=pissa"),
-    "dora without its weights": (in_json(CONFIG, use_dora=True), "magnitude"),
-}
+# The damages of each role's folder, each with what the error has to name.
+LACKS, NOT_FINITE = each(r"layers\.0\.mlp\.down_proj", lambda _: None), each("down_proj", lambda t: t * torch.nan)
+MODEL: list[tuple[Damage, str]] = [
+    (written("config.json", "null"), r"config\.json"),
+    (cut(WEIGHTS, 0.999), r"model\.safetensors"),
+    (lambda folder: (folder / WEIGHTS).unlink(), "safetensors"),
+    (LACKS, r"layers\.0\.mlp\.down_proj\.weight"),
+    (in_json("config.json", num_hidden_layers=1), r"layers\.1"),
+    (each("embed_tokens", lambda t: t[:-1]), r"embed_tokens\.weight.*257"),
+    (NOT_FINITE, "not finite"),
+    (cut("tokenizer.json", 0.5), r"tokenizer\.json"),
+    (in_vocabulary, r"'zzzz' \(token 258\)"),
+    (in_json("tokenizer_config.json", eos_token="<never seen>"), "never seen"),
+]
+ADAPTERS: list[tuple[Damage, str]] = [
+    (written(CONFIG, "null"), CONFIG),
+    (in_json(CONFIG, peft_type="IA3"), "IA3"),
+    (written(ADAPTER, b""), r"adapter_model\.safetensors"),
+    (each(r"layers\.1\.mlp\.down_proj\.lora_B", lambda _: None, ADAPTER), "layers.1.mlp"),
+    (each("$", lambda t: t, ADAPTER, rename="more."), "unexpected"),
+    (each("down_proj", lambda t: t * torch.nan, ADAPTER), "finite"),
+    (in_json(CONFIG, r=8), "size mismatch"),
+    (in_json(CONFIG, r=10**9), "r=1000000000"),
+    (in_json(CONFIG, target_modules="(("), CONFIG),
+    (in_json(CONFIG, modules_to_save=["embed_tokens"]), "modules_to_save"),
+    (in_json(CONFIG, init_lora_weights="pissa"), "init_lora_weights=pissa"),
+    (in_json(CONFIG, use_dora=True), "magnitude"),
+]
 CASES = {
     "policy": MODEL,
-    "critic": {name: MODEL[name] for name in ("config null", "one weight missing", "weights that are not finite")},
-    "reward model": MODEL,
+    "critic": [(LACKS, "down_proj"), (NOT_FINITE, "not finite")],
+    "reward model": [(LACKS, "down_proj"), (NOT_FINITE, "not finite"), (in_vocabulary, "zzzz")],
     "adapter": ADAPTERS,
-    "reward adapter": {
-        "head empty": (written(SCORE_HEAD, b""), SCORE_HEAD),
-        "head of another shape": (each("weight", lambda t: t[:, :-1], SCORE_HEAD), SCORE_HEAD),
-        "head not finite": (each("weight", lambda t: t * torch.nan, SCORE_HEAD), "finite"),
-    },
+    "reward adapter": [
+        (written(SCORE_HEAD, b""), SCORE_HEAD),
+        (each("weight", lambda t: t[:, :-1], SCORE_HEAD), SCORE_HEAD),
+        (each("weight", lambda t: t * torch.nan, SCORE_HEAD), "finite"),
+    ],
 }
 
 
@@ -143,9 +143,9 @@ def use(role: str, folder: Path, base: Path) -> None:
 def test_a_damaged_folder_is_refused(sound: dict[str, Path], role: str, tmp_path: Path):
     """Any exception but a ValueError fails here with its own traceback."""
     use(role, sound[role], sound["policy"])
-    for name, (damage, wanted) in CASES[role].items():
-        shutil.copytree(sound[role], folder := tmp_path / name)
+    for i, (damage, wanted) in enumerate(CASES[role]):
+        shutil.copytree(sound[role], folder := tmp_path / str(i))
         damage(folder)
         with pytest.raises(ValueError, match=wanted) as caught:
             use(role, folder, sound["policy"])
-        assert len(str(caught.value).splitlines()) < 4, name
+        assert len(str(caught.value).splitlines()) < 4, wanted

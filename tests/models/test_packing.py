@@ -1,6 +1,6 @@
 """Packed rows behind shared prompts: the states, log-probabilities and gradients of padded rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.models.building import full_roles, lora_roles, roles_with_critic, stir
 from tests.models.live_bytes import LiveBytes
 from tests.tiny_models import TinyModels
-from tinyrl.models.batch import make_packed_batch
+from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.packing import attending, pack, shared_start
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import all_states
@@ -33,7 +33,7 @@ START = list(range(60, 75))
 
 
 def test_layout_with_the_last_tokens():
-    batch = make_packed_batch([[5, 6], [7], [5, 6]], [[8, 9], [], [13]], last_tokens=True)
+    batch = batch_of(examples([[5, 6], [7], [5, 6]], [[8, 9], [], [13]]), packed=True, last_tokens=True)
     assert batch.input_ids.tolist() == [[5, 6, 8, 9, 13, 7]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
     assert batch.state_index.tolist() == [1, 2, 1]
@@ -41,17 +41,10 @@ def test_layout_with_the_last_tokens():
     assert batch.last_index.tolist() == [3, 5, 4]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "tokens"),
-    [
-        ([range(9), [*range(9), 50], [*range(9), 51]], 8),  # the shortest has a token of its own
-        ([[*range(12), 50], [*range(12), 51]], 12),
-        ([[*range(7), 50], [*range(7), 51]], 0),
-        ([[1]], 0),
-    ],
-)
-def test_length_of_the_shared_start(prompts: list[list[int]], tokens: int):
-    assert shared_start([list(prompt) for prompt in prompts]) == tokens
+def test_length_of_the_shared_start():
+    """At least 8 tokens; the shortest prompt has one of its own."""
+    starts = [[range(9), [*range(9), 50]], [[*range(12), 50], [*range(12), 51]], [[*range(7), 50], [*range(7), 51]]]
+    assert [shared_start([list(prompt) for prompt in prompts]) for prompts in starts] == [8, 12, 0]
 
 
 def both(roles: Policy, run: Callable[[], Any]) -> list[Any]:
@@ -74,12 +67,11 @@ def gradients(roles: Policy, role: Any, loss: Callable[[], Tensor]) -> dict[str,
     return found
 
 
-def policy_loss(roles: Policy, rows: list[int] | None = None, *, start: list[int] | None = None) -> Tensor:
-    """Weighs every token differently (of all rows), so that no mistake cancels."""
-    chosen = range(len(ROWS)) if rows is None else rows
-    batch = roles.batch([[*(start or []), *PROMPTS[i]] for i in chosen], [RESPONSES[i] for i in chosen])
+def policy_loss(roles: Policy, rows: Sequence[int] = range(len(ROWS)), *, start: Sequence[int] = ()) -> Tensor:
+    """Weighs every token differently, so that no mistake cancels."""
+    batch = roles.batch([[*start, *PROMPTS[i]] for i in rows], [RESPONSES[i] for i in rows])
     logprobs, entropy = roles.logprobs("policy", batch, temperature=0.7, entropy_grad=True)
-    weights = torch.linspace(-1.0, 2.0, logprobs.numel()).view_as(logprobs) if rows is None else 1.0
+    weights = torch.linspace(-1.0, 2.0, logprobs.numel()).view_as(logprobs)
     return (weights * logprobs).sum() + 0.3 * entropy.square().sum()
 
 
@@ -89,7 +81,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize(("kind", "start"), [("qwen3", START), ("gpt2", START), ("gpt2", [])])
+@pytest.mark.parametrize(("kind", "start"), [("qwen3", START), ("gpt2", [])])
 def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, start: list[int]):
     """Groups of several rows, single ones and rows without a response, behind one system prompt or none."""
     roles = (lora_roles if start else full_roles)(tiny(kind, pad_is_eos=not start))
@@ -99,26 +91,15 @@ def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, start: 
     assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles, start=start))))
 
 
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, packs: bool):
+def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels):
     roles = lora_roles(tiny("llama"))
-    roles.packs = packs
     stir(roles.parameters["policy"])
     masks = [[(i + t) % 3 != 0 for t in range(len(response))] for i, response in enumerate(RESPONSES)]
     with torch.no_grad(), roles.acting("policy"):
-        some, every = (roles.batch(PROMPTS, RESPONSES, m) for m in (masks, None))
-        kept = some.to_rows(torch.ones(len(some.targets))).bool()
+        some, every = (roles.batch_of(examples(PROMPTS, RESPONSES, m)) for m in (masks, None))
         ours, theirs = (roles.logprobs("policy", batch, temperature=0.7)[0] for batch in (some, every))
-    assert int(kept.sum()) == sum(map(sum, masks)) == len(some.targets)
-    torch.testing.assert_close(ours, torch.where(kept, theirs, 0.0), atol=1e-6, rtol=1e-6)
-
-
-def test_a_split_group_has_the_gradient_of_the_whole(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    stir(roles.parameters["policy"])
-    whole = gradients(roles, "policy", lambda: policy_loss(roles, list(range(8))))
-    parts = gradients(roles, "policy", lambda: policy_loss(roles, [0, 6]) + policy_loss(roles, [4, 1, 2, 5, 7, 3]))
-    assert_same_gradients(parts, whole)
+    assert int(some.mask.sum()) == sum(map(sum, masks)) == len(some.targets)
+    torch.testing.assert_close(ours, torch.where(some.mask, theirs, 0.0), atol=1e-6, rtol=1e-6)
 
 
 def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
@@ -134,7 +115,9 @@ def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, monkeypatch: pyt
     with roles.gradient_checkpointing():
         recomputed = gradients(roles, "policy", loss)
     torch.testing.assert_close(recomputed, stored, rtol=0, atol=0)
-    assert roles.causal.config._attn_implementation == "sdpa"
+    with pytest.raises(RuntimeError, match="stop"), attending(roles.backbone("policy"), pack([(2, [1])])):
+        raise RuntimeError("stop")
+    assert roles.causal.config._attn_implementation == "sdpa"  # after an error too
 
 
 def test_values_and_scores_are_those_of_padded_rows(tiny: TinyModels):
@@ -155,16 +138,9 @@ def test_values_and_scores_are_those_of_padded_rows(tiny: TinyModels):
             roles.scores(roles.batch(PROMPTS, RESPONSES))
 
 
-def test_attention_is_the_models_own_again_after_an_error(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    with pytest.raises(RuntimeError, match="stop"), attending(roles.backbone("policy"), pack([(2, [1])])):
-        raise RuntimeError("stop")
-    assert roles.causal.config._attn_implementation == "sdpa"
-
-
 def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):
     backbone = lora_roles(tiny("llama")).backbone("policy")
-    batch = make_packed_batch([[1 + i // 8, 2, 3, 4] for i in range(128)], [[5] * 12] * 128)
+    batch = batch_of(examples([[1 + i // 8, 2, 3, 4] for i in range(128)], [[5] * 12] * 128), packed=True)
     n = batch.input_ids.shape[1]
     assert n == 16 * 4 + 128 * 11
     with LiveBytes() as live, torch.no_grad():

@@ -15,15 +15,14 @@ from tinyrl.models.build import attach_reward_adapter
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SCORE_HEAD, SequenceRewardModel, is_reward_adapter, load_reward_model
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 
 TEXTS = ["a", "a longer text than the others", "mid size", "", "the end<eos>", "<eos>"]
 
 
-def load(folder: Path, label: int | str | None = None, dtype: torch.dtype = torch.float32) -> SequenceRewardModel:
-    return load_reward_model(str(folder), dtype=dtype, label=label, device=CPU)
+def load(folder: Path, label: int | str | None = None) -> SequenceRewardModel:
+    return load_reward_model(str(folder), dtype=torch.float32, label=label, device=CPU)
 
 
 def scores_of(model: SequenceRewardModel, texts: list[str], budget: int = 100) -> list[float]:
@@ -51,64 +50,6 @@ def test_the_score_is_that_of_the_last_token(tiny: TinyModels, kind: str, pad_is
     assert len({round(score, 4) for score in expected}) == len(TEXTS) - 1  # the empty text is read as EOS
 
 
-def test_one_label_of_several(tiny: TinyModels):
-    folder = tiny.reward("llama", labels=("bad", "good", "best"))
-    for label, index in ((1, 1), ("best", 2), (0, 0)):
-        scores = scores_of(load(folder, label), ["some text"])
-        assert scores == pytest.approx([by_hand(folder, "some text", index)], abs=1e-5)
-    for wrong in (None, "Good", 3, -1):
-        with pytest.raises(ValueError, match=f"reward.model_label={wrong!r} is not one of"):
-            load(folder, wrong)
-
-
-def test_a_language_model_is_no_reward_model(tiny: TinyModels):
-    with pytest.raises(ValueError, match=r"is no reward model: its weights have no score.weight"):
-        load(tiny("llama"))
-
-
-# ---- an adapter and a head on the shared base ----
-
-
-def reward_adapter(tiny: TinyModels, folder: Path) -> tuple[Policy, Path]:
-    """A trained reward role, as `tinyrl train reward` leaves it: adapter files and a head."""
-    made = lora_roles(tiny("llama"))
-    made.train_score_head()
-    stir(made.parameters["policy"])
-    assert made.peft is not None
-    assert made.score_head is not None
-    save_adapter(made.peft, "default", folder)
-    save_file({k: v.detach() for k, v in made.score_head.state_dict().items()}, folder / SCORE_HEAD)
-    return made, folder
-
-
-def test_an_adapter_and_head_score_on_the_shared_base(tiny: TinyModels, tmp_path: Path):
-    made, folder = reward_adapter(tiny, tmp_path)
-    assert is_reward_adapter(str(folder))
-    roles = lora_roles(tiny("llama"), targets=["q_proj"])
-    stir(roles.parameters["policy"], seed=3)
-    policy, trainable = logprobs(roles, "policy"), {n for n, t in every_tensor(roles).items() if t.requires_grad}
-    attach_reward_adapter(roles, str(folder))
-    with torch.no_grad(), made.acting("policy"):
-        expected = made.scores(a_batch())
-    with torch.no_grad(), roles.acting("reward"):
-        assert torch.equal(roles.scores(a_batch()), expected)
-        alone = [roles.scores(make_batch([p], [r]))[0] for p, r in (([2, 3, 4], [5, 6, 7]), ([9], [8, 10]))]
-    torch.testing.assert_close(torch.stack(alone), expected, atol=1e-5, rtol=0)
-    assert torch.equal(logprobs(roles, "policy"), policy)
-    assert {n for n, t in every_tensor(roles).items() if t.requires_grad} == trainable
-
-
-def test_reward_adapters_that_are_none(tiny: TinyModels, tmp_path: Path):
-    _, folder = reward_adapter(tiny, tmp_path)
-    with pytest.raises(ValueError, match=r"needs lora\.enabled=true"):
-        attach_reward_adapter(full_roles(tiny("llama")), str(folder))
-    with pytest.raises(ValueError, match="does not fit this base model"):
-        attach_reward_adapter(lora_roles(tiny("gpt2")), str(folder))
-    (folder / SCORE_HEAD).unlink()
-    with pytest.raises(ValueError, match=r"score_head\.safetensors is missing, so this adapter is a policy"):
-        attach_reward_adapter(lora_roles(tiny("llama")), str(folder))
-
-
 def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
     tokenizer = tiny_tokenizer(vocabulary=("good", "bad"))
     config = BertConfig(
@@ -126,3 +67,50 @@ def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
     with torch.no_grad():
         expected = [encoder(input_ids=torch.tensor([ids])).logits.item() for ids in ([3, 3, 4], [4])]
     assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_label_of_several_and_a_language_model_has_none(tiny: TinyModels):
+    folder = tiny.reward("llama", labels=("bad", "good", "best"))
+    for label, index in ((1, 1), ("best", 2), (0, 0)):
+        scores = scores_of(load(folder, label), ["some text"])
+        assert scores == pytest.approx([by_hand(folder, "some text", index)], abs=1e-5)
+    for wrong in (None, "Good", 3, -1):
+        with pytest.raises(ValueError, match=f"reward.model_label={wrong!r} is not one of"):
+            load(folder, wrong)
+    with pytest.raises(ValueError, match=r"is no reward model: its weights have no score.weight"):
+        load(tiny("llama"))
+
+
+# ---- an adapter and a head on the shared base ----
+
+
+def test_an_adapter_and_head_score_on_the_shared_base(tiny: TinyModels, tmp_path: Path):
+    made = lora_roles(tiny("llama"))  # as `tinyrl train reward` leaves it: adapter files and a head
+    made.train_score_head()
+    stir(made.parameters["policy"])
+    assert made.peft is not None
+    assert made.score_head is not None
+    save_adapter(made.peft, "default", tmp_path)
+    save_file({k: v.detach() for k, v in made.score_head.state_dict().items()}, tmp_path / SCORE_HEAD)
+    assert is_reward_adapter(str(tmp_path))
+    roles = lora_roles(tiny("llama"), targets=["q_proj"])
+    stir(roles.parameters["policy"], seed=3)
+    policy, trainable = logprobs(roles, "policy"), {n for n, t in every_tensor(roles).items() if t.requires_grad}
+    attach_reward_adapter(roles, str(tmp_path))
+    with torch.no_grad(), made.acting("policy"):
+        expected = made.scores(a_batch())
+    with torch.no_grad(), roles.acting("reward"):
+        assert torch.equal(roles.scores(a_batch()), expected)
+        alone = [roles.scores(make_batch([p], [r]))[0] for p, r in (([2, 3, 4], [5, 6, 7]), ([9], [8, 10]))]
+    torch.testing.assert_close(torch.stack(alone), expected, atol=1e-5, rtol=0)
+    assert torch.equal(logprobs(roles, "policy"), policy)
+    assert {n for n, t in every_tensor(roles).items() if t.requires_grad} == trainable
+    for other, message in (
+        (full_roles(tiny("llama")), r"needs lora\.enabled=true"),
+        (lora_roles(tiny("gpt2")), "does not fit this base model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attach_reward_adapter(other, str(tmp_path))
+    (tmp_path / SCORE_HEAD).unlink()
+    with pytest.raises(ValueError, match=r"score_head\.safetensors is missing, so this adapter is a policy"):
+        attach_reward_adapter(lora_roles(tiny("llama")), str(tmp_path))

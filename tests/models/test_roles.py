@@ -1,4 +1,4 @@
-"""Policy: which one acts, which parameters it trains and that no others change, dropout, memory, recomputed layers."""
+"""Policy: which one acts, which parameters it trains and that no others change, dropout, recomputed layers."""
 
 import contextlib
 import json
@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from tests.models.building import (
-    CPU,
     CRITICS,
     a_batch,
     every_tensor,
@@ -24,25 +22,11 @@ from tests.models.building import (
     stir,
     values,
 )
-from tests.tiny_models import HIDDEN, TinyModels, sharp_model
+from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models.batch import make_batch
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.lora import load_start_adapter, lora_matrices, merged_weight, save_adapter
+from tinyrl.models.lora import lora_matrices, merged_weight
 from tinyrl.models.policy import CriticKind, Policy, recomputable_layers
-
-
-def test_adapters_off_is_the_base(tiny: TinyModels):
-    base = load_causal_lm(str(tiny("gpt2")), dtype=torch.float32)
-    roles = lora_roles(tiny("gpt2"))
-    stir(roles.parameters["policy"])
-    ids = a_batch().input_ids
-    with torch.no_grad():
-        expected = base(input_ids=ids).logits
-        for role in ("reference", "base"):
-            with roles.acting(role) as model:
-                assert torch.equal(model(input_ids=ids).logits, expected)
-        with roles.acting("policy") as model:
-            assert not torch.allclose(model(input_ids=ids).logits, expected, atol=1e-2)
 
 
 @pytest.mark.parametrize(("make", "dtype"), [(lora_roles, torch.float32), (full_roles, torch.bfloat16)])
@@ -64,15 +48,26 @@ def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make: An
         assert {p.dtype for p in roles.parameters["policy"].values()} == {torch.float32}
 
 
-def test_frozen_reference_adapter_keeps_where_the_policy_started(tiny: TinyModels):
+def test_every_adapter_acts_alone(tiny: TinyModels):
+    """A frozen copy of the start, a critic's in layers the policy has none in, none at all, and again the policy's."""
+    with torch.no_grad():
+        expected = load_causal_lm(str(tiny("llama")), dtype=torch.float32)(input_ids=a_batch().input_ids).logits
     roles = lora_roles(tiny("llama"), targets=["q_proj", "embed_tokens"])
     stir(roles.parameters["policy"])
-    start, base = logprobs(roles, "policy"), logprobs(roles, "base")
-    assert not torch.allclose(start, base, atol=1e-3)
+    start = logprobs(roles, "policy")
     roles.freeze_reference_adapter()
+    roles.add_critic("adapter", lora=lora())
+    stir(roles.parameters["critic"], seed=2)
+    assert torch.equal(logprobs(roles, "policy"), start)
     stir(roles.parameters["policy"], seed=1)
     assert torch.equal(logprobs(roles, "reference"), start)
-    assert torch.equal(logprobs(roles, "base"), base)
+    with torch.no_grad(), roles.acting("base") as model:
+        assert torch.equal(model(input_ids=a_batch().input_ids).logits, expected)
+    moved, critic, base = (logprobs(roles, role) for role in ("policy", "critic", "base"))
+    for one, other in ((start, base), (start, critic), (start, moved), (critic, base)):
+        assert not torch.allclose(one, other, atol=1e-3)
+    with torch.no_grad():  # outside every block the policy acts
+        assert torch.equal(roles.logprobs("policy", a_batch(), temperature=1.0)[0], moved)
     assert not any(p.requires_grad for p in roles.adapter_parameters("reference").values())
     assert all(p.requires_grad for p in roles.parameters["policy"].values())
 
@@ -137,18 +132,6 @@ def test_merged_weights_are_those_of_the_branches(tiny: TinyModels):
     assert all(torch.equal(tensor, before[name]) for name, tensor in roles.causal.state_dict().items())
 
 
-def test_adapters_of_other_roles_are_off_in_layers_the_policy_has_none_in(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"), targets=["q_proj"])
-    start = logprobs(roles, "policy")
-    roles.add_critic("adapter", lora=lora())
-    stir(roles.parameters["critic"])
-    assert torch.equal(logprobs(roles, "policy"), start)
-    assert torch.equal(logprobs(roles, "reference"), start)
-    assert not torch.allclose(logprobs(roles, "critic"), start, atol=1e-3)
-    with torch.no_grad():  # and outside every block the policy acts
-        assert torch.equal(roles.logprobs("policy", a_batch(), temperature=1.0)[0], start)
-
-
 @pytest.mark.parametrize(("kind", "module"), [("llama", "lm_head"), ("qwen2", "embed_tokens")])
 def test_lora_on_the_head_is_refused(tiny: TinyModels, kind: str, module: str):
     """Qwen-2's head is its embedding: merged into it, an adapter of the embedding would change the head, too."""
@@ -159,35 +142,22 @@ def test_lora_on_the_head_is_refused(tiny: TinyModels, kind: str, module: str):
 # ---- dropout ----
 
 
-def two_passes(roles: Policy, role: Any = "policy") -> list[Tensor]:
-    """Log-probabilities of two passes with gradients."""
-    with roles.acting(role):
-        who = "reference" if role == "reference" else "policy"
-        return [roles.logprobs(who, a_batch(), temperature=1.0)[0].detach() for _ in range(2)]
-
-
-def test_dropout_is_off_in_every_role(tiny: TinyModels, tmp_path: Path):
-    """GPT-2's own 0.1, a fresh LoRA's, a loaded one's, a frozen copy's, a critic's."""
-    fresh = lora_roles(tiny("gpt2"), dropout=0.5)
-    stir(fresh.parameters["policy"])
-    assert isinstance(fresh.peft, PeftModel)
-    save_adapter(fresh.peft, "default", tmp_path)
-    base = load_causal_lm(str(tiny("gpt2")), dtype=torch.float32)
-    loaded = Policy(load_start_adapter(base, str(tmp_path), dropout=0.5), device=CPU)
-    loaded.freeze_reference_adapter()
-    loaded.add_critic("adapter", lora=lora(dropout=0.5))
-    stir(loaded.parameters["critic"])
-    for roles, role in ((fresh, "policy"), (loaded, "policy"), (loaded, "reference"), (loaded, "critic")):
-        assert torch.equal(*two_passes(roles, role)), role
-
-
-def test_lora_dropout_is_on_in_passes_with_gradients_only(tiny: TinyModels):
+def test_dropout_is_loras_alone_in_passes_with_gradients_that_ask_for_it(tiny: TinyModels):
+    """Off: GPT-2's own 0.1, and LoRA's in every role, a frozen copy's and a critic's too."""
     roles = lora_roles(tiny("gpt2"), dropout=0.5)
-    off = logprobs(roles, "policy")
-    roles.lora_dropout = True
-    assert torch.equal(two_passes(roles)[0], off)  # B is zero: no dropout but LoRA's is on
     stir(roles.parameters["policy"])
-    first, second = two_passes(roles)
+    roles.freeze_reference_adapter()
+    roles.add_critic("adapter", lora=lora(dropout=0.5))
+    stir(roles.parameters["critic"])
+
+    def two_passes(role: Any) -> list[Tensor]:
+        with roles.acting(role):
+            return [roles.logprobs("policy", a_batch(), temperature=1.0)[0].detach() for _ in range(2)]
+
+    for role in ("policy", "reference", "critic"):
+        assert torch.equal(*two_passes(role)), role
+    roles.lora_dropout = True
+    first, second = two_passes("policy")
     assert not torch.allclose(first, second)
     assert torch.equal(logprobs(roles, "policy"), logprobs(roles, "policy"))
     assert not any(m.training for m in roles.causal.modules() if isinstance(m, nn.Dropout))
@@ -230,34 +200,17 @@ def test_a_critic_with_a_smaller_embedding_reads_ids_it_has_no_row_for_as_its_la
     assert found.input_ids.max() == 299  # the policy reads what it sampled
 
 
-# ---- memory ----
-
-
-def test_bytes_by_role(tiny: TinyModels):
-    roles = roles_with_critic(tiny("llama"), with_lora=True, kind="adapter")
-    # per layer: q, o 32 -> 32; k, v 32 -> 16; gate, up 32 -> 64; down 64 -> 32; rank 4, two layers
-    adapter = 4 * 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
-    base = 4 * sum(p.numel() for n, p in roles.causal.named_parameters() if "lora_" not in n)
-    assert roles.bytes_by_role() == {"base": base, "policy": adapter, "critic": adapter + 4 * (HIDDEN + 1)}
-    roles.freeze_reference_adapter()
-    assert roles.bytes_by_role()["reference"] == adapter
-    own = roles_with_critic(tiny("llama"), with_lora=False, kind="separate").bytes_by_role()
-    assert own["critic"] > own["reference"] == own["base"] == base
-    assert "policy" not in own  # full fine-tuning: the policy is the base
-
-
 # ---- gradient checkpointing ----
 
 
 def gradients(roles: Policy, role: Any, *, recompute: bool) -> tuple[dict[str, Tensor | None], int]:
     """Gradients by name, and how often the model's first MLP ran."""
-    runs = []
-    trained = roles.critic_model if role == "critic" and roles.critic_model is not None else roles.causal
-    mlp = next(m for n, m in trained.named_modules() if n.endswith((".mlp", ".fc1")))
+    runs: list[int] = []
+    mlp = next(m for n, m in (roles.critic_model or roles.causal).named_modules() if n.endswith(".mlp"))
     handle = mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    torch.manual_seed(0)
     with roles.acting(role), roles.gradient_checkpointing() if recompute else contextlib.nullcontext():
-        of_policy = role == "policy"
-        found = roles.logprobs("policy", a_batch(), temperature=1.0)[0] if of_policy else roles.values(a_batch())
+        found = roles.values(a_batch()) if role == "critic" else roles.logprobs(role, a_batch(), temperature=1.0)[0]
         found.square().sum().backward()
     handle.remove()
     taken = {name: p.grad for name, p in roles.parameters[role].items()}
@@ -266,30 +219,16 @@ def gradients(roles: Policy, role: Any, *, recompute: bool) -> tuple[dict[str, T
     return taken, len(runs)
 
 
-@pytest.mark.parametrize(
-    ("with_lora", "kind", "role", "model"),
-    [
-        (True, "shared", "policy", "gpt2"),  # has a dropout of 0.1: one that is on would show
-        (False, "shared", "policy", "llama"),
-        (False, "separate", "critic", "gpt2"),
-    ],
-)
-def test_recomputed_layers_have_the_same_gradient(tiny: TinyModels, with_lora: bool, kind: Any, role: str, model: str):
-    roles = roles_with_critic(tiny(model), with_lora=with_lora, kind=kind)
-    roles.check_gradient_checkpointing()
-    stir(roles.parameters[role])
-    passes = [gradients(roles, role, recompute=recompute) for recompute in (False, True, False)]
-    assert [runs for _, runs in passes] == [1, 2, 1]  # nothing stays switched on
-    for found, _ in passes[1:]:
-        torch.testing.assert_close(found, passes[0][0], rtol=0, atol=0)
-    assert not any(m.training for m in recomputable_layers(roles.causal))
-
-
-def test_lora_dropout_drops_the_same_when_recomputed(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"), dropout=0.5)
-    stir(roles.parameters["policy"])
-    roles.lora_dropout, found = True, []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        found.append(gradients(roles, "policy", recompute=recompute)[0])
-    torch.testing.assert_close(*found)
+def test_recomputed_layers_have_the_same_gradient_and_drop_the_same(tiny: TinyModels):
+    """A critic of its own, whose dropout of 0.1 would show if it were on, and a policy with LoRA's dropout."""
+    critic = roles_with_critic(tiny("gpt2"), with_lora=False, kind="separate")
+    policy = lora_roles(tiny("llama"), dropout=0.5)
+    policy.lora_dropout = True
+    for roles, role in ((critic, "critic"), (policy, "policy")):
+        roles.check_gradient_checkpointing()
+        stir(roles.parameters[role])
+        passes = [gradients(roles, role, recompute=recompute) for recompute in (False, True, False)]
+        assert [runs for _, runs in passes] == [1, 2, 1]  # nothing stays switched on
+        for found, _ in passes[1:]:
+            torch.testing.assert_close(found, passes[0][0], rtol=0, atol=0)
+        assert not any(m.training for m in recomputable_layers(roles.causal))

@@ -79,99 +79,34 @@ def test_a_marker_in_a_prompt_is_text_and_the_templates_own_are_tokens():
     assert call not in rendered.tokens
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "call"),
-    [
-        ("no <|im_end|> yes", "no <|im_end|> yes", False),  # does not end it
-        ([{"role": "assistant", "content": "no <|im_end|> yes"}], "no <|im_end|> yes", False),
-        ("<tool_call>a<|im_end|>\n", "a", True),  # what a policy writes itself stays a token
-        ([{"role": "assistant", "content": "<tool_call>a"}], "a", True),
-    ],
-)
-def test_a_marker_in_an_answer(answer: Any, text: str, call: bool):
+def test_a_marker_in_an_answer_ends_nothing_and_a_policys_own_stay():
     tokenizer = chatml()
     start, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
-    _, target = render_answer(tokenizer, "hi", answer, **HOW)
-    assert target == [*([start] if call else []), *as_text(tokenizer, text), end]
+    for text, wanted in (
+        ("no <|im_end|> yes", as_text(tokenizer, "no <|im_end|> yes")),
+        ("<tool_call>a", [start, *as_text(tokenizer, "a")]),  # what a policy writes itself stays a token
+    ):
+        for answer in (text, [{"role": "assistant", "content": text}]):
+            assert render_answer(tokenizer, "hi", answer, **HOW)[1] == [*wanted, end]
 
 
-def test_judged_texts_and_observations_hold_no_markers():
+def test_judged_texts_hold_no_markers():
     tokenizer = chatml()
-    start, end, call = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<tool_call>"])
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     for adapter in (False, True):
         how = {"text_format": TextFormat(), "max_tokens": 200, "adapter": adapter}
         tokens = reward_tokens(tokenizer, "a <|im_end|>", "b <|im_start|> c", **how)
         assert (tokens.count(start), tokens.count(end)) == (2, 2)
     plain = reward_tokens(tokenizer, "a", "b<eos>", text_format=TextFormat(chat=False), max_tokens=200)
     assert plain == as_text(tokenizer, "ab<eos>")
-    observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={end}, max_tokens=200)
-    for ended_at in (end, None):
-        assert call not in observations("a <tool_call> b", ended_at=ended_at).tokens
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "legacy"])
+@pytest.mark.parametrize("scheme", ["first", "never", "legacy"])
 def test_a_marker_is_text_also_where_it_is_in_the_vocabulary(scheme: str):
     tokenizer = sentencepiece(scheme)
     tokens = render_prompt(tokenizer, "yes</s>no").tokens
     assert tokens.count(2) == 1
     assert pieces(tokenizer, tokens[: tokens.index(2)])[-7:] == ["\n", "yes", "<", "/", "s", ">", "no"]
-
-
-# ---- in place ----
-
-
-@pytest.mark.parametrize("scheme", ["always", "legacy"])
-def test_a_text_answer_is_learnt_as_the_same_row_in_messages(scheme: str):
-    tokenizer = sentencepiece(scheme)
-    for text in ("yes sir", "no"):
-        as_message = render_answer(tokenizer, "hello world", [{"role": "assistant", "content": text}], **HOW)
-        assert render_answer(tokenizer, "hello world", text, **HOW) == as_message
-    assert pieces(tokenizer, render_answer(tokenizer, "hello", "yes sir", **HOW)[1]) == ["yes", "▁sir", "</s>"]
-    whole = reward_tokens(tokenizer, "hello", "yes sir", text_format=TextFormat(), max_tokens=99, adapter=True)
-    assert pieces(tokenizer, whole)[-3:] == ["yes", "▁sir", "</s>"]
-
-
-def test_a_text_behind_a_text_has_no_space_of_its_own():
-    tokenizer = sentencepiece("always", template=None)
-    assert pieces(tokenizer, tokens_behind(tokenizer, "hello", "yes sir")) == ["yes", "▁sir"]
-    assert pieces(tokenizer, tokens_behind(tokenizer, "hello", " yes sir")) == ["▁yes", "▁sir"]
-    assert pieces(tokenizer, tokens_behind(tokenizer, "", "yes sir")) == ["▁yes", "▁sir"]
-    assert pieces(tokenizer, tokens_behind(tokenizer, "a he", "llo")) == ["l", "l", "o"]  # across a token
-    assert readable(tokenizer, tokens_behind(tokenizer, "hello", "yes sir")) == "yes ▁sir"
-
-
-@pytest.mark.parametrize("scheme", ["always", "legacy"])
-def test_an_observation_is_what_the_template_would_write(scheme: str):
-    tokenizer = sentencepiece(scheme)
-    observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={2}, max_tokens=50)
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"},
-                {"role": "tool", "content": "no sir"}]  # fmt: skip
-    said = [*render_prompt(tokenizer, "hello").tokens, *render_answer(tokenizer, "hello", "yes", **HOW)[1]]
-    read = observations("no sir", ended_at=2).tokens
-    assert said + read == render_prompt(tokenizer, messages).tokens
-    assert pieces(tokenizer, observations("no", ended_at=None).tokens) == ["no"]
-
-
-def test_a_template_that_writes_a_tool_as_the_assistant_has_no_tools():
-    """Here one that refuses two turns of the assistant, too."""
-    twice = "{% if m.role != 'user' and loop.previtem.role != 'user' %}{{ raise_exception('twice') }}{% endif %}"
-    role = "{{ 'user' if m.role == 'user' else 'assistant' }}"
-    template = CHATML.replace("<|im_start|>{{ m.role }}", f"{twice}<|im_start|>{role}")
-    for given, wanted in ((template, "user"), (CHATML, "tool")):
-        assert ObservationTokens(chatml(given), chat=True, variables={}, eos={1}, max_tokens=9).role == wanted
-
-
-def test_a_prompt_that_is_rendered_already_is_not_rendered_again():
-    tokenizer = chatml()
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    wanted = render_prompt(tokenizer, messages)
-    assert render_prompt(tokenizer, wanted.text) == wanted
-    assert render_prompt(tokenizer, f"{wanted.text}c").tokens == [*wanted.tokens, *as_text(tokenizer, "c")]
-    assert render_prompt(tokenizer, f"so {wanted.text}").text.startswith("<|im_start|>user\nso <|im_start|>system")
-    with pytest.raises(ValueError, match="rendered already"):
-        render_prompt(tokenizer, wanted.text, system_prompt="d")
-    for answer in ("yes", "yes<|im_end|>\n"):
-        assert render_answer(tokenizer, wanted.text, answer, **HOW) == render_answer(tokenizer, messages, "yes", **HOW)
 
 
 def test_words_and_unigrams_have_no_marker_either():
@@ -188,6 +123,51 @@ def test_words_and_unigrams_have_no_marker_either():
         tokens = token_ids(tokenizer, disguised(tokenizer, "a </s> a"))
         assert 2 not in tokens
         assert (tokens[0], tokens[-1]) == (3, 3)
+
+
+# ---- in place ----
+
+
+@pytest.mark.parametrize("scheme", ["always", "legacy"])
+def test_a_text_behind_a_text_has_no_space_of_its_own(scheme: str):
+    """Answers and observations are written as the template would write them in messages."""
+    tokenizer = sentencepiece(scheme)
+    turn = {"role": "assistant", "content": "yes sir"}
+    prompt, answer = render_answer(tokenizer, "hello", "yes sir", **HOW)
+    assert (prompt, answer) == render_answer(tokenizer, "hello", [turn], **HOW)
+    assert pieces(tokenizer, answer) == ["yes", "▁sir", "</s>"]
+    whole = reward_tokens(tokenizer, "hello", "yes sir", text_format=TextFormat(), max_tokens=99, adapter=True)
+    assert pieces(tokenizer, whole)[-3:] == ["yes", "▁sir", "</s>"]
+    observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={2}, max_tokens=50)
+    said = [*render_prompt(tokenizer, "hello").tokens, *answer, *observations("no sir", ended_at=2).tokens]
+    messages = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "content": "no sir"}]
+    assert said == render_prompt(tokenizer, messages).tokens
+    assert pieces(tokenizer, observations("no", ended_at=None).tokens) == ["no"]
+    tokenizer = sentencepiece("always", template=None)
+    assert pieces(tokenizer, tokens_behind(tokenizer, "hello", " yes sir")) == ["▁yes", "▁sir"]
+    assert pieces(tokenizer, tokens_behind(tokenizer, "", "yes sir")) == ["▁yes", "▁sir"]
+    assert pieces(tokenizer, tokens_behind(tokenizer, "a he", "llo")) == ["l", "l", "o"]  # across a token
+    assert readable(tokenizer, tokens_behind(tokenizer, "hello", "yes sir")) == "yes ▁sir"
+
+
+def test_a_template_that_writes_a_tool_as_the_assistant_has_no_tools():
+    role = "{{ 'user' if m.role == 'user' else 'assistant' }}"
+    template = CHATML.replace("<|im_start|>{{ m.role }}", f"<|im_start|>{role}")
+    for given, wanted in ((template, "user"), (CHATML, "tool")):
+        assert ObservationTokens(chatml(given), chat=True, variables={}, eos={1}, max_tokens=9).role == wanted
+
+
+def test_a_prompt_that_is_rendered_already_is_not_rendered_again():
+    tokenizer = chatml()
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    wanted = render_prompt(tokenizer, messages)
+    assert render_prompt(tokenizer, wanted.text) == wanted
+    assert render_prompt(tokenizer, f"{wanted.text}c").tokens == [*wanted.tokens, *as_text(tokenizer, "c")]
+    assert render_prompt(tokenizer, f"so {wanted.text}").text.startswith("<|im_start|>user\nso <|im_start|>system")
+    with pytest.raises(ValueError, match="rendered already"):
+        render_prompt(tokenizer, wanted.text, system_prompt="d")
+    answered = render_answer(tokenizer, wanted.text, "yes<|im_end|>\n", **HOW)
+    assert answered == render_answer(tokenizer, messages, "yes", **HOW)
 
 
 # ---- chat templates ----

@@ -11,8 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.building import CRITICS, every_tensor, full_roles, logprobs, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
-from tinyrl.models.loading import load_causal_lm, load_tokenizer
+from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.policy import CriticKind, Policy
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".pkl")
+ADAPTER, HEAD, MODEL = "adapter_model.safetensors", "value_head.safetensors", "model.safetensors"
+FILES = {
+    "adapter": {ADAPTER, f"critic/{ADAPTER}", f"reference/{ADAPTER}", HEAD},
+    "shared-detached": {ADAPTER, HEAD},
+    "shared": {MODEL, HEAD},
+    "separate": {MODEL, f"critic/{MODEL}", HEAD},
+}
 
 
 def save(roles: Policy, folder: Path, base: Path) -> None:
@@ -33,6 +42,8 @@ def test_every_role_comes_back(tiny: TinyModels, tmp_path: Path, with_lora: bool
     for seed, parameters in enumerate(trained.parameters.values()):
         stir(parameters, seed=seed)
     save(trained, tmp_path / "checkpoint", base)
+    written = {str(p.relative_to(tmp_path / "checkpoint")) for p in tmp_path.rglob("*.*") if p.suffix in WEIGHTS}
+    assert written == FILES[kind]
     held = {role: {n: id(p) for n, p in ps.items()} for role, ps in again.parameters.items()}
     again.load(tmp_path / "checkpoint")
     theirs = every_tensor(trained)
@@ -67,43 +78,22 @@ def test_the_adapter_is_plain_peft(tiny: TinyModels, tmp_path: Path):
         assert greedy(plain) != greedy(roles.causal)
 
 
-def test_a_full_checkpoint_is_a_plain_model_with_its_tokenizer(tiny: TinyModels, tmp_path: Path):
+def test_a_full_checkpoint_is_a_plain_model_and_another_one_does_not_fit(tiny: TinyModels, tmp_path: Path):
+    """Of an adapter: test_damaged_folders.py."""
     roles = full_roles(tiny("qwen2"), reference=False)
+    start = greedy(roles.causal)
     stir(roles.parameters["policy"])
     save(roles, folder := tmp_path / "checkpoint", tiny("qwen2"))
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    assert greedy(plain) == greedy(roles.causal)
-    assert greedy(plain) != greedy(load_causal_lm(str(tiny("qwen2")), dtype=torch.float32))
+    assert greedy(plain) == greedy(roles.causal) != start
     assert load_tokenizer(str(folder))("ab").input_ids == load_tokenizer(str(tiny("qwen2")))("ab").input_ids
     again = full_roles(tiny("qwen2"), reference=False)
     again.load(folder, only="policy")
     assert torch.equal(logprobs(again, "policy"), logprobs(roles, "policy"))
-
-
-def test_files_of_a_checkpoint(tiny: TinyModels, tmp_path: Path):
-    lora = roles_with_critic(tiny("llama"), with_lora=True, kind="adapter")
-    lora.freeze_reference_adapter()
-    save(lora, tmp_path / "lora", tiny("llama"))
-    full = roles_with_critic(tiny("llama"), with_lora=False, kind="separate")
-    save(full, tmp_path / "full", tiny("llama"))
-    adapter, head, model = "adapter_model.safetensors", "value_head.safetensors", "model.safetensors"
-    tensors = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.safetensors")}
-    own = {f"lora/{name}" for name in (adapter, f"critic/{adapter}", f"reference/{adapter}", head)}
-    assert tensors == own | {f"full/{name}" for name in (model, f"critic/{model}", head)}
-    assert not [p.name for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
-
-
-@pytest.mark.parametrize(("damage", "message"), [("more", "no place|unexpected"), ("shape", "size mismatch")])
-def test_weights_that_do_not_fit_are_refused(tiny: TinyModels, tmp_path: Path, damage: str, message: str):
-    """Of an adapter: test_damaged_folders.py."""
-    roles = full_roles(tiny("llama"))
-    save(roles, tmp_path / "checkpoint", tiny("llama"))
-    tensors = load_file(file := tmp_path / "checkpoint" / "model.safetensors")
+    tensors = load_file(file := folder / "model.safetensors")
     name = next(n for n in tensors if "down_proj" in n)
-    if damage == "more":
-        tensors[name.replace("layers.0", "layers.9")] = tensors[name].clone()
-    else:
-        tensors[name] = torch.zeros(3, 5)
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=message):
-        roles.load(tmp_path / "checkpoint", only="policy")
+    more = {name.replace("layers.0", "layers.9"): tensors[name].clone()}
+    for changed, message in ((more, "no place|unexpected"), ({name: torch.zeros(3, 5)}, "size mismatch")):
+        save_file({**tensors, **changed}, file)
+        with pytest.raises(ValueError, match=message):
+            again.load(folder, only="policy")

@@ -132,15 +132,9 @@ def command(*words: str) -> int:
     return app(list(words), standalone_mode=False) or 0
 
 
-def test_it_is_exported(finished: RunDir, tmp_path: Path):
-    assert command("export", str(finished.path), "--output", str(tmp_path / "adapter")) == 0
-    merged = tmp_path / "merged"
-    assert command("export", str(finished.path), "--merge", "--output", str(merged)) == 0
-    assert (merged / "config.json").is_file()
-
-
-def test_nothing_is_wrong_with_it(real: Path, finished: RunDir, capsys: pytest.CaptureFixture[str]):
+def test_it_is_diagnosed_and_exported(finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert command("doctor", str(finished.path), "--json") == 0
-    capsys.readouterr()
-    assert command("doctor", str(real), "--json", "--device", "cpu") == 0
-    assert json.loads(capsys.readouterr().out)
+    assert json.loads(capsys.readouterr().out) == []  # nothing is wrong
+    assert command("export", str(finished.path), "--output", str(tmp_path / "adapter")) == 0
+    assert command("export", str(finished.path), "--merge", "--output", str(tmp_path / "merged")) == 0
+    assert (tmp_path / "merged" / "config.json").is_file()

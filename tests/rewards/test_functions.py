@@ -72,25 +72,17 @@ def test_functions_may_name_the_columns_they_take(make_reward: MakeReward):
         reward(["p"], ["c"], {"answers": [1]})
 
 
-SCORE = "def score(prompts, completions, **columns):\n    return [worth] * len(prompts)\n"
-
-
-@pytest.mark.parametrize(
-    ("use", "files"),
-    [
+def test_a_file_or_module_imports_what_is_beside_it(make_reward: MakeReward, tmp_path: Path):
+    code = "def score(prompts, completions, **columns):\n    return [worth] * len(prompts)\n"
+    for use, files in (
         ("rewards.py:score", {"rewards.py": "from loading import worth\n", "loading.py": "worth = 4.0"}),
         ("json.py:score", {"json.py": "import json\nworth = json.loads('4.0')\n"}),  # it replaces no module
         ("people.scores:score", {"people/scores.py": "from . import worth\n", "people/__init__.py": "worth = 4.0"}),
-    ],
-)
-def test_a_file_or_module_imports_what_is_beside_it(
-    use: str, files: dict[str, str], make_reward: MakeReward, tmp_path: Path
-):
-    first, *_ = files
-    for name, code in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(code + (SCORE if name == first else ""))
-    assert shown(score(make_reward(None, use=use), ["a"])) == [4.0]
+    ):
+        for i, (name, start) in enumerate(files.items()):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(start + code * (i == 0))
+        assert shown(score(make_reward(None, use=use), ["a"])) == [4.0]
 
 
 def test_workers_hash_alike_and_load_no_torch(make_reward: MakeReward):
@@ -136,16 +128,22 @@ def test_rows_that_raise_are_dropped_and_others_keep_their_scores(make_reward: M
     assert found[4] == "`score` returned NaN"
 
 
-def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
-    reward = make_reward("""
+def test_the_rows_are_tried_in_a_fresh_process_unless_the_batch_is_whole(make_reward: MakeReward):
+    code = """
         calls = []
         def score(prompts, completions, **columns):
             calls.append(len(prompts))
             if len(prompts) > 1:
-                raise RuntimeError("not together")
+                raise RuntimeError("together")
             return [float(len(calls))]
-    """)
-    assert shown(score(reward, ["a", "b", "c"])) == [1.0, 2.0, 3.0]
+        score.whole_batch = {}
+    """
+    assert shown(score(make_reward(code.format(False)), ["a", "b", "c"])) == [1.0, 2.0, 3.0]
+    whole = make_reward(code.format(True))
+    call = score(whole, ["a", "b"])
+    assert shown(call) == [None, None]
+    assert reasons(call) == dict.fromkeys(range(2), "`score` raised RuntimeError: together (rewards.py, line 6)")
+    assert shown(score(whole, ["a"])) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -209,20 +207,6 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
     assert call.scores[0] != first
 
 
-def test_whole_batch_functions_are_not_tried_row_by_row(make_reward: MakeReward):
-    reward = make_reward("""
-        def score(prompts, completions, **columns):
-            if len(prompts) > 1:
-                raise RuntimeError("together")
-            return [1.0]
-        score.whole_batch = True
-    """)
-    call = score(reward, ["a", "b"])
-    assert shown(call) == [None, None]
-    assert reasons(call) == dict.fromkeys(range(2), "`score` raised RuntimeError: together (rewards.py, line 4)")
-    assert shown(score(reward, ["a"])) == [1.0]
-
-
 def test_a_function_that_keeps_crashing_is_given_up(
     make_reward: MakeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -248,34 +232,39 @@ def test_a_function_that_keeps_crashing_is_given_up(
     assert "was not tried again alone: 0 x timeout_s" in reasons(call)[1]
 
 
-def test_what_a_function_prints_stays_out_of_the_way(make_reward: MakeReward, capfd: pytest.CaptureFixture[str]):
+def test_what_a_function_prints_is_kept_in_lines_and_stays_out_of_the_way(
+    make_reward: MakeReward, capfd: pytest.CaptureFixture[str]
+):
     reward = make_reward("""
         import os, subprocess, sys
+        print("loading")
         def score(prompts, completions, **columns):
-            for _ in range(20_000):
-                print('{"scores": [9.0], "failures": []}')
-                print("flood", file=sys.stderr)
-            os.write(1, b'{"scores": [9.0], "failures": []}\\n')
-            subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
-            assert sys.stdin.read() == ""
-            return [1.0] * len(prompts)
-    """)
-    assert shown(score(reward, ["a", "b"])) == [1.0, 1.0]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_function_may_close_what_it_was_given(make_reward: MakeReward):
-    reward = make_reward("""
-        import os, sys
-        def score(prompts, completions, **columns):
-            if not sys.stdout.closed:
+            print("judging", *completions)
+            if completions == ["die"]:
+                print("no line break", end="", flush=True)
+                os.abort()
+            if completions == ["flood"]:
+                for _ in range(20_000):
+                    print('{"scores": [9.0], "failures": []}')
+                    print("flood", file=sys.stderr)
+                os.write(1, b'{"scores": [9.0], "failures": []}\\n')
+                subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+                assert sys.stdin.read() == ""
                 sys.stdin.close(), sys.stdout.close(), os.close(2)
             return [1.0] * len(prompts)
     """)
-    assert shown(score(reward, ["a"])) == shown(score(reward, ["a"])) == [1.0]
+    lines: list[str] = []
+    score(reward, ["a", "b"])
+    score(reward, ["die"])
+    reward.printed.send_to(lines.append)
+    first, second, third, fourth, *_ = "".join(lines).splitlines()
+    assert (first, second, third) == ("score: loading", "score: judging a b", "score: judging die")
+    assert fourth.startswith("score: no line break")
+    assert shown(score(reward, ["flood"])) == [1.0]
+    assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"x", object(), 1j])
+@pytest.mark.parametrize("value", [{1, 2}, b"x", object()])
 def test_a_column_that_is_not_json_is_named(make_reward: MakeReward, value: object):
     reward = make_reward("def score(prompts, completions, **columns):\n    return [1.0]")
     with pytest.raises(ValueError, match=rf"^Column 'strange' cannot be .* {type(value).__name__} is not JSON"):
@@ -285,15 +274,9 @@ def test_a_column_that_is_not_json_is_named(make_reward: MakeReward, value: obje
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        (
-            "import no_such_module\ndef score(completions):\n    return []",
-            r"No module named .* \(rewards\.py, line 1\)",
-        ),
+        ("import no_such_module\ndef score(): ...", r"No module named .* \(rewards\.py, line 1\)"),
         ("score = 'high'", "it is a str"),
-        (
-            "import time\ntime.sleep(1000)\ndef score():\n    return []",
-            r"no answer within 0\.5 s \(rewards\.py, line 2",
-        ),
+        ("import time\ntime.sleep(1000)\ndef score(): ...", r"no answer within 0\.5 s \(rewards\.py, line 2"),
     ],
 )
 def test_code_that_does_not_load_is_the_persons_to_mend(
@@ -315,11 +298,10 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calls, "CGROUP_LIMIT", tmp_path / "memory.max")
     total = psutil.virtual_memory().total
-    assert calls.memory_limit() == total // 2
-    (tmp_path / "memory.max").write_text("max\n")
-    assert calls.memory_limit() == total // 2
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert calls.memory_limit() == 500_000
+    for limit, wanted in ((None, total // 2), ("max\n", total // 2), ("1000000\n", 500_000)):
+        if limit is not None:
+            (tmp_path / "memory.max").write_text(limit)
+        assert calls.memory_limit() == wanted
 
 
 CHAT = [{"role": "assistant", "content": "4"}]
@@ -343,31 +325,16 @@ def test_messages_taken_for_text_are_noticed(make_reward: MakeReward):
         assert "its text is completion[0]" in reason
 
 
-def test_what_is_printed_is_kept_in_lines(make_reward: MakeReward):
-    reward = make_reward("""
-        import os, sys
-        print("loading")
-        def score(prompts, completions, **columns):
-            print("judging", *completions)
-            if completions == ["die"]:
-                print("no line break", end="", flush=True)
-                os.abort()
-            return [1.0] * len(prompts)
-    """)
-    lines: list[str] = []
-    score(reward, ["a", "b"])
-    score(reward, ["die"])
-    reward.printed.send_to(lines.append)
-    first, second, third, fourth, *_ = "".join(lines).splitlines()
-    assert (first, second, third) == ("score: loading", "score: judging a b", "score: judging die")
-    assert fourth.startswith("score: no line break")
-
-
 def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
+    """Also where one row of a batch is tried alone and floods its output."""
     answers: list[bool] = []
     code = """
         import time
         def score(prompts, completions, **columns):
+            if len(prompts) > 1:
+                raise RuntimeError("now one by one")
+            while "flood" in completions:
+                print("flood" * 1000)
             if "slow" in completions:
                 time.sleep(1000)
             return [float(len(text)) for text in completions]
@@ -377,45 +344,23 @@ def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(ma
         if answers and answers.pop():
             raise Interrupted("SIGTERM")
 
-    reward = make_reward(code, timeout_s=5)
-    reward.start()
-    answers += [True] + [False] * 5
-    with LookedAt(stop_if_told), pytest.raises(Interrupted):
-        score(reward, ["slow"])
-    assert answers == []
-    call = score(reward, ["abc"])
-    assert (call.scores, call.retried) == ([3.0], None)
-
-
-def test_a_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeReward):
-    looks = []
-
-    def stop_after_a_while() -> None:
-        looks.append("no")
-        if len(looks) > 10:
-            raise Interrupted("SIGTERM")
-
-    code = """
-        def score(prompts, completions, **columns):
-            if len(prompts) > 1:
-                raise RuntimeError("now one by one")
-            while True:
-                print("flood" * 1000)
-    """
     reward = make_reward(code, timeout_s=1000)
-    with LookedAt(stop_after_a_while), pytest.raises(Interrupted):
-        score(reward, ["a", "b"])
+    reward.start()
+    for completions, looks in ((["slow"], 5), (["flood", "b"], 10)):
+        answers += [True] + [False] * looks
+        with LookedAt(stop_if_told), pytest.raises(Interrupted):
+            score(reward, completions)
+        assert answers == []
+        call = score(reward, ["abc"])
+        assert (call.scores, call.retried) == ([3.0], None)
 
 
-def test_an_empty_batch_starts_nothing(make_reward: MakeReward):
+def test_an_empty_batch_starts_nothing_and_a_timeout_is_a_positive_number(make_reward: MakeReward):
     reward = make_reward("raise RuntimeError('not needed')\ndef score(prompts, completions):\n    return []")
     assert reward([], [], {}) == RewardCall([])
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
-def test_a_timeout_is_a_positive_number(make_reward: MakeReward, timeout_s: float):
-    with pytest.raises(ValueError, match=r"^reward\.timeout_s: must be a number of seconds above 0"):
-        make_reward("def score():\n    return []", timeout_s=timeout_s)
+    for timeout_s in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"^reward\.timeout_s: must be a number of seconds above 0"):
+            make_reward("def score():\n    return []", timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(

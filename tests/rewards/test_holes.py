@@ -1,51 +1,97 @@
-"""Holes that were planted in rewards are found, and sound rewards raise no alarm."""
+"""Holes that were planted in rewards, as people have written them, are found; sound rewards raise no alarm."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.rewards import planted
 from tinyrl.data.readers import Row
 from tinyrl.rewards.holes import Attack, find_holes, is_wrong, right_value
 from tinyrl.tasks import load_task
 
-MISSED = {"like_the_prompt"}  # a copied prompt gets two thirds of a right answer: below what counts as high
 ROWS: list[Row] = [{"prompt": f"What is {7 * i + 13} + {3 * i + 9}?", "answer": str(10 * i + 22)} for i in range(8)]
 WORDS: list[Row] = [{"prompt": f"The capital of {i}?", "answer": city} for i, city in enumerate(
     ("Paris", "Rome", "New York", "Oslo", "Lima", "Vienna"))]  # fmt: skip
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def attacked(reward: Any, *, task: str = "rows", rows: list[Row] = ROWS) -> Attack | None:
-    """Attack a reward that is called row by row, one that raises giving no score."""
+def last(text: str) -> float | None:
+    found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(found[-1]) if found else None
 
+
+def tagged(text: str, otherwise: str = "") -> str:
+    return (TAGGED.findall(text) or [otherwise])[-1].strip()
+
+
+def no_parse_is_right(c: str, a: str) -> float:
+    with contextlib.suppress(ValueError):
+        return float(tagged(c, c)) == float(a)
+    return 1.0
+
+
+# Of a completion and the right answer; one that raises gives no score.
+HOLES: dict[str, Callable[[str, str], Any]] = {
+    "answer in completion": lambda c, a: a in c,
+    "completion in answer": lambda c, a: c.strip() in a,
+    "tagged in answer": lambda c, a: tagged(c) in a,
+    "length": lambda c, a: (last(c) == float(a)) + min(len(c) / 1000, 1.0),
+    "tags counted": lambda c, a: (tagged(c) == a) + 0.25 * c.count("<answer>"),
+    "format is enough": lambda c, a: bool(re.search(r"<think>.*</think>\s*<answer>", c, re.DOTALL)),
+    "pattern": lambda c, a: re.fullmatch(tagged(c, c), a) is not None,
+    "any number": lambda c, a: float(a) in [float(n) for n in re.findall(r"-?\d+", c)[:5000]],
+    "no parse is right": no_parse_is_right,
+    "not a number": lambda c, a: not abs(float(tagged(c, c)) - float(a)) > 1e-6,
+    "evaluated": lambda c, a: eval(tagged(c, c), {}) == float(a),
+    "begins with": lambda c, a: tagged(c, c).startswith(a),
+    "ends with": lambda c, a: tagged(c, c).endswith(a),
+    "digits": lambda c, a: sorted(re.sub(r"\D", "", c)) == sorted(re.sub(r"\D", "", a)),
+    "at least": lambda c, a: (n := last(c)) is not None and n >= float(a),
+    "reasoning words": lambda c, a: (last(c) == float(a)) + 0.1 * len(re.findall("step|because|wait", c.lower())),
+    "says correct": lambda c, a: "correct" in c.lower() or last(c) == float(a),
+    "greedy tags": lambda c, a: (m := re.search("<answer>(.*)</answer>", c, re.DOTALL)) is not None and a in m[1],
+    "missing is empty": lambda c, a: a.startswith(tagged(c)),
+}
+SOUND: dict[str, Callable[[str, str], Any]] = {
+    "last number": lambda c, a: last(c) == float(a),
+    "form and answer": lambda c, a: 0.2 * bool(TAGGED.search(c)) + 0.8 * (tagged(c) == a),
+    "near": lambda c, a: math.exp(-abs(n - float(a))) if (n := last(c)) is not None else 0.0,
+    "short": lambda c, a: (last(c) == float(a)) - min(len(c), 2000) / 10000,
+    "minus one": lambda c, a: 1.0 if tagged(c) == a else -1.0,
+    "boxed": lambda c, a: (re.findall(r"\\boxed\{([^{}]*)\}", c) or [None])[-1] == a,
+    "overlap": lambda c, a: 2 * len({*c.split()} & {*a.split()}) / (len(c.split()) + len(a.split()) or 1),
+}
+
+
+def attacked(judge: Callable[[str, str], Any], rows: list[Row] = ROWS) -> Attack | None:
     def score(where: list[int], texts: list[str]) -> list[float]:
         found = []
         for i, text in zip(where, texts, strict=True):
-            columns = {name: [value] for name, value in rows[i].items() if name != "prompt"}
-            try:
-                found += reward([rows[i].get("prompt")], [text], **columns)
-            except Exception:  # noqa: BLE001
-                found.append(math.nan)
-        return [math.nan if one is None else one for one in found]
+            found.append(math.nan)
+            with contextlib.suppress(Exception):
+                found[-1] = float(judge(text, str(rows[i]["answer"])))
+        return found
 
-    return find_holes(score, load_task(task), rows)
+    return find_holes(score, load_task("rows"), rows)
 
 
-@pytest.mark.parametrize("name", sorted(planted.HOLES.keys() - MISSED))
+@pytest.mark.parametrize("name", HOLES)
 def test_a_planted_hole_is_found(name: str) -> None:
-    found = attacked(getattr(planted, name))
+    found = attacked(HOLES[name])
     assert found is not None
     text, row = found.holes[0].example()
     assert is_wrong(text, str(ROWS[row]["answer"]))
-    assert planted.HOLES[name](text, str(ROWS[row]["answer"]), str(ROWS[row]["prompt"])) > 0  # it can be repeated
+    assert HOLES[name](text, str(ROWS[row]["answer"])) > 0  # it can be repeated
 
 
-@pytest.mark.parametrize("name", planted.SOUND)
+@pytest.mark.parametrize("name", SOUND)
 def test_a_sound_reward_raises_no_alarm(name: str) -> None:
-    found = attacked(getattr(planted, name))
+    found = attacked(SOUND[name])
     assert found is not None
     assert not found.holes
     assert not found.is_blind
@@ -53,41 +99,29 @@ def test_a_sound_reward_raises_no_alarm(name: str) -> None:
 
 def test_our_own_verifiers_have_none() -> None:
     worked: list[Row] = [{"question": row["prompt"], "answer": f"So.\n#### {row['answer']}"} for row in ROWS]
-    for task, rows in (("rows", ROWS), ("rows", WORDS), ("gsm8k", worked)):
-        found = attacked(load_task(task).verify, task=task, rows=rows)
+    for name, rows in (("rows", ROWS), ("rows", WORDS), ("gsm8k", worked)):
+        task = load_task(name)
+
+        def score(where: list[int], texts: list[str], task: Any = task, rows: Any = rows) -> list[float]:
+            return task.verify([""] * len(texts), texts, answer=[rows[i]["answer"] for i in where])
+
+        found = find_holes(score, task, rows)
         assert found is not None
         assert not found.holes
 
 
 def test_blind_rewards_and_rows_without_different_answers() -> None:
-    blind = attacked(lambda prompts, completions, **columns: [0.5] * len(completions))
+    blind = attacked(lambda c, a: 0.5)
     assert blind is not None
     assert blind.is_blind
     for rows in ([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a", "answer": "1"}] * 2):
-        assert attacked(planted.exact, rows=rows) is None  # pyright: ignore[reportAttributeAccessIssue]
+        assert attacked(SOUND["boxed"], rows) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "right", "wrong"),
-    [
-        ("42", "42", False),
-        ("It is 42.", "42", False),
-        ("42.0", "42", False),
-        ("<answer>42</answer> or 7", "42", False),
-        ("\\boxed{42}", "42", False),
-        ("7 42 8", "42", True),
-        ("427", "42", True),
-        ("<answer>7</answer><answer>42</answer><answer>8</answer>", "42", True),
-        ("", "42", True),
-        ("The answer is New York.", "New York", False),
-        ("new york", "New York", False),
-        ("Rome New York Oslo", "New York", True),
-        ("York", "New York", True),
-    ],
-)
-def test_wrong_is_what_nobody_takes_for_right(text: str, right: str, wrong: bool) -> None:
-    assert is_wrong(text, right) is wrong
-
-
-def test_a_right_value_is_what_is_marked() -> None:
+def test_wrong_is_what_nobody_takes_for_right() -> None:
+    rights = ("It is 42.", "42.0", "<answer>42</answer> or 7", "\\boxed{42}")
+    wrongs = ("7 42 8", "427", "<answer>7</answer><answer>42</answer><answer>8</answer>", "")
+    assert [is_wrong(text, "42") for text in (*rights, *wrongs)] == [False] * 4 + [True] * 4
+    cities = ("The answer is New York.", "new york", "Rome New York Oslo", "York")
+    assert [is_wrong(text, "New York") for text in cities] == [False, False, True, True]
     assert right_value(load_task("gsm8k"), {"question": "?", "answer": "So 7.\n#### 72"}) == "72"

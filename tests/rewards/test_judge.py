@@ -32,7 +32,7 @@ class Judge:
     def __init__(self, reply: Callable[[str, list[str]], str | bytes | int | None]) -> None:
         self.reply, self.asked, self.headers = reply, list[dict[str, Any]](), list[dict[str, str]]()
         self.now = self.most = 0
-        lock, judge = threading.Lock(), self
+        judge, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -49,10 +49,8 @@ class Judge:
                 if said is None:
                     self.close_connection = True
                     return
-                content = said
-                if not isinstance(content, bytes):
-                    message = {"choices": [{"message": {"role": "assistant", "content": said}}]}
-                    content = json.dumps({**message, "usage": {"total_tokens": 7}}).encode()
+                message = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 7}}
+                content = said if isinstance(said, bytes) else json.dumps(message).encode()
                 self.send_response(said if isinstance(said, int) else 200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -98,28 +96,20 @@ def by_length(system: str, answers: list[str]) -> str:
 # ---- scores ----
 
 
-@pytest.mark.parametrize(
-    ("mode", "count", "reply", "scores"),
-    [
-        ("score", 1, '{"score": 10}', [1.0]),
-        ("score", 1, 'so so. {"score": 2.5}', [0.25]),
-        ("score", 1, '{"score": 1} no: {"score": 0} {"why": 2}', [0.0]),
-        ("score", 1, '```json\n{"score": 5, "why": "x"}\n```', [0.5]),
-        *(("score", 1, no, None) for no in ("", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"9"', "true", "NaN")))),
-        ("rank", 3, '{"order": [3, "1", 2]}', [0.5, 0.0, 1.0]),
-        ("rank", 1, '{"order": [1]}', [math.nan]),
-        *(("rank", 3, no, None) for no in ("", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]")))),
-    ],
-)
-def test_a_reply_is_read_or_refused(
-    mode: str, count: int, reply: str, scores: list[float] | None, tmp_path: Path
-) -> None:
-    judge = reward("http://127.0.0.1:1", tmp_path, mode=mode)
-    if scores is not None:
-        assert judge.scores(reply, count) == pytest.approx(scores, nan_ok=True)
-    else:
-        with pytest.raises(ValueError, match="gave no"):
-            judge.scores(reply, count)
+def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
+    score, rank = (reward("http://127.0.0.1:1", tmp_path, mode=mode) for mode in ("score", "rank"))
+    assert score.scores('so so. {"score": 2.5}', 1) == [0.25]
+    assert score.scores('{"score": 1} no: {"score": 0} {"why": 2}', 1) == [0.0]
+    assert score.scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
+    assert rank.scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
+    assert rank.scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
+    for judge, count, replies in (
+        (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"9"', "true", "NaN"))]),
+        (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]"))]),
+    ):
+        for reply in replies:
+            with pytest.raises(ValueError, match="gave no"):
+                judge.scores(reply, count)
 
 
 @pytest.mark.parametrize("mode", ["score", "rank"])
@@ -174,48 +164,41 @@ def test_a_second_time_asks_nothing_also_where_nobody_answers(serving: Any, tmp_
     assert [first.usage[name] for name in ("requests", "cached", "tokens")] == [2, 1, 14]
     first.close()
     judge.close()
-    again = reward(judge.url, tmp_path)
-    assert again(["p", "p", "q"], ["a", "a", "bb"], {}) == call
-    other = reward(judge.url, tmp_path, model="another", timeout_s=0.5)
-    with pytest.raises(JudgeGone, match="judge"):
-        other(["p"], ["a"], {})
+    assert reward(judge.url, tmp_path)(["p", "p", "q"], ["a", "a", "bb"], {}) == call
+    with pytest.raises(JudgeGone, match="judge"):  # another model's replies are other ones
+        reward(judge.url, tmp_path, model="another", timeout_s=0.5)(["p"], ["a"], {})
 
 
 def test_a_damaged_cache_is_named_wherever_the_damage_is(serving: Any, tmp_path: Path) -> None:
-    judge, path, prompts = serving(by_length), tmp_path / "cache.sqlite", ["p"] * 100
-    judged = reward(judge.url, tmp_path)
+    judge, path, prompts, answers = serving(by_length), tmp_path / "cache.sqlite", ["p"] * 100, [*map(str, range(100))]
     judge.reply = lambda system, answers: '{"score": 1}' + "x" * 500
-    judged(prompts, [f"{i}" for i in range(100)], {})
+    judged = reward(judge.url, tmp_path)
+    judged(prompts, answers, {})
     judged.close()
     content = path.read_bytes()
-    path.write_bytes(content[: 4096 * 3] + b"\xa5" * (len(content) - 4096 * 3))
-    with pytest.raises(ValueError, match=r"cache\.sqlite"):
-        reward(judge.url, tmp_path)(prompts, [f"{i}" for i in range(100)], {})
-    path.write_bytes(b"not a database" * 100)
-    with pytest.raises(ValueError, match=r"cache\.sqlite"):
-        reward(judge.url, tmp_path)
+    for damaged in (content[: 4096 * 3] + b"\xa5" * (len(content) - 4096 * 3), b"not a database" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"cache\.sqlite"):
+            reward(judge.url, tmp_path)(prompts, answers, {})
 
 
 # ---- failures ----
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        "no idea",
-        400,
-        '{"score": ' + "[" * 100_000,
-        '{"score": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        '{"order": ' + "[" * 900 + "]" * 900 + "}",
-        "{" * 100_000,
-        b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": 1e999}}',
-        b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": -7}}',
-        b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": 1' + b"0" * 400 + b"}}",
-        b'{"choices": [{"message": {"content": "\\ud800 {\\"score\\": 5} {\\"order\\": [1, 2]}"}}]}',
-        b"[" * 100_000,
-    ],
-    ids=range(11),
-)
+HOSTILE = [
+    "no idea",
+    400,
+    '{"score": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    '{"order": ' + "[" * 900 + "]" * 900 + "}",
+    b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": 1e999}}',
+    b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": -7}}',
+    b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": 1' + b"0" * 400 + b"}}",
+    b'{"choices": [{"message": {"content": "\\ud800 {\\"score\\": 5} {\\"order\\": [1, 2]}"}}]}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     hostile: str | bytes | int, serving: Any, tmp_path: Path
 ) -> None:
@@ -230,7 +213,6 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     assert all("judge" in failure.reason for failure in call.failures)
     assert [math.isnan(score) for score in call.scores] == [row in failed for row in range(4)]
     assert 0 <= judged.usage["tokens"] < 100
-    judged.close()
 
 
 def test_a_lost_connection_ends_the_call_and_keeps_the_replies(serving: Any, tmp_path: Path) -> None:
@@ -273,18 +255,16 @@ def test_the_key_comes_from_the_environment(serving: Any, tmp_path: Path, monkey
 # ---- settings ----
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
+def test_half_a_judge_is_refused() -> None:
+    whole = {"use": "judge", "url": "http://c", "model": "m", "rubric": "r"}
+    for fields, named in (
         ({"use": "judge"}, "url, model, rubric"),
-        ({"use": "judge", "url": "http://a:b@c/v1", "model": "m", "rubric": "r"}, "key_env"),
-        ({"use": "judge", "url": "ftp://c", "model": "m", "rubric": "r"}, "url"),
-        ({"use": "judge", "url": "http://c", "model": "m", "rubric": "r", "scale": [1.0, 1.0]}, "scale"),
-    ],
-)
-def test_half_a_judge_is_refused(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        RewardFunctionConfig.model_validate(fields)
+        ({**whole, "url": "http://a:b@c/v1"}, "key_env"),
+        ({**whole, "url": "ftp://c"}, "url"),
+        ({**whole, "scale": [1.0, 1.0]}, "scale"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            RewardFunctionConfig.model_validate(fields)
 
 
 def test_too_many_requests_are_refused_before_a_run(tmp_path: Path) -> None:
@@ -344,40 +324,30 @@ def config(model: Path, judge: Judge, folder: Path) -> Config:
     return running.config("grpo", model, reward={"functions": functions}, run={"num_steps": 2})
 
 
-def test_a_rerun_and_a_resume_need_no_judge_and_are_equal(serving: Any, tiny: TinyModels, tmp_path: Path) -> None:
-    judge = serving(by_letters)
+def test_runs_go_on_without_a_judge_and_after_one_that_was_gone(
+    serving: Any, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run and a resume ask nothing and are equal; without a cache a run stops where the judge is gone."""
+    monkeypatch.setattr("tinyrl.rewards.judge.MAX_RETRIES", 0)
+    judge, count = serving(by_letters), 0
     settings = config(tiny("llama"), judge, tmp_path)
     code, first, looks = running.train(settings, tmp_path, name="first")
     assert code == 0
-    lines = [json.loads(line) for line in first.metrics.read_text().splitlines()]
-    assert sum(line.get("judge/requests", 0) for line in lines) > 0
-    assert sum(line.get("judge/tokens", 0) for line in lines) > 0
+    spent = [sum(line.get(f"judge/{name}", 0) for line in running.metrics(first)) for name in ("requests", "tokens")]
     asked = len(judge.asked)
-    judge.close()
+    assert 0 < spent[0] < asked  # those of the check before the first step are of no step
+    assert spent[1] == 7 * spent[0]
+    judge.reply = lambda system, answers: 503
     code, again, _ = running.train(settings, tmp_path, name="again")
     assert code == 0
-    assert len(judge.asked) == asked
-    told = [json.loads(line) for line in again.metrics.read_text().splitlines()]
-    assert sum(line.get("judge/requests", 0) for line in told) == 0
     assert_same(again, first, 2)
     code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks // 2)
     assert code == 75
     assert running.go_on(stopped) == 0
     assert_same(stopped, first, 2)
-
-
-def test_a_judge_that_is_gone_leaves_a_run_that_goes_on(
-    serving: Any, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinyrl.rewards.judge.MAX_RETRIES", 0)
-    judge = serving(by_letters)
-    settings = config(tiny("llama"), judge, tmp_path)
-    code, whole, _ = running.train(settings, tmp_path, name="whole")
-    assert code == 0
-    (tmp_path / "cache.sqlite").unlink()
-    for file in tmp_path.glob("cache.sqlite-*"):
+    assert len(judge.asked) == asked
+    for file in tmp_path.glob("cache.sqlite*"):
         file.unlink()
-    asked, count = len(judge.asked), 0
 
     def dies(system: str, answers: list[str]) -> str | int:
         nonlocal count
@@ -389,14 +359,10 @@ def test_a_judge_that_is_gone_leaves_a_run_that_goes_on(
     assert code == 75
     judge.reply = by_letters
     assert running.go_on(run) == 0
-    assert_same(run, whole, 2)
+    assert_same(run, first, 2)
 
 
-@pytest.mark.parametrize("status", [401, 503])
-def test_a_judge_that_refuses_everything_is_said_before_a_run(
-    status: int, serving: Any, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinyrl.rewards.judge.MAX_RETRIES", 0)
-    with pytest.raises(ValueError, match=str(status)):
-        running.train(config(tiny("llama"), serving(lambda system, answers: status), tmp_path), tmp_path)
+def test_a_judge_that_refuses_everything_is_said_before_a_run(serving: Any, tiny: TinyModels, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="401"):
+        running.train(config(tiny("llama"), serving(lambda system, answers: 401), tmp_path), tmp_path)
     assert not (tmp_path / "run").exists()

@@ -69,22 +69,18 @@ def test_a_prompt_without_room_loses_its_beginning_but_not_its_bos():
     assert within(tokenizer, [3, 4], [4, 5, 8], 3) == ([4], [5, 8])  # some prompt there must be
 
 
-@pytest.mark.parametrize(
-    ("room", "plain", "templated"),
-    [
-        (4, [1, 4, 4, 2], [1, 3, 4, 2]),
-        (5, [1, 3, 4, 4, 2], [1, 8, 3, 4, 2]),
-        (6, [1, 3, 3, 4, 4, 2], [1, 0, 8, 3, 4, 2]),
-    ],
-)
-def test_a_text_that_is_too_long_loses_its_beginning_but_not_its_bos(room: int, plain: list[int], templated: list[int]):
+def test_a_text_that_is_too_long_loses_its_beginning_but_not_its_bos():
     """The library's own truncation from the left is the second opinion for plain text."""
-    tokenizer = small_tokenizer(pattern="<s> $A </s>")
-    words = "hello world hello hello world world"
-    assert read(tokenizer, words, "", room=room) == plain
+    tokenizer, words = small_tokenizer(pattern="<s> $A </s>"), "hello world hello hello world world"
+    chat = small_tokenizer(template=TEMPLATE)
     tokenizer.truncation_side = "left"
-    assert tokenizer(words, truncation=True, max_length=room)["input_ids"] == plain
-    assert read(small_tokenizer(template=TEMPLATE), words, "hello world", room=room) == templated
+    for room, plain, templated in (
+        (4, [1, 4, 4, 2], [1, 3, 4, 2]),
+        (6, [1, 3, 3, 4, 4, 2], [1, 0, 8, 3, 4, 2]),
+    ):
+        assert read(tokenizer, words, "", room=room) == plain
+        assert tokenizer(words, truncation=True, max_length=room)["input_ids"] == plain
+        assert read(chat, words, "hello world", room=room) == templated
 
 
 def test_an_adapter_reads_what_the_policy_would_have_sampled():
@@ -110,23 +106,20 @@ def test_a_template_that_refuses_a_role_is_a_sentence():
 
 
 def test_the_format_is_kept_with_the_weights(tmp_path: Path):
-    tensors = {"weight": torch.zeros(1, 2)}
+    tensors, kind = {"weight": torch.zeros(1, 2)}, TextFormat(False, "Be kind.")
     save_file(tensors, tmp_path / SCORE_HEAD)
     assert TextFormat.of_adapter(str(tmp_path)) is None
-    save_file(tensors, tmp_path / SCORE_HEAD, metadata=TextFormat(False, "Be kind.").metadata())
-    assert TextFormat.of_adapter(str(tmp_path)) == TextFormat(False, "Be kind.")
+    save_file(tensors, tmp_path / SCORE_HEAD, metadata=kind.metadata())
+    assert TextFormat.of_adapter(str(tmp_path)) == kind
     assert TextFormat.of_config(SimpleNamespace()) == TextFormat("auto", None)
-    kept = {"chat": True, "system_prompt": "Be kind."}
-    assert TextFormat.of_config(SimpleNamespace(tinyrl_text_format=kept)) == TextFormat(True, "Be kind.")
-
-
-@pytest.mark.parametrize("kept", [3, [], {"chat": "yes"}, {"chat": "auto", "system_prompt": 3}])
-def test_a_format_that_is_none_is_refused(kept, tmp_path: Path):
-    with pytest.raises(ValueError, match="tinyrl_text_format must hold"):
-        TextFormat.of_config(SimpleNamespace(tinyrl_text_format=kept))
-    save_file({"weight": torch.zeros(1, 2)}, tmp_path / SCORE_HEAD, metadata={"tinyrl_text_format": json.dumps(kept)})
-    with pytest.raises(ValueError, match=r"score_head\.safetensors: tinyrl_text_format must hold"):
-        TextFormat.of_adapter(str(tmp_path))
+    stored = {"chat": False, "system_prompt": "Be kind."}
+    assert TextFormat.of_config(SimpleNamespace(tinyrl_text_format=stored)) == kind
+    for damaged in (3, {"chat": "yes"}, {"chat": "auto", "system_prompt": 3}):
+        with pytest.raises(ValueError, match="tinyrl_text_format must hold"):
+            TextFormat.of_config(SimpleNamespace(tinyrl_text_format=damaged))
+        save_file(tensors, tmp_path / SCORE_HEAD, metadata={"tinyrl_text_format": json.dumps(damaged)})
+        with pytest.raises(ValueError, match=r"score_head\.safetensors: tinyrl_text_format must hold"):
+            TextFormat.of_adapter(str(tmp_path))
 
 
 def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:

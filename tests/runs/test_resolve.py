@@ -96,7 +96,9 @@ def test_every_setting_that_takes_a_model_takes_a_run_of_its_kind_alone():
     for key, fit in fitting.items():
         section, name = key.split(".")
         for run in (*runs, "new"):
-            values = {section: {name: f"runs/{run}"}}
+            values: dict[str, Any] = {section: {name: f"runs/{run}"}}
+            if section == "critic" and run in ("full", "rm-full"):
+                values[section]["kind"] = "separate"
             if run in fit:
                 assert settled(**values)[section][name].endswith(f"runs/{run}/checkpoints/step-000004")
             else:
@@ -119,7 +121,7 @@ def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_started_from():
     assert settled(model={"path": "base", "adapter": "adapter"}, lora={"r": 32})["lora"]["r"] == 32
 
 
-def test_a_critic_that_starts_from_a_run_is_of_its_kind_unless_one_is_set():
+def test_a_critic_starts_from_a_run_of_its_kind():
     a_run("adapter", PPO)
     a_run("shared", {**PPO, "critic": {"kind": "shared-detached"}})
     a_run("own", {**PPO, "critic": {"kind": "separate"}})
@@ -128,21 +130,21 @@ def test_a_critic_that_starts_from_a_run_is_of_its_kind_unless_one_is_set():
     a_run("rm-full", REWARD | FULL)
     kinds = {"adapter": "adapter", "shared": "shared-detached", "own": "separate", "full": "separate", "rm": "adapter"}
     for run, kind in {**kinds, "rm-full": "separate"}.items():
-        values = settled(critic={"path": f"runs/{run}"})
-        assert values["critic"]["kind"] == kind
+        values = settled(critic={"path": f"runs/{run}", "kind": kind})
         assert values["critic"]["path"].endswith(f"runs/{run}/checkpoints/step-000004")
         assert resolve(Config.model_validate(values)).model_dump() == values  # idempotent
-    assert settled(critic={"path": "runs/shared", "kind": "shared"})["critic"]["kind"] == "shared"
-    assert settled(critic={"path": "base"})["critic"]["kind"] == "separate"
+    for path, kind in (("runs/shared", "shared"), ("base", "separate")):
+        assert settled(critic={"path": path, "kind": kind})["critic"]["kind"] == kind
+    assert settled(critic={"path": "runs/rm"})["critic"]["kind"] == "adapter"
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"critic": {"path": "base", "kind": "shared"}},  # a model has no critic
+        {"critic": {"path": "base"}},  # a model has no critic
         {"critic": {"path": "runs/a", "kind": "separate"}},  # of another kind
         {"critic": {"path": "runs/rm", "kind": "shared"}},
-        {"critic": {"path": "runs/own"}, **FULL},  # a critic of adapters
+        {"critic": {"path": "runs/own", "kind": "separate"}, **FULL},  # a critic of adapters
         {"critic": {"path": "runs/a"}, **FULL},
         {"critic": {"path": "runs/a"}, "model": {"path": "base"}},  # on another base
         {"critic": {"path": "runs/drawn"}},  # on weights that are in no file

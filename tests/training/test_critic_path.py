@@ -59,8 +59,9 @@ def ppo(base: Path, **sections: Any) -> Config:
     ("first", "second"),
     [
         ({"lora": {"r": 3}}, {}),  # another rank than this run's adapters have
-        ({**FULL, **SEPARATE}, {}),  # a full model under new adapters, which are zero
-        ({"critic": {"kind": "shared-detached", "warmup_steps": 2}}, {}),  # the policy has not moved, which it reads
+        ({**FULL, **SEPARATE}, SEPARATE),  # a full model under new adapters, which are zero
+        # whose policy, which it reads, has not moved
+        ({"critic": {"kind": "shared-detached", "warmup_steps": 2}}, {"critic": {"kind": "shared"}}),
     ],
     ids=["adapter of another rank", "full under adapters", "head alone"],
 )
@@ -69,7 +70,8 @@ def test_a_run_goes_on_with_the_critic_of_another(
     first: dict[str, Any], second: dict[str, Any], tiny: TinyModels, tmp_path: Path
 ) -> None:
     run, end = learnt(ppo(tiny("llama"), **first), tmp_path, "first")
-    begun = load(ppo(tiny("llama"), **{**second, "critic": {"path": str(run.path)}}))
+    critic = {"path": str(run.path), **second.get("critic", {})}
+    begun = load(ppo(tiny("llama"), critic=critic))
     torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
     begun.close()
 
@@ -77,8 +79,8 @@ def test_a_run_goes_on_with_the_critic_of_another(
 @pytest.mark.slow
 def test_a_shared_critic_goes_with_its_policy(tiny: TinyModels, tmp_path: Path) -> None:
     run, end = learnt(ppo(tiny("llama"), critic={"kind": "shared", "warmup_steps": 0}), tmp_path, "first")
-    begun = load(ppo(tiny("llama"), model={"adapter": str(run.path)}, critic={"path": str(run.path)}))
-    assert begun.policy.critic_kind == "shared"
+    critic = {"kind": "shared", "path": str(run.path)}
+    begun = load(ppo(tiny("llama"), model={"adapter": str(run.path)}, critic=critic))
     torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
     begun.close()
 
@@ -87,14 +89,15 @@ def test_a_shared_critic_goes_with_its_policy(tiny: TinyModels, tmp_path: Path) 
 def test_a_critic_that_began_with_a_critic_that_began_with_a_model(tiny: TinyModels, tmp_path: Path) -> None:
     """Adapters on a base of their own, which the configuration of the run that made them names."""
     other = str(tiny("llama", seed=3))
-    first, of_first = learnt(ppo(tiny("llama"), critic={"path": other}), tmp_path, "first")
-    second, end = learnt(ppo(tiny("llama"), critic={"path": str(first.path)}), tmp_path, "second")
+    own = SEPARATE["critic"]
+    first, of_first = learnt(ppo(tiny("llama"), critic={**own, "path": other}), tmp_path, "first")
+    second, end = learnt(ppo(tiny("llama"), critic={**own, "path": str(first.path)}), tmp_path, "second")
     state = json.loads((second.checkpoints / "step-000002/state.json").read_text())
     assert "critic.path: critic/adapter_model.safetensors" in state["sources"]["files"]
     fresh = load(second.read_config())
     torch.testing.assert_close(values(fresh), of_first, rtol=1e-5, atol=1e-6)
     fresh.close()
-    begun = load(ppo(tiny("llama"), critic={"path": str(second.path)}))
+    begun = load(ppo(tiny("llama"), critic={**own, "path": str(second.path)}))
     torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
     begun.close()
 
@@ -121,7 +124,8 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(
     code, run, _ = running.train(Config.model_validate(made), tmp_path, name="rm")
     assert code == 0
     reward = {"functions": [], "model": str(run.path)}
-    parts = load(ppo(tiny("llama"), critic={"path": str(run.path)}, reward=reward))
+    critic = {"path": str(run.path), "kind": "adapter" if lora else "separate"}
+    parts = load(ppo(tiny("llama"), critic=critic, reward=reward))
     roles = parts.policy
     batch = roles.batch(PROMPTS, RESPONSES, last_tokens=True)
     with torch.no_grad(), roles.acting("critic"):
@@ -137,5 +141,4 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(
         wanted = model.scores(texts, micro_batches=MicroBatches(torch.device("cpu"), 512))
     assert got.tolist() == pytest.approx(wanted, abs=1e-5)
     assert abs(wanted[0] - wanted[1]) > 1e-3
-    assert roles.critic_kind == ("adapter" if lora else "separate")
     parts.close()

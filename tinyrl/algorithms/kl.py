@@ -7,7 +7,7 @@ leaves clean gradients; counted, it makes the loss non-finite, for the caller to
 In the loss, k1 has zero mean gradient on-policy, and k3's gradient is that of KL(policy || reference) only when
 weighted by the ratio (see losses.kl_loss). In the reward only k1 penalises KL: the policy gradient of a reward -k is
 that of E[-k] with k held fixed; for k1 the term left out, E[grad k1], is zero, for k2 and k3 it is not, and training
-ends at another optimum (tests/algorithms/test_kl.py shows it).
+ends at another optimum.
 """
 
 import math

@@ -62,9 +62,7 @@ class Config(sections.Section):
         optim.learning_rate = optim.learning_rate or (1e-6 if full else 5e-5)
         if self.uses("critic"):
             optim.critic_learning_rate = optim.critic_learning_rate or (1e-5 if full else 1e-4)
-            if self.critic.kind is None:
-                self.critic.kind = "separate" if full or self.critic.path else "adapter"
-                self.critic.model_fields_set.discard("kind")  # a run at critic.path decides, in runs/resolve.py
+            self.critic.kind = self.critic.kind or ("separate" if full else "adapter")
         self.task.name = self.task.name or "rows"
         for problem in conflicts(self):
             raise ValueError(problem)

@@ -81,7 +81,7 @@ class ReferenceConfig(Section):
 
 
 class CriticConfig(Section):
-    kind: CriticKind | None = Field(default=None, description="its architecture; null: that of critic.path, or by lora")
+    kind: CriticKind | None = Field(default=None, description="its architecture; null: adapter with LoRA, or separate")
     path: Text | None = Field(default=None, description="ppo or reward run, or model, to start from; null: model.path")
     warmup_steps: NonNegative = Field(default=1, description="number of first steps that train only the critic")
 

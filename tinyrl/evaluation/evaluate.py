@@ -110,7 +110,7 @@ def _evaluate(
 
 
 def _divergence(collector: Collector, samples: list[Sample], role: Role) -> dict[str, float]:
-    """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token."""
+    """Compute the KL to the reference in nats per response (if there is one) and the mean entropy of a chosen token."""
     policy, temperature = collector.policy, collector.config.generation.temperature
 
     def run(who: Role) -> tuple[torch.Tensor, ...]:

@@ -36,7 +36,7 @@ def all_equal(values: Sequence[float]) -> bool:
 
 
 def mean_interval(values: Sequence[float]) -> list[float]:
-    """[low, high] of the mean reward over prompts, one value a prompt: samples of one prompt are not independent.
+    """Return [low, high] of the mean over prompts, one value each: samples of one prompt are not independent.
 
     Values from 0 to 1 have Wilson's score interval (JASA 22, 1927, p. 209) of a share p of n:
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). For values other than 0 and 1 with variance s^2, n is
@@ -58,8 +58,8 @@ def mean_interval(values: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """[low, high] of the mean of any values: of few mean -+ t s / sqrt(n) (Student's t, n - 1 degrees of freedom), of
-    MANY the percentiles of 2,000 bootstrapped means. NaN for fewer than two values, and where all are equal.
+    """Return [low, high] of the mean of any values: of few mean -+ t s / sqrt(n) (Student's t with n - 1 degrees of
+    freedom), of MANY the percentiles of 2,000 bootstrapped means. NaN for fewer than two values or all equal ones.
     """
     valid = numbers(values)
     if len(valid) < 2 or all_equal(valid):
@@ -77,7 +77,7 @@ def interval(values: Sequence[float]) -> list[float]:
 def verdict_metrics(
     verdicts: list[float], answers: list[Any] | None, samples: int, *, is_pass: Callable[[float], bool]
 ) -> dict[str, Any]:
-    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
+    """Compute pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
 
     Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
     Unbiased pass@k of n samples, c of them right, is 1 - C(n - c, k) / C(n, k) (2107.03374, Eq. 1), here for k = 1, n.
@@ -122,7 +122,7 @@ def paired_difference(ours: list[float], other: list[float]) -> dict[str, Any]:
 
 
 def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
-    """For each judge that both sides have: how often ours is preferred, with an interval over prompts, and the ties.
+    """Compute for each judge of both sides how often ours is preferred, with an interval over prompts, and the ties.
 
     ours, other: for each prompt what a judge gives each sample. Within a prompt every sample of ours meets every sample
     of the other side; a tie counts half. NaN values meet nobody, and a prompt without a meeting is left out.
@@ -143,15 +143,15 @@ def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[flo
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str, Any]:
-    """Accuracy (a tie counts half), mean margin and loss of held-out pairs: scores and wanted margins (n,), n >= 1."""
+    """Compute accuracy (ties half), mean margin and loss of held-out pairs: scores and wanted margins (n,), n >= 1."""
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
     accuracy, margin = float(metrics["rewards/accuracy"]), float(metrics["rewards/margin"])
     return {"accuracy": accuracy, "margin": margin, "loss": float(loss), "num_pairs": len(chosen)}
 
 
 def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Accuracy at score 0 (exactly 0 counts half), mean score of label 1 minus that of label 0, area under the ROC
-    curve and loss of held-out rows (n,), n >= 1. Without both labels there is neither margin nor area.
+    """Compute accuracy at score 0 (exactly 0 counts half), mean score of label 1 minus that of label 0, area under the
+    ROC curve and loss of held-out rows (n,), n >= 1. Without both labels there is neither margin nor area.
     """
     loss, metrics = label_loss(scores, labels)
     good, bad = scores.double()[labels == 1].tolist(), scores.double()[labels == 0].tolist()

@@ -26,11 +26,7 @@ from tinyrl.text import shortened
 OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
-RENDERING = (
-    "chat",
-    "system_prompt",
-    "chat_template_kwargs",
-)  # task settings that belong to the model
+RENDERING = ("chat", "system_prompt", "chat_template_kwargs")  # task settings that belong to the model
 OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is sampled
 
 

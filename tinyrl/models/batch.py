@@ -9,7 +9,7 @@ padding position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,7 +21,6 @@ from tinyrl.models.device import to_device
 from tinyrl.models.packing import Packing, pack, shared_start
 
 Tokens = Literal["loss", "rewarded", "all"]  # which of the chosen tokens: in the loss, of rewarded samples, or all
-Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
 
 
 class Item(Protocol):
@@ -52,17 +51,17 @@ class Example(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt with its longest answer."""
+        """Count the tokens of the prompt with its longest answer."""
         return len(self.prompt) + max(map(len, self.responses))
 
     @property
     def learnt(self) -> list[int]:
-        """Number of learnt tokens of each answer."""
+        """Count the learnt tokens of each answer."""
         return [sum(mask) for mask in self.listed()]
 
     @property
     def texts(self) -> list[list[int]]:
-        """Each answer behind its prompt."""
+        """Return each answer behind its prompt."""
         return [self.prompt + response for response in self.responses]
 
 
@@ -91,13 +90,13 @@ class Batch:
     items: Sequence[Any] = ()
 
     def to_rows(self, flat: Tensor) -> Tensor:
-        """Flat (N,) -> (b, T) with 0 where no token is listed; differentiable."""
+        """Lay flat (N,) out as (b, T) with 0 where no token is listed; differentiable."""
         out = flat.new_zeros(self.num_rows, self.num_columns)
         return out.index_put((self.row, self.column), flat)
 
     @property
     def mask(self) -> Tensor:
-        """(b, T) bool: the listed tokens."""
+        """Return the listed tokens, (b, T) bool."""
         return self.to_rows(torch.ones_like(self.row, dtype=torch.bool))
 
     def padded(self, name: str) -> Tensor:
@@ -111,6 +110,20 @@ def padded(items: Sequence[Any], name: str) -> Tensor:
     return pad_sequence(rows, batch_first=True) if rows[0].dim() else torch.stack(rows)
 
 
+def examples(
+    prompts: Sequence[list[int]], responses: Sequence[list[int]], masks: Sequence[list[bool]] | None = None
+) -> list[Example]:
+    """Make an example of each prompt with its response; masks: which of its tokens are listed (None: all)."""
+    if masks is None:
+        return [Example(p, [r]) for p, r in zip(prompts, responses, strict=True)]
+    return [Example(p, [r], [m]) for p, r, m in zip(prompts, responses, masks, strict=True)]
+
+
+def make_batch(prompts: list[list[int]], responses: list[list[int]], *, device: torch.device | str = "cpu") -> Batch:
+    """Lay b prompts and responses out as one right-padded batch."""
+    return batch_of(examples(prompts, responses), packed=False, device=device)
+
+
 def batch_of(
     items: Sequence[Item],
     *,
@@ -119,57 +132,51 @@ def batch_of(
     tokens: Tokens = "loss",
     last_tokens: bool = False,
 ) -> Batch:
-    """Lay items out as a batch, all first responses before all second ones; last_tokens: their states are read too."""
-    rows = [(item, side) for side in range(len(items[0].responses)) for item in items]
-    masks = [item.listed(tokens) for item in items]
-    listed = [mask[side] for side in range(len(items[0].responses)) for mask in masks]
-    prompts, responses = [item.prompt for item, _ in rows], [item.responses[side] for item, side in rows]
-    if packed:
-        batch = make_packed_batch(prompts, responses, listed, device=device, last_tokens=last_tokens)
-    else:
-        batch = make_batch(prompts, responses, listed, device=device)
-    return replace(batch, items=items)
-
-
-def make_batch(
-    prompts: list[list[int]], responses: list[list[int]], masks: Masks = None, *, device: torch.device | str = "cpu"
-) -> Batch:
-    """Lay b prompts and responses out as one right-padded batch. A response may be empty; a prompt may not. masks say
-    which response tokens are listed (None: all); the others are only read.
+    """Lay items out as a batch, all first responses before all second ones. A response may be empty; a prompt may not.
+    `tokens` are listed, the others only input. A row's last token predicts nothing: packed, it is left out without
+    `last_tokens`.
     """
-    listed = _listed(prompts, responses, masks)
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    width = max(lengths)
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    state_index: list[int] = []
-    for i, (prompt, response, columns) in enumerate(zip(prompts, responses, listed, strict=True)):
-        input_ids[i, : lengths[i]] = torch.tensor(prompt + response)
-        attention_mask[i, : lengths[i]] = 1
-        start = i * width + len(prompt) - 1
-        state_index += [start + t for t in columns]
+    masks, sides = [item.listed(tokens) for item in items], range(len(items[0].responses))
+    prompts = [item.prompt for _ in sides for item in items]
+    responses = [item.responses[side] for side in sides for item in items]
+    listed = [[t for t, wanted in enumerate(mask[side]) if wanted] for side in sides for mask in masks]
+    assert all(prompts), "a row needs at least one prompt token to predict from"
+    assert [len(m[side]) for side in sides for m in masks] == [*map(len, responses)], "a mask for each response token"
+    if packed:
+        ids, positions, state_index, ends, packing = _packed(prompts, responses, listed, last_tokens, device)
+        mask = torch.ones_like(ids)
+    else:
+        rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
+        ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
+        width, packing = ids.shape[1], None
+        positions = torch.arange(width).expand(len(rows), width)
+        state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
+        ends = [i * width + len(row) - 1 for i, row in enumerate(rows)]
+    targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
+    row = [i for i, columns in enumerate(listed) for _ in columns]
+    lists = (row, list(chain(*listed)), state_index, targets, ends)
+    *fields, last_index = (to_device(torch.tensor(x, dtype=torch.long), device) for x in lists)
     return Batch(
-        to_device(input_ids, device),
-        to_device(attention_mask, device),
-        torch.arange(width, device=device).expand(len(prompts), width),
-        **_response_tokens(responses, listed, state_index, device),
-        last_index=to_device(torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)]), device),
+        *(to_device(x, device) for x in (ids, mask, positions)),
+        *fields,
+        last_index=last_index if last_tokens or not packed else None,
+        num_rows=len(responses),
+        num_columns=max(map(len, responses), default=0),
+        packing=packing,
+        items=items,
     )
 
 
-def make_packed_batch(
+def _packed(
     prompts: list[list[int]],
     responses: list[list[int]],
-    masks: Masks = None,
-    *,
-    device: torch.device | str = "cpu",
-    last_tokens: bool = False,
-) -> Batch:
-    """The same rows end to end; those whose prompts are equal share one, and different prompts what they begin with. A
-    row's last token predicts nothing that counts and is left out, unless `last_tokens` says that its state is to be
-    read.
+    listed: list[list[int]],
+    last_tokens: bool,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor, list[int], list[int], Packing]:
+    """Lay rows end to end; equal prompts are one, and different ones share what they begin with. Return ids and
+    positions, (1, L) each, the index of the state before each listed token and of each row's last one.
     """
-    listed = _listed(prompts, responses, masks)
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(row)
@@ -191,33 +198,5 @@ def make_packed_batch(
             positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
-    input_ids = to_device(torch.tensor([ids]), device)
-    return Batch(
-        input_ids,
-        torch.ones_like(input_ids),
-        to_device(torch.tensor([positions]), device),
-        **_response_tokens(responses, listed, list(chain(*before)), device),
-        last_index=to_device(torch.tensor(ends), device) if last_tokens else None,
-        packing=pack(shape, start=start, device=device),
-    )
-
-
-def _listed(prompts: list[list[int]], responses: list[list[int]], masks: Masks) -> list[Sequence[int]]:
-    """Return the positions of each row's listed response tokens."""
-    assert len(prompts) == len(responses)
-    assert all(prompts), "a row needs at least one prompt token to predict from"
-    if masks is None:
-        return [range(len(response)) for response in responses]
-    assert [len(mask) for mask in masks] == [len(response) for response in responses], "a mask for each response token"
-    return [[t for t, wanted in enumerate(mask) if wanted] for mask in masks]
-
-
-def _response_tokens(
-    responses: list[list[int]], listed: list[Sequence[int]], state_index: list[int], device: torch.device | str
-) -> dict[str, Any]:
-    """The fields of a batch that do not depend on its layout, and `state_index`, as tensors."""
-    row = [i for i, columns in enumerate(listed) for _ in columns]
-    targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
-    lists = {"row": row, "column": list(chain(*listed)), "targets": targets, "state_index": state_index}
-    fields = {name: to_device(torch.tensor(x, dtype=torch.long), device) for name, x in lists.items()}
-    return {**fields, "num_rows": len(responses), "num_columns": max(map(len, responses), default=0)}
+    packing = pack(shape, start=start, device=device)
+    return torch.tensor([ids]), torch.tensor([positions]), list(chain(*before)), ends, packing

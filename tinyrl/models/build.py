@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
@@ -160,61 +159,52 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
     """Give the policy the critic of `critic.kind`, started from `critic.path`. Raises ValueError for one that does not
     fit.
     """
-    kind, path, run, model, head = config.critic.kind, config.critic.path, critic_run(config), None, None
+    kind, run, folder = config.critic.kind, critic_run(config), Path(config.critic.path or "")
     assert kind is not None, "config/schema.py fills it in"
-    if kind == "separate":
-        model, head = _separate_model(config, dtype, trust_remote_code)
-        few_tokens(model, path=path or config.model.path)
-        model.requires_grad_(not config.lora.enabled)
+    model: Any = _separate_model(config, dtype, trust_remote_code) if kind == "separate" else None
     adapter = _fresh_adapter(config, dropout=0.0)
     if run is not None and run.lora.enabled and kind in ("adapter", "separate"):
-        adapter = read_lora_config(f"{path}/critic" if run.uses("critic") else str(path), model or policy.causal)
+        adapter = read_lora_config(str(folder / "critic" if run.uses("critic") else folder), model or policy.causal)
     if model is None:
         check_rank(policy.causal, adapter, what="lora.r")
         policy.add_critic(kind, lora=adapter)
     else:
+        few_tokens(model, path=config.critic.path or config.model.path)
+        model.requires_grad_(not config.lora.enabled)
         policy.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
-    assert policy.value_head is not None
-    if head is not None:
-        weight, bias = head
+    head, score = policy.value_head, getattr(model, "score", None)
+    assert head is not None
+    if model is not None and score is not None and len(score.weight) == 1:
+        bias = getattr(model.config, SCORE_OFFSET, score.bias)  # the offset is the bias of tinyrl's own
         with torch.no_grad():
-            policy.value_head.weight.copy_(weight)
-            if bias is not None:
-                policy.value_head.bias.copy_(bias)
-    if run is None or path is None:
+            head.weight.copy_(score.weight)
+            head.bias.copy_(torch.zeros(1) if bias is None else torch.as_tensor(bias))
+    if run is None:
         return
     if not run.trains.policy:  # a reward model of adapters
         assert policy.peft is not None
-        load_adapter_weights(policy.peft, "critic", Path(path) / ADAPTER_FILE)
-        load_weights(policy.value_head, Path(path) / SCORE_HEAD)
+        load_adapter_weights(policy.peft, "critic", folder / ADAPTER_FILE)
+        load_weights(head, folder / SCORE_HEAD)
     elif isinstance(policy.critic_model, PeftModel) and not run.lora.enabled:
-        load_weights(policy.value_head, Path(path) / VALUE_HEAD)  # the backbone was loaded before it got adapters
+        load_weights(head, folder / VALUE_HEAD)  # the backbone was loaded before it got adapters
     else:
-        policy.load(Path(path), only="critic")
+        policy.load(folder, only="critic")
 
 
-def _separate_model(
-    config: Config, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[PreTrainedModel, tuple[Tensor, Tensor | None] | None]:
-    """Load the model of a separate critic, before adapters of its own, and the score head that it comes with: weight
-    (1, H), bias (1,).
-    """
+def _separate_model(config: Config, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Load the model of a separate critic, before adapters of its own; a classification model comes with `score`."""
     path, run = config.critic.path, critic_run(config)
-    if run is not None and path is not None:
-        model, _ = _separate_model(run, dtype, trust_remote_code)
+    if run is not None:
+        model = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:
-            load_weights(backbone_of(model), Path(path) / "critic" / MODEL)
-        return model, None
-    try:
-        model = load_classifier(path, dtype=dtype) if path else None
-    except NoHead:  # a plain language model has no score head: its backbone is the critic's, under a zero head
-        model = None
-    score: Any = getattr(model, "score", None)
-    if model is None:
-        model = load_base(config, path or config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
-    if config.model.adapter is not None and path is None:
+            load_weights(backbone_of(model), Path(str(path)) / "critic" / MODEL)
+        return model
+    if path is not None:
+        try:
+            return load_classifier(path, dtype=dtype)
+        except NoHead:  # a plain language model has no score head: its backbone is the critic's, under a zero head
+            return load_base(config, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+    if config.model.adapter is not None:
         model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
-    if score is None or score.weight.shape[0] != 1:
-        return model, None
-    offset = getattr(model.config, SCORE_OFFSET, None)  # the bias of tinyrl's own
-    return model, (score.weight.float(), score.bias if offset is None else torch.tensor([float(offset)]))
+    return model

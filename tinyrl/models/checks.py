@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
+from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.layers import can_run_now, fused_states, has_known_parts
 from tinyrl.models.loading import embedding_rows, reading
-from tinyrl.models.packing import CannotPack, Packing, attending, pack
+from tinyrl.models.packing import CannotPack, attending
 
 if TYPE_CHECKING:
     from tinyrl.models.logprobs import Head
@@ -118,33 +120,24 @@ def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
 # ---- packed rows and our layers ----
 
 
-class _Rows:
-    """Four rows: a prompt with three responses and another with one. The last `new` tokens of each are its own in the
-    packed sequence.
-    """
+def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
+    """Compute the hidden states of every position by the library's modules, flat (b * L, H)."""
+    with attending(backbone, batch.packing):
+        output = backbone(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+    return output.last_hidden_state.flatten(0, 1)
 
-    def __init__(self, backbone: Any) -> None:
-        device = next(backbone.parameters()).device
-        ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
-        rows = [ids[:4] + ids[6:9], ids[:4] + ids[9:10], ids[:4] + ids[2:8], ids[4:6] + ids[10:14]]
-        self.rows, self.new = [torch.tensor([row], device=device) for row in rows], [7, 1, 6, 6]
-        own = list(zip(self.rows, self.new, strict=True))
-        places = [torch.arange(row.shape[1] - n, row.shape[1], device=device) for row, n in own]
-        self.ids, self.positions = torch.cat([row[:, -n:] for row, n in own], 1), torch.cat(places).unsqueeze(0)
-        self.packing: Packing = pack([(4, [3, 1, 6]), (2, [4])], device=device)
 
-    def library_states(self, backbone: nn.Module) -> Tensor:
-        mask = torch.ones_like(self.ids)
-        with attending(backbone, self.packing):
-            output = backbone(input_ids=self.ids, attention_mask=mask, position_ids=self.positions, use_cache=False)
-        return output.last_hidden_state[0]
-
-    def separate_states(self, backbone: nn.Module) -> Tensor:
-        states = [backbone(input_ids=row, use_cache=False).last_hidden_state[0] for row in self.rows]
-        return torch.cat([row[-n:] for row, n in zip(states, self.new, strict=True)])
-
-    def our_states(self, backbone: nn.Module) -> Tensor:
-        return fused_states(backbone, self.ids, self.positions, self.packing)
+def _few_rows(backbone: Any) -> tuple[Batch, list[list[int]]]:
+    """Pack four rows: a prompt with three responses and another with one; return them one by one as well."""
+    ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
+    prompts, responses = [ids[:4]] * 3 + [ids[4:6]], [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
+    items, device = examples(prompts, responses), next(backbone.parameters()).device
+    return batch_of(items, packed=True, device=device, last_tokens=True), [*chain(*(item.texts for item in items))]
 
 
 @torch.no_grad()
@@ -156,9 +149,16 @@ def packs_exactly(backbone: Any) -> bool:
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
     if windows or not getattr(backbone, "_supports_attention_backend", False) or config._attn_implementation == "eager":
         return False
-    rows = _Rows(backbone)
+    batch, rows = _few_rows(backbone)
+
+    def one_by_one() -> list[Tensor]:
+        """Compute the states of the tokens that each row adds to the packed ones."""
+        new, ids = (7, 1, 6, 6), (batch.input_ids.new_tensor([row]) for row in rows)
+        states = [backbone(input_ids=row, use_cache=False).last_hidden_state[0] for row in ids]
+        return [torch.cat([row[-n:] for row, n in zip(states, new, strict=True)])]
+
     try:
-        return _alike([rows.library_states(backbone)], lambda: [rows.separate_states(backbone)], backbone)
+        return _alike([library_states(backbone, batch)], one_by_one, backbone)
     except CannotPack:
         return False
 
@@ -182,14 +182,15 @@ def supports_fused_layers(backbone: nn.Module) -> bool:
 @torch.no_grad()
 def _same_as_the_library(backbone: Any) -> bool:
     """Compare the states of all layers on a few packed tokens, and the derivatives of the first layers."""
-    rows, few = _Rows(backbone), copy.copy(backbone)
+    (batch, _), few = _few_rows(backbone), copy.copy(backbone)
     layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
     for layer in layers:
         layer.gradient_checkpointing = False
     few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
     try:
-        return _alike([rows.our_states(backbone)], lambda: [rows.library_states(backbone)], backbone) and _alike(
-            _gradients(rows.our_states, few), lambda: _gradients(rows.library_states, few), few
+        states = _alike([fused_states(backbone, batch)], lambda: [library_states(backbone, batch)], backbone)
+        return states and _alike(
+            _gradients(fused_states, few, batch), lambda: _gradients(library_states, few, batch), few
         )
     except torch.OutOfMemoryError:
         raise
@@ -197,7 +198,7 @@ def _same_as_the_library(backbone: Any) -> bool:
         return False
 
 
-def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Tensor]:
+def _gradients(states: Callable[[nn.Module, Batch], Tensor], backbone: Any, batch: Batch) -> list[Tensor]:
     """Return the gradients of a weighted sum of the hidden states with respect to the embedded tokens and the trainable
     parameters, each (1, n).
     """
@@ -210,7 +211,7 @@ def _gradients(states: Callable[[nn.Module], Tensor], backbone: Any) -> list[Ten
     hook = backbone.embed_tokens.register_forward_hook(as_leaf)
     try:  # saved_tensors_hooks: in_float32 changes weights after a layer has run
         with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
-            found = states(backbone).float()
+            found = states(backbone, batch).float()
             loss = (found * torch.arange(found.numel(), device=found.device).cos().view_as(found)).sum()
     finally:
         hook.remove()

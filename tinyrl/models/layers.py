@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from tinyrl.models.batch import Batch
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.lora import is_plain_lora
 from tinyrl.models.packing import Packing, attend
@@ -150,8 +151,8 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms, which
-    is (..., 1) and not in half precision.
+    """Apply RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms,
+    which is (..., 1) and not in half precision.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     r = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
@@ -338,19 +339,20 @@ def can_run_now(backbone: Any) -> bool:
     return not drops_out and all(is_plain_lora(layer) and not layer.merged for layer in adapted)
 
 
-def fused_states(backbone: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-    """Return the hidden states (N, H) of the packed tokens ids (1, N) at positions (1, N), under the acting adapter."""
+def fused_states(backbone: Any, batch: Batch) -> Tensor:
+    """Compute the hidden states (N, H) of a packed batch under the acting adapter."""
+    assert batch.packing is not None
     kind = backbone.norm.weight.device.type
     dtype = autocast_dtype(kind) or torch.float32
     eps: float = backbone.config.get_text_config().rms_norm_eps
-    x = backbone.embed_tokens(ids)[0]
+    x = backbone.embed_tokens(batch.input_ids)[0]
     with torch.autocast(kind, enabled=False):
-        cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(upcast(x[:, :1]), positions))
+        cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(upcast(x[:, :1]), batch.position_ids))
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
         recompute = torch.is_grad_enabled() and getattr(backbone.layers[0], "gradient_checkpointing", False)
         for layer in backbone.layers:
-            arguments = layer, _tensors(layer), cos, sin, packing, eps, dtype
+            arguments = layer, _tensors(layer), cos, sin, batch.packing, eps, dtype
             x = checkpoint(_layer, x, *arguments, use_reentrant=False) if recompute else _layer(x, *arguments)
         return Norm.apply(x, backbone.norm.weight, eps)  # pyright: ignore
 

@@ -100,8 +100,12 @@ def load_causal_lm(
     resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
-    if quantization is not None:
-        options["quantization_config"] = _quantization_config(quantization, dtype)
+    if quantization is not None and find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'")
+    if quantization is not None:  # NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        bits: Any = {"load_in_8bit": True} if quantization == "8bit" else {"load_in_4bit": True, **nf4}
+        options["quantization_config"] = BitsAndBytesConfig(**bits)
     with reading(f"cannot load a causal language model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         if random_init:
@@ -116,17 +120,6 @@ def load_causal_lm(
         if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient
             module.support_avx512bf16_for_cpu = False
     return model.eval()
-
-
-def _quantization_config(quantization: str, dtype: torch.dtype) -> Any:
-    """Configure bitsandbytes: NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)."""
-    if find_spec("bitsandbytes") is None:
-        raise ValueError(f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'")
-    if quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
 
 
 def embedding_rows(model: PreTrainedModel | PeftModel) -> int:

@@ -39,7 +39,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, states: Tensor) -> Tensor:
-        """(N, H) -> (N, V) float32 logits before the temperature, in autocast's dtype, else the wider of the two."""
+        """Compute float32 logits (N, V) before the temperature, in autocast's dtype, else the wider of the two."""
         dtype = autocast_dtype(self.weight.device.type) or torch.promote_types(states.dtype, self.weight.dtype)
         if dtype == torch.float32:
             bias = None if self.bias is None else self.bias.to(dtype)
@@ -98,8 +98,8 @@ def head_of(model: nn.Module) -> Head:
 def token_logprobs(
     states: Tensor, head: Head, *, targets: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target (N,), and entropy, under softmax(logits / temperature) of states (N, H); both (N,)
-    float32. The entropy has a gradient only with entropy_grad.
+    """Compute the log-probability of each target (N,), and the entropy, under softmax(logits / temperature) of states
+    (N, H); both (N,) float32. The entropy has a gradient only with entropy_grad.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
         return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
@@ -241,7 +241,7 @@ class Distance(NamedTuple):
 
 
 def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: float, beta: float) -> Distance:
-    """Divergences of the student's distributions, softmax(logits / temperature), to the teacher's, in nats.
+    """Compute divergences of the student's distributions, softmax(logits / temperature), to the teacher's, in nats.
 
     states (N, H) of the student; both heads are of the same tokens. `beta`: algorithms/distillation.py.
     """

@@ -66,7 +66,7 @@ class SequenceLengths:
         return [p + r for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Tokens that go through the model for these rows together, padding included."""
+        """Count the tokens that go through the model for these rows together, padding included."""
         if self.packed:
             prompts = {self.groups[row]: self.prompts[row] - self.start for row in rows}
             return self.start + sum(prompts.values()) + sum(self.responses[row] for row in rows)
@@ -85,8 +85,8 @@ class SequenceLengths:
         return plan
 
     def shares(self, rows: Sequence[int], count: int) -> list[list[int]]:
-        """Rows in `count` shares of about as many tokens. Rows with one prompt stay together, where that is read once
-        for all of them, unless there are too few groups to share out evenly.
+        """Split rows into `count` shares of about as many tokens. Packed rows with one prompt stay together, unless
+        there are too few groups to share out evenly.
         """
         groups: dict[int, list[int]] = {}
         for row in rows:
@@ -97,7 +97,7 @@ class SequenceLengths:
         return [[row for i in share for row in parts[i]] for share in _spread(widest_first, costs, count)]
 
     def smaller(self, plan: Sequence[Sequence[int]]) -> int | None:
-        """A budget that breaks the widest micro-batch of a plan in two; None when each is a single row."""
+        """Return a budget that breaks the widest micro-batch of a plan in two; None when each is a single row."""
         costs = [self.cost(micro) for micro in plan if len(micro) > 1]
         return max(1, max(costs) // 2) if costs else None
 
@@ -121,7 +121,7 @@ class SequenceLengths:
         return sorted(plan, key=lambda micro: -self.cost(micro))  # memory of the widest serves the others
 
     def _split(self, group: list[int], max_tokens: int) -> list[list[int]]:
-        """A group in as few parts as fit the budget, each repeating the prompt, of similar length."""
+        """Split a group into as few parts as fit the budget, each repeating the prompt, of similar length."""
         room = max_tokens - self.prompts[group[0]]
         longest_first = sorted(group, key=lambda row: (-self.responses[row], row))
         rest = [row for row in longest_first if self.responses[row] <= room]
@@ -135,7 +135,7 @@ class SequenceLengths:
 
 
 def _spread(indices: Iterable[int], costs: Sequence[int], count: int) -> list[list[int]]:
-    """Indices in `count` parts, each to the lightest so far, the first of equally light ones."""
+    """Split indices into `count` parts, each to the lightest so far, the first of equally light ones."""
     parts: list[list[int]] = [[] for _ in range(count)]
     lightest = [(0, place) for place in range(count)]  # a heap
     for index in indices:
@@ -157,7 +157,7 @@ class MicroBatches:
 
     Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
     halves when memory runs out. On a GPU `auto` is set by the memory that the first forward and backward pass takes,
-    which is that of the longest rows (`fit`). `make_room` frees what other phases keep, and says whether there was
+    which is that of the longest rows (`fit`). `make_room` frees what other phases keep, and returns whether there was
     anything; as they will keep it again, the second time this halves, too.
     """
 
@@ -177,7 +177,11 @@ class MicroBatches:
         """
         while True:
             restart()
-            plans = [self._plan(work.lengths, world) for work in passes]
+            plans = list[list[list[int]]]()
+            for lengths, _ in passes:
+                rows = range(len(lengths))
+                own = rows if world.size == 1 else lengths.shares(rows, world.size)[world.rank]
+                plans.append(lengths.plan(own, max_tokens=self.tokens))
             try:
                 with as_out_of_memory():
                     for work, plan in zip(passes, plans, strict=True):
@@ -193,11 +197,6 @@ class MicroBatches:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _plan(self, lengths: SequenceLengths, world: World) -> list[list[int]]:
-        rows = range(len(lengths))
-        own = rows if world.size == 1 else lengths.shares(rows, world.size)[world.rank]
-        return lengths.plan(own, max_tokens=self.tokens)
-
     def fit(self, *, cost: int, taken: int, free: int) -> None:
         """Set `tokens` so that a micro-batch takes a share of `free` bytes, from one of `cost` tokens that took `taken`
         bytes: gradients, activations and logits.
@@ -208,7 +207,7 @@ class MicroBatches:
     def _halve(
         self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError, *, may_stay: bool
     ) -> None:
-        """may_stay: whether a row may be tried again where it is alone already."""
+        """Halve the budget; may_stay: retry even if every micro-batch is a single row."""
         budgets = [work.lengths.smaller(plan) for work, plan in zip(passes, plans, strict=True)]
         smaller = max((budget for budget in budgets if budget is not None), default=None)
         if smaller is None and may_stay:

@@ -57,7 +57,7 @@ class Packing:
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, dtype: torch.dtype) -> Tensor:
-        """(width, keys in front + width) of 0 and -inf for a block behind others, made once for all layers."""
+        """Return (width, keys in front + width) of 0 and -inf for a block behind others, made once for all layers."""
         if (index, dtype) not in self.masks:
             block = self.blocks[index]
             start = sum(self.pieces[piece] for piece in block.prefix_pieces)

@@ -42,7 +42,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyrl.config.schema import Config
-from tinyrl.models.batch import Batch, Item, Masks, Tokens, batch_of, make_batch, make_packed_batch
+from tinyrl.models.batch import Batch, Item, Tokens, batch_of, examples
 from tinyrl.models.checks import check_head, packs_exactly
 from tinyrl.models.device import Accelerator, autocast_dtype, to_device
 from tinyrl.models.loading import embedding_rows, save_tokenizer
@@ -221,7 +221,7 @@ class Policy:
 
     @contextmanager
     def acting_merged(self, role: Role) -> Iterator[PreTrainedModel]:
-        """As `acting`, with the role's adapter merged into private copies of the weights: for sampling."""
+        """Act with the role's adapter merged into private copies of the weights: for sampling."""
         adapter = self.adapter_of(role)
         with self.acting(role) as model, ExitStack() as undo:
             for layer in [] if adapter is None else self.adapted_layers(adapter):
@@ -271,13 +271,9 @@ class Policy:
         """Return H, the width of the states of `role`."""
         return self._model_of(role).config.get_text_config().hidden_size
 
-    def batch(
-        self, prompts: list[list[int]], responses: list[list[int]], masks: Masks = None, *, last_tokens: bool = False
-    ) -> Batch:
-        """Make the models' input, listing the response tokens of `masks` (None: all). last_tokens: for `scores`."""
-        if self.packs:
-            return make_packed_batch(prompts, responses, masks, device=self.device, last_tokens=last_tokens)
-        return make_batch(prompts, responses, masks, device=self.device)
+    def batch(self, prompts: list[list[int]], responses: list[list[int]], *, last_tokens: bool = False) -> Batch:
+        """Make the models' input of prompts with a response each; last_tokens: for `scores`."""
+        return self.batch_of(examples(prompts, responses), last_tokens=last_tokens)
 
     def policy_states(self, batch: Batch) -> Tensor:
         """Compute the hidden states (N, H) of the policy, which must be acting."""
@@ -311,7 +307,7 @@ class Policy:
 
     @property
     def value_role(self) -> Role:
-        """Whose weights act when values are computed: the critic's own, or the policy's with a head on its states."""
+        """Return the role that acts when values are computed: the critic, or the policy with a head on its states."""
         return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
 
     def scores(self, batch: Batch) -> Tensor:
@@ -367,7 +363,7 @@ class Policy:
 
     @property
     def positions(self) -> int:
-        """Most tokens of a prompt with its response."""
+        """Return the most tokens of a prompt with its response."""
         return positions_of(self.causal.config.get_text_config())
 
     # ---- how they compute ----

@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tinyrl.models.batch import Batch
-from tinyrl.models.checks import supports_fused_layers
+from tinyrl.models.checks import library_states, supports_fused_layers
 from tinyrl.models.layers import fused_states
-from tinyrl.models.packing import attending
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
-    """The decoder below the language-model head (or below a classification head)."""
+    """Return the decoder below the language-model head (or below a classification head)."""
     prefix = getattr(model, "base_model_prefix", "")
     backbone = getattr(model, prefix, None) if prefix else None
     if backbone is None or backbone is model:
@@ -22,36 +21,24 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def all_states(backbone: nn.Module, batch: Batch) -> Tensor:
-    """Hidden states of every position, flat (b * L, H)."""
-    if batch.packing is not None and supports_fused_layers(backbone):
-        return fused_states(backbone, batch.input_ids, batch.position_ids, batch.packing)
-    return library_states(backbone, batch)
-
-
-def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
-    with attending(backbone, batch.packing):
-        output = backbone(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        )
-    return output.last_hidden_state.flatten(0, 1)
+    """Compute the hidden states of every position, flat (b * L, H)."""
+    fused = batch.packing is not None and supports_fused_layers(backbone)
+    return (fused_states if fused else library_states)(backbone, batch)
 
 
 def states_at(states: Tensor, index: Tensor) -> Tensor:
-    """states[index], whose backward adds up in the order of `index`. Rows that share a prompt read one state, and on a
-    CPU the backward of indexing adds in the order in which threads arrive; on a GPU it sorts, index_select's does not.
+    """Return states[index], whose backward adds up in the order of `index`: rows that share a prompt use one state. On
+    a CPU the backward of indexing adds in the order in which threads arrive; on a GPU it sorts, index_select's does not
     """
     return states.index_select(0, index) if states.device.type == "cpu" else states[index]
 
 
 def response_states(backbone: nn.Module, batch: Batch) -> Tensor:
-    """The hidden states that predict each response token, flat (N, H) in the order of `batch.row`, `batch.column`."""
+    """Compute the hidden states that predict each response token, flat (N, H), in the order of `batch.row`."""
     return states_at(all_states(backbone, batch), batch.state_index)
 
 
 def last_states(backbone: nn.Module, batch: Batch) -> Tensor:
-    """The hidden state of each row's last token, (b, H): what a reward model scores."""
+    """Compute the hidden state of each row's last token, (b, H), which a reward model scores."""
     assert batch.last_index is not None, "the batch was packed without its last tokens"
     return states_at(all_states(backbone, batch), batch.last_index)

@@ -41,7 +41,7 @@ class FunctionReward(WorkerFunction):
 
     @property
     def chat_hint(self) -> str | None:
-        """A sentence once the function has taken a completion that is a list of messages for text."""
+        """Return a sentence once the function has taken a completion that is a list of messages for text."""
         return f"`{self.name}` compares a completion with text, but {worker.CHAT_HINT}" if self.read_as_text else None
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RewardCall:

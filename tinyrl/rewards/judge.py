@@ -80,10 +80,9 @@ class JudgeReward:
             self.rubric = Path(config.rubric).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"reward.functions: rubric {config.rubric}: {error}") from None
-        base = config.url.rstrip("/")
-        self.address = base if base.endswith("/v1") else f"{base}/v1"
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tinyrl"
-        self.cache_file = Path(config.cache or folder / "judge.sqlite").expanduser()
+        self.address = config.url.rstrip("/").removesuffix("/v1") + "/v1"
+        folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        self.cache_file = Path(config.cache or f"{folder}/tinyrl/judge.sqlite").expanduser()
         with self._cache_errors():
             self.cache_file.parent.mkdir(parents=True, exist_ok=True)
             # written in the thread of the requests, as replies come; several runs may share the file
@@ -131,26 +130,24 @@ class JudgeReward:
         all) together. Rows whose reply is missing or cannot be read are among the failures. Raises JudgeGone where a
         question was not answered at all, or every one was refused.
         """
-        rows, ranks = [*range(len(prompts))], self.config.mode == "rank"
-        size = (group_size or max(1, len(rows))) if ranks else 1
-        call, shown, bodies = RewardCall([math.nan] * len(rows), whys=[""] * len(rows)), list[list[int]](), []
-        for group in (rows[i : i + size] for i in range(0, len(rows), size)):
+        ranks, (low, high) = self.config.mode == "rank", self.config.scale
+        size = (group_size or len(prompts) or 1) if ranks else 1
+        call, shown, bodies = RewardCall([math.nan] * len(prompts), whys=[""] * len(prompts)), list[list[int]](), []
+        for group in (range(len(prompts))[i : i + size] for i in range(0, len(prompts), size)):
             row = {name: values[group[0]] for name, values in columns.items()}
             # {answer} in a rubric is the row's column; other braces stay
             rubric = re.sub(r"\{(\w+)\}", lambda m, row=row: str(row[m[1]]) if m[1] in row else m[0], self.rubric)
             task, answers = text_of(as_messages(prompts[group[0]])), [text_of(completions[i]) for i in group]
-            nonce = hashlib.sha256(json.dumps([rubric, task, *answers]).encode()).hexdigest()[:12]
-            low, high = self.config.scale
+            nonce = sha256(json.dumps([rubric, task, *answers]))[:12]
             system = (RANK if ranks else SCORE).format(rubric=rubric, count=len(answers), low=low, high=high)
-            order = [*range(len(answers))]
+            order, tags = [*range(len(answers))], [f"task-{nonce}", f"answer-{nonce}"]
             if ranks:
                 random.Random(nonce).shuffle(order)
+                tags[1:] = [f"answer-{number}-{nonce}" for number in range(1, len(order) + 1)]
             shown.append([group[place] for place in order])
-            parts = [f"<task-{nonce}>\n{task}\n</task-{nonce}>"]
-            for number, place in enumerate(order, 1):
-                tag = f"answer-{number}-{nonce}" if ranks else f"answer-{nonce}"
-                parts.append(f"<{tag}>\n{answers[place]}\n</{tag}>")
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
+            texts = zip(tags, [task, *(answers[place] for place in order)], strict=True)
+            user = "\n\n".join(f"<{tag}>\n{text}\n</{tag}>" for tag, text in texts)
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
             limits = {"max_tokens": self.config.max_tokens, "temperature": 0}
             bodies.append({"model": self.config.model, "messages": messages, **limits})
         replies, seconds = self._ask(bodies)
@@ -160,14 +157,13 @@ class JudgeReward:
                     call.scores[row], call.whys[row] = score, str(reply).strip()
             except ValueError as error:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in group]
-        if max(seconds, default=0.0) > 0.0:
-            call.slowest = max(seconds), size * seconds.index(max(seconds))
+        if (longest := max(seconds, default=0.0)) > 0.0:
+            call.slowest = longest, size * seconds.index(longest)
         return call
 
     def _ask(self, bodies: list[dict[str, Any]]) -> tuple[list[str | Refusal], list[float]]:
         """Return the reply to each question, and the seconds it took (0 from the cache). Equal ones are asked once."""
-        texts = [json.dumps([self.address, body], sort_keys=True) for body in bodies]
-        keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        keys = [sha256(json.dumps([self.address, body], sort_keys=True)) for body in bodies]
         replies, seconds = dict[str, str | Refusal](), dict[str, float]()
         with self._cache_errors():
             for key in keys:
@@ -188,9 +184,8 @@ class JudgeReward:
             return await asyncio.gather(*(ask(*one) for one in missing.items()), return_exceptions=True)
 
         answers = until_done(ask_all()) if missing else []
-        self.usage["cached"] += len(bodies) - len(missing)
-        self.usage["requests"] += len(missing)
-        self.usage["seconds"] += time.perf_counter() - begun
+        spent = {"cached": len(bodies) - len(missing), "requests": len(missing), "seconds": time.perf_counter() - begun}
+        self.usage |= {name: self.usage[name] + more for name, more in spent.items()}
         for key, answer in zip(missing, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 raise answer
@@ -245,10 +240,10 @@ class JudgeReward:
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ValueError(f"gave no score from {low:g} to {high:g}: {said}")
             return [(value - low) / (high - low)]
-        numbers = [str(number) for number in value] if isinstance(value, list) else []
-        if sorted(numbers) != sorted(str(i + 1) for i in range(count)):
+        numbers, wanted = [*map(str, value)] if isinstance(value, list) else [], [str(i + 1) for i in range(count)]
+        if sorted(numbers) != sorted(wanted):
             raise ValueError(f"gave no order of the {count} answers: {said}")
-        return [1.0 - numbers.index(str(i + 1)) / (count - 1) if count > 1 else math.nan for i in range(count)]
+        return [1.0 - numbers.index(number) / (count - 1) if count > 1 else math.nan for number in wanted]
 
     def check(self, task: Task, rows: list[Row]) -> str:
         """Ask about each row's gold answer, another row's, nothing and nonsense; return how often the gold answer got
@@ -269,6 +264,10 @@ class JudgeReward:
             asked = f"{verdict}, and a run asks for {LEAST_AUC:.0%}"
             raise ExplainedByCheck(f"{asked}; another rubric or model, or say allow_weak: true")
         return verdict
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def text_of(completion: Any) -> str:

@@ -21,9 +21,9 @@ DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with absolute paths, checkpoints for runs, the LoRA settings of model.adapter, the kind
-    of a critic that is started from, and lengths within the model's positions where nobody has set them: half of them
-    for responses, a quarter for all observations. Idempotent. Raises ValueError for a run that is of another kind.
+    """Return the configuration with absolute paths, checkpoints for runs, the LoRA settings of model.adapter, and
+    lengths within the model's positions where nobody has set them: half of them for responses, a quarter for all
+    observations. Idempotent. Raises ValueError for a run that is of another kind.
     """
     values = config.model_dump()
     for section, name in MODEL_FIELDS:
@@ -35,7 +35,7 @@ def resolve(config: Config) -> Config:
     values = absolute_paths(values)
     if config.model.adapter is not None:
         values["lora"] |= adapter_settings(Path(values["model"]["adapter"]))
-    values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
+    _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
     if config.samples and (positions := _positions(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
         lengths = (
@@ -123,32 +123,28 @@ def critic_run(config: Config) -> Config | None:
     None: critic.path is not given, or is a whole model, which a fully fine-tuned run is too.
     """
     found = _run_at(config.critic.path)
-    if found is None or found.uses("critic"):
-        return found if found and _trunk(found.critic.kind) == _trunk(config.critic.kind) else None
-    return found if found.lora.enabled else None
+    return found if found is not None and (found.uses("critic") or found.lora.enabled) else None
 
 
-def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None:
-    """Return critic.kind; where nobody has set one, that of the run which critic.path names. `bases`: model.path and
-    critic.path as resolved. Raises ValueError where that run is of another kind, or on another base.
+def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
+    """Raise ValueError where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
+    model.path and critic.path as resolved.
     """
     path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
-    if path is None or not config.uses("critic") or (found is None and kind == "separate"):
-        return kind
-    if found is None:
-        raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
-    theirs = found.critic.kind if found.method == "ppo" else "adapter" if found.lora.enabled else "separate"
-    kind = kind if "kind" in config.critic.model_fields_set else theirs
-    if _trunk(kind) != _trunk(theirs) and (found.lora.enabled or kind != "separate"):
+    if path is None or not config.uses("critic"):
+        return
+    theirs = "adapter" if found and found.lora.enabled else "separate"
+    theirs = found.critic.kind if found and found.uses("critic") else theirs
+    if _trunk(kind) != _trunk(theirs):
         raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
-    if kind == "separate" and found.lora.enabled and not config.lora.enabled:
+    if found is None:
+        return
+    if found.lora.enabled and kind == "separate" and not config.lora.enabled:
         raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
     if found.lora.enabled and found.model.random_init:
         raise ValueError(f"critic.path={path} holds adapters on weights drawn at random, which are in no file")
     if kind != "separate" and bases[0] not in (found.model.path, bases[1]):
-        theirs = found.model.path
-        raise ValueError(f"critic.path={path} is on model.path={theirs}; model.path is {bases[0]} here")
-    return kind
+        raise ValueError(f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here")
 
 
 def _trunk(kind: str | None) -> str:
