@@ -14,16 +14,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
 
 from tests import running
-from tinyrl.cli import commands as cli
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.workers import worker
@@ -31,15 +31,9 @@ from tinyrl.workers import worker
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # after which a test says that something never happened
 IMPORTED = [
-    "pytest",
-    "tests.faults.children",
-    "tests.tiny_models",
-    "tinyrl.training.dpo",
-    "tinyrl.training.grpo",
-    "tinyrl.training.ppo",
-    "transformers.models.llama.modeling_llama",
-    "peft.tuners.lora.model",
-]
+    "pytest", "tests.faults.children", "tests.tiny_models", "tinyrl.training.dpo", "tinyrl.training.grpo",
+    "tinyrl.training.ppo", "transformers.models.llama.modeling_llama", "peft.tuners.lora.model",
+]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -90,15 +84,9 @@ def _start_server() -> None:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",  # as the command sets it: no threads, which would take address space
     }
-    before = {name: os.environ.get(name) for name in needed}
-    os.environ.update(needed)
     _context.set_forkserver_preload(IMPORTED)
-    forkserver.ensure_running()
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    with mock.patch.dict(os.environ, needed):
+        forkserver.ensure_running()
 
 
 def _begin(output: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -118,12 +106,6 @@ def train(settings: Config, folder: Path, name: str = "run") -> None:
 def go_on(path: Path) -> None:
     """Resume a run; the exit code is the run's."""
     sys.exit(running.go_on(RunDir(path)))
-
-
-def command(*words: str) -> None:
-    """The tinyrl command; the exit code is the command's."""
-    sys.argv = ["tinyrl", *words]
-    cli.main()
 
 
 def before_call(owner: Any, name: str, number: int, *, do: Callable[[], object]) -> None:
@@ -148,22 +130,19 @@ def resumed(run: RunDir) -> str:
 
 
 def workers_left(pids: set[int]) -> list[int]:
-    """Reward workers of these (dead) processes that still exist after PATIENCE_S; they are killed then."""
+    """Reward workers of these (dead) processes that still exist after a while; they are killed then."""
+
+    def of_them(process: psutil.Process) -> bool:  # a worker's first argument is the process that it works for
+        words = process.info["cmdline"] or []
+        works = worker.__file__ in words[:-1] and process.info["status"] != psutil.STATUS_ZOMBIE
+        return works and int(words[words.index(worker.__file__) + 1]) in pids
+
     deadline = time.monotonic() + PATIENCE_S / 4
-    while (left := list(_workers_of(pids))) and time.monotonic() < deadline:
+    while (left := [*filter(of_them, psutil.process_iter(["cmdline", "status"]))]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in left:
         process.kill()
     return [process.pid for process in left]
-
-
-def _workers_of(pids: set[int]) -> Iterator[psutil.Process]:
-    """A worker's first argument is the number of the process that it works for."""
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        works = worker.__file__ in words[:-1] and process.info["status"] != psutil.STATUS_ZOMBIE
-        if works and int(words[words.index(worker.__file__) + 1]) in pids:
-            yield process
 
 
 def wait_for(there: Callable[[], bool], child: Child) -> None:

@@ -21,7 +21,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import on_policy
 
 AGENT = """
-    import json, os, signal, socket, threading, time, urllib.error, urllib.request
+    import json, os, signal, socket, time, urllib.error, urllib.request
     from pathlib import Path
 
     FOLDER = Path(__file__).parent
@@ -45,78 +45,41 @@ AGENT = """
         return send(base_url, api_key, json.dumps(body).encode())
 
 
-    def refused(code, *allowed):
-        assert code in allowed, code
-
-
-    def endless(row, url, key):
+    def endless(url, key):
         while True:
             ask(url, key, "more")
 
 
-    def huge(row, url, key):
-        refused(send(url, key, b" " * (1 << 25) + b"{}"), 413)
-        refused(ask(url, key, "x" * 100_000), 400)
-
-
-    def malformed(row, url, key):
-        for content in (b"", b"{", b"[" * 100_000, b"[1]", b"null", json.dumps({"model": "policy"}).encode()):
-            refused(send(url, key, content), 400)
-        for fields in ({"prompt": [-1]}, {"prompt": [10**30]}, {"prompt": [[5], [6]]}, {"n": 2}, {"max_tokens": -1}):
-            refused(ask(url, key, **{"prompt": "x", **fields}), 400)
-        refused(ask(url, key, "x", model="another"), 404)
-        refused(send(url, key, b"{}", "/nothing"), 404)
+    def malformed(url, key):
+        assert send(url, key, b" " * (1 << 25) + b"{}") == 413
+        for content in (b"", b"{", b"[" * 100_000, b"null", json.dumps({"model": "policy"}).encode()):
+            assert send(url, key, content) == 400
+        for prompt, fields in (([-1], {}), ([10**30], {}), ([[5], [6]], {}), ("x", {"n": 2}), ("x" * 100_000, {})):
+            assert ask(url, key, prompt, **fields) == 400
+        assert ask(url, key, "x", model="another") == send(url, key, b"{}", "/nothing") == 404
         host, port = url.split("/")[2].split(":")
         HALF.append(half := socket.create_connection((host, int(port))))  # and never the rest
         half.sendall(b"POST /v1/completions HTTP/1.1\\r\\nContent-Length: 99\\r\\n")
         socket.create_connection((host, int(port))).sendall(os.urandom(1000))
 
 
-    def replayed(row, url, key):
+    def replayed(url, key):
         deadline = time.monotonic() + 20
         while not (keys := [file.read_text() for file in FOLDER.glob("key-*")]) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert keys
-        for old in keys:
-            refused(ask(url, old, "x"), 401)
+        for other in (*keys, "", "x", key[:-1], key + "0", key.upper(), key + "\\u00e9"):
+            assert send(url, other.encode().decode("latin-1"), b"{}") == 401
 
 
-    def guessed(row, url, key):
-        for other in ("", "x", key[:-1], key + "0", key.upper(), "episode-" + "A" * 32, key + "\\u00e9"):
-            refused(send(url, other.encode().decode("latin-1"), b"{}"), 401)
-
-
-    def crowd(row, url, key):
-        threads = [threading.Thread(target=ask, args=(url, key, f"{n}")) for n in range(40)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-
-
-    def leaves(row, url, key):
-        host, port = url.split("/")[2].split(":")
-        body = json.dumps({"model": "policy", "prompt": "x", "stream": True}).encode()
-        with socket.create_connection((host, int(port))) as gone:
-            gone.sendall(
-                f"POST /v1/completions HTTP/1.1\\r\\nHost: {host}\\r\\nContent-Type: application/json\\r\\n"
-                f"Authorization: Bearer {key}\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode() + body
-            )
-            gone.recv(20)
-
-
-    def killed(row, url, key):
+    def killed(url, key):
         ask(url, key, "x")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-    def raises(row, url, key):
+    def raises(url, key):
         ask(url, key, "x")
         raise RuntimeError("planted")
-
-
-    def honest(row, url, key):
-        said = ask(url, key, row["prompt"])
-        said += ask(url, key, row["prompt"] + said + " and")
-        return said
 
 
     def run(row, base_url, api_key):
@@ -126,14 +89,14 @@ AGENT = """
             os.rename(FOLDER / f"new-{os.getpid()}", FOLDER / f"key-{os.getpid()}")
         before = api_key
         if row["kind"] != "honest":
-            globals()[row["kind"]](row, base_url, api_key)
-        return "attacked" if row["kind"] in ("crowd", "leaves") else honest(row, base_url, api_key)
+            globals()[row["kind"]](base_url, api_key)
+        said = ask(base_url, api_key, row["prompt"])
+        return said + ask(base_url, api_key, row["prompt"] + said + " and")
 
 """
-FAILS = {"endless": "gave no answer", "killed": "SIGKILL", "raises": "planted", "leaves": "asked the policy nothing"}
-MAY_END = {"leaves"}  # its answer may be complete before the connection is found closed
-COSTS_NOTHING = ["malformed", "huge", "replayed", "guessed"]  # all of it is refused
-KINDS = ["honest", *COSTS_NOTHING, "honest", *FAILS, "crowd", "honest"]
+FAILS = {"endless": "gave no answer", "killed": "SIGKILL", "raises": "planted"}
+COSTS_NOTHING = ["malformed", "replayed"]  # all of it is refused
+KINDS = ["honest", *COSTS_NOTHING, "honest", *FAILS, "honest"]
 
 
 def settings_for(folder: Path, model: Path, kinds: list[str], **run: Any) -> Config:
@@ -182,7 +145,7 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
             assert all(len(said) for said in attacked[f"Say {number}"])
     failed = [json.loads(line) for line in (runs[1].path / "failed_rewards.jsonl").read_text().splitlines()]
     reasons = {(KINDS[int(line["prompt"].split()[1])], line["reason"].partition(" (")[0]) for line in failed}
-    assert {*FAILS} - MAY_END <= {kind for kind, _ in reasons} <= {*FAILS}
+    assert {kind for kind, _ in reasons} == {*FAILS}
     assert all(FAILS[kind] in reason for kind, reason in reasons), reasons
 
 

@@ -1,10 +1,11 @@
-"""Disks that are full, read-only or too small, for real.
+"""Disks that are full or read-only, for real.
 
 Training goes on, existing checkpoints stay sound, and what could not be written is written when there is room again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import sys
@@ -15,16 +16,15 @@ from typing import Any
 import pytest
 
 from tests import running
-from tests.faults.children import Child, command, resumed, train
-from tests.faults.disks import can_mount, mount_small_disk
+from tests.faults.children import Child, resumed, train
 from tests.training.test_resume import assert_same
-from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints, newest_sound, problem_with
 from tinyrl.runs.run_dir import RunDir
 
 STEPS, BATCH = 6, 16
 DISK = 6_000_000  # bytes; three checkpoints of the tiny model take two
+NO_MOUNT = 77  # an exit code
 
 # An ordinary reward that also changes the disk: it runs at a known moment of the run, in its namespace.
 REWARD = """
@@ -43,10 +43,10 @@ REWARD = """
     def trouble():
         filler = DISK + "/filler"
         if batches == FULL_AT and READ_ONLY:
-            libc = ctypes.CDLL(None, use_errno=True)
-            disk, bind, remount, read_only = DISK.encode(), 4096, 32, 1
-            assert libc.mount(disk, disk, None, bind, None) == 0, ctypes.get_errno()  # over the one with an open lock
-            assert libc.mount(None, disk, None, bind | remount | read_only, None) == 0, ctypes.get_errno()
+            libc, disk = ctypes.CDLL(None), DISK.encode()
+            bind, remount, read_only = 4096, 32, 1
+            assert libc.mount(disk, disk, None, bind, None) == 0  # over the one with an open lock
+            assert libc.mount(None, disk, None, bind | remount | read_only, None) == 0
         elif batches == FULL_AT:
             with open(filler, "wb", buffering=0) as file:
                 try:
@@ -59,10 +59,22 @@ REWARD = """
 """
 
 
-@pytest.fixture(autouse=True)
-def _may_mount(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if not can_mount(tmp_path_factory.getbasetemp()):
-        pytest.skip("this system lets a test mount no file system, not even in a namespace of its own")
+def mount_small_disk(folder: Path) -> None:
+    """Mount a tmpfs at `folder`, for this process and its children, and gone with them. OSError where that fails."""
+
+    def check(returned: int) -> None:
+        if returned != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    new_mounts, new_users, recursive, private = 0x00020000, 0x10000000, 0x4000, 0x40000
+    if libc.unshare(new_mounts) != 0:  # only root may; others may as the root of a user namespace of their own
+        check(libc.unshare(new_mounts | new_users))
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    check(libc.mount(None, b"/", None, recursive | private, None))
+    check(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={DISK}".encode()))
 
 
 def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
@@ -78,10 +90,13 @@ def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
     )
 
 
-def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool, size: int = DISK) -> None:
-    """Train on a small disk, then copy its contents to where they outlive this process."""
-    mount_small_disk(disk, size)
-    running.whole_runs(report)
+def train_on_small_disk(settings: Config, disk: Path, copy: Path) -> None:
+    """Train on a small disk, with the report, then copy its contents to where they outlive this process."""
+    try:
+        mount_small_disk(disk)
+    except OSError:
+        sys.exit(NO_MOUNT)
+    running.whole_runs(True)
     try:
         code, *_ = running.train(settings, disk)
     finally:
@@ -105,15 +120,13 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def on_small_disk(settings: Config, disk: Path, *, report: bool = False) -> tuple[int, RunDir, str]:
-    """(exit code, a copy of the run, what was said) of a run on a small disk, with or without the report at its end."""
+def on_small_disk(settings: Config, disk: Path) -> tuple[int, RunDir, str]:
+    """(exit code, a copy of the run, its output) of a run on a small disk."""
     copy = disk.with_name("copy")
-    child = Child(train_on_small_disk, settings, disk, copy, report, output=disk.with_name("said.txt"))
-    return child.end(), RunDir(copy / "run"), child.said
-
-
-def warnings(said: str, of: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("warning: ") and of in line]
+    child = Child(train_on_small_disk, settings, disk, copy, output=disk.with_name("said.txt"))
+    if (code := child.end()) == NO_MOUNT:
+        pytest.skip("this system lets a test mount no file system, not even in a namespace of its own")
+    return code, RunDir(copy / "run"), child.said
 
 
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
@@ -122,8 +135,8 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
     settings = settings_for(model, disk, full_at=3, room_at=5)
     code, run, said = on_small_disk(settings, disk)
     assert code == 0, said
-    assert len(warnings(said, "could not save step 4: ")) == len(warnings(said, "could not save")) == 1, said
-    assert len(warnings(said, "cannot write to")) == 1, said
+    assert said.count("could not save step 4: ") == said.count("could not save") == 1, said
+    assert said.count("cannot write to") == 1, said
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000", "step-000002", "step-000006"]
     assert [problem_with(p) for p in list_checkpoints(run.checkpoints)] == [None] * 3
     assert_same(whole, run, STEPS)
@@ -137,33 +150,10 @@ def test_a_disk_that_stays_read_only_leaves_the_older_checkpoint_and_training_go
     """
     settings = settings_for(model, disk, full_at=5, read_only=True)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"keep_checkpoints": 1})})
-    code, run, said = on_small_disk(settings, disk, report=True)
+    code, run, said = on_small_disk(settings, disk)
     assert code == 4
-    assert f"step {STEPS}/{STEPS}" in said, said
     assert "Traceback" not in said
-    assert len(warnings(said, f"could not save step {STEPS}: ")) == len(warnings(said, "could not save")) == 1, said
-    assert len(warnings(said, "cannot write to")) == 1, said
+    assert said.count(f"could not save step {STEPS}: ") == said.count("could not save") == 1, said
     assert newest_sound(run.checkpoints) == (run.checkpoints / "step-000004", [])
     resumed(run)
     assert_same(whole, run, STEPS)
-
-
-def command_on_small_disk(size: int, disk: Path, recipe: Path) -> None:
-    """The command, with a disk of `size` bytes for its runs; at the end it lists what is on it."""
-    mount_small_disk(disk, size)
-    try:
-        command("train", "grpo", str(recipe), "--output-dir", str(disk))
-    finally:
-        print("left on the disk:", os.listdir(disk))
-
-
-def test_a_disk_that_is_too_small_is_said_before_the_first_step(model: Path, disk: Path) -> None:
-    """300 kB, while a checkpoint of the tiny model needs more. No run is started that could not be saved."""
-    recipe = disk.with_name("recipe.yaml")
-    recipe.write_text(dump_config(settings_for(model, disk)))
-    child = Child(command_on_small_disk, 300_000, disk, recipe, output=disk.with_name("said.txt"))
-    assert child.end() == 4, child.said
-    assert f"tinyrl: {disk}: a checkpoint takes about " in child.said
-    assert "0.3 MB are free" in child.said
-    assert "left on the disk: []" in child.said
-    assert "Traceback" not in child.said

@@ -27,16 +27,9 @@ from tinyrl.runs.run_dir import RunDir
 WORDS = [f"w{i}" for i in range(20_000)]  # so many that a completion does not hold the bad one by chance
 BAD_WORD = "w12345"
 PROMPTS = 8  # a step
-ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
-    "grpo": {"grpo": {"num_prompts": PROMPTS, "group_size": 2}},
-    "ppo": {
-        "ppo": {
-            "num_prompts": PROMPTS,
-            "num_epochs": 1,
-            "minibatch_size": None,
-            "target_kl": 6.0,
-        }
-    },
+ONE_UPDATE_A_STEP: dict[str, Any] = {
+    "grpo": {"num_prompts": PROMPTS, "group_size": 2},
+    "ppo": {"num_prompts": PROMPTS, "num_epochs": 1, "minibatch_size": None, "target_kl": 6.0},
 }
 
 
@@ -51,15 +44,14 @@ def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_for(method: str, model: Path, folder: Path, *, steps_an_epoch: int, **sections: Any) -> Config:
+def settings_for(method: str, model: Path, folder: Path, *, steps_an_epoch: int) -> Config:
     """A run over as many rows as fill this many steps, the last row bad; none is held out for evaluation."""
     good = WORDS[: PROMPTS * steps_an_epoch - 1]
     for name, words in (("rows", [*good, BAD_WORD]), ("eval", good)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"w0 {word}"}) + "\n" for word in words))
     task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
     often = {"num_steps": 4, "save_every": 1, "eval_prompts": 4, "keep_checkpoints": 10}
-    named = {**ONE_UPDATE_A_STEP[method], **sections}
-    return running.config(method, model, task=task, **{**named, "run": {**often, **named.get("run", {})}})
+    return running.config(method, model, task=task, run=often, **{method: ONE_UPDATE_A_STEP[method]})
 
 
 def changed(run: RunDir, step: int) -> list[str]:
@@ -71,7 +63,7 @@ def changed(run: RunDir, step: int) -> list[str]:
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.wide
 def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
-    method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, broken_model: Path, tmp_path: Path
 ) -> None:
     """One row gives infinities; one of every two steps has it. An adaptive KL coefficient survives, too."""
     settings = settings_for(method, broken_model, tmp_path, steps_an_epoch=2)
@@ -84,17 +76,12 @@ def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
     for number, step in enumerate(bad, 1):
         kept = json.loads((run.path / "nonfinite" / f"step-{step - 1:06d}-{number}.json").read_text())
         assert PROMPTS * 2 - 1 in [sample["row"] for sample in kept["samples"]]
-        assert "not finite" in kept["why"]
-    assert capsys.readouterr().err.count("no weight was changed") == 2
 
 
-def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
-    broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(broken_model: Path, tmp_path: Path) -> None:
     """The bad row is in every step."""
     code, run, _ = running.train(settings_for("grpo", broken_model, tmp_path, steps_an_epoch=1), tmp_path)
     assert code == 3
-    assert "3 optimizer steps in a row had numbers that are not finite" in capsys.readouterr().err
     assert len(list((run.path / "nonfinite").glob("*.json"))) == 3
     assert [one.name for one in find(read_run(run.path))] == ["non-finite steps"]
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000", "step-000001", "step-000002"]
@@ -102,13 +89,12 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
 
 
 def test_weights_that_a_step_makes_infinite_are_never_saved(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decay of 1e300 makes them so from finite gradients, in the first step that there is."""
     settings = settings_for("ppo", model, tmp_path, steps_an_epoch=2)
     monkeypatch.setattr("tinyrl.training.run.role_optimizers", running.optimizers_with(weight_decay=1e300))
     code, run, _ = running.train(settings, tmp_path)
     assert code == 3
-    assert "that are not finite, so they are not saved" in capsys.readouterr().err
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000"]
     assert all(tensor.isfinite().all() for tensor in running.weights(run, 0).values())

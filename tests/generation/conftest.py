@@ -1,11 +1,18 @@
-"""Fixtures: the same random numbers for each test of this folder; what the decoder prefills."""
+"""Fixtures: the same random numbers for each test of this folder; what the decoder prefills; a scheduler of a chat."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from tests.generation.sampling import TEMPLATE, make_engine
+from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.endpoint import Endpoint, Listening
+from tinyrl.generation.engine import SamplingParams
+from tinyrl.generation.scheduler import LiveScheduler
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +33,23 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
 
         monkeypatch.setattr(Decoder, name, noted)
     return seen
+
+
+@pytest.fixture(scope="module")
+def live(tiny: TinyModels) -> Iterator[LiveScheduler]:
+    engine = make_engine(tiny("llama"), "fused", lora=True)
+    engine.tokenizer.chat_template = TEMPLATE
+    scheduler = LiveScheduler(engine, max_rows=4)
+    yield scheduler
+    scheduler.close()
+
+
+@contextmanager
+def listening_to(scheduler: Any, *, positions: int = 128, **options: Any) -> Iterator[Listening]:
+    """An endpoint of a policy and its base."""
+    given: dict[str, Any] = {"defaults": SamplingParams(), "max_new_tokens": 12, "variables": {}, **options}
+    listening = Listening(Endpoint(scheduler, {"policy": "policy", "base": "base"}, positions=positions, **given))
+    try:
+        yield listening
+    finally:
+        listening.stop()

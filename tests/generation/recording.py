@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tinyrl.generation import decoder
 from tinyrl.generation.scheduler import Scheduler
 
 
@@ -65,13 +64,3 @@ def record_steps(patch: pytest.MonkeyPatch) -> None:
     """From here on every step of a scheduler can be recorded."""
     step = Scheduler._step
     patch.setattr(Scheduler, "_step", lambda self, *shape: recordable(lambda *s: step(self, *s))(*shape))
-
-
-def attention_by_tokens(patch: pytest.MonkeyPatch) -> None:
-    """From here on what a decoder's attention returns lies in memory as CUDA's kernels leave it, token by token."""
-    attend = decoder.scaled_dot_product_attention
-
-    def by_tokens(*args: Any, **named: Any) -> torch.Tensor:
-        return attend(*args, **named).transpose(1, 2).contiguous().transpose(1, 2)
-
-    patch.setattr(decoder, "scaled_dot_product_attention", by_tokens)

@@ -18,6 +18,10 @@ from tinyrl.models.policy import Policy
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{{ mood }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 Engine = HfEngine | FusedEngine | ServerEngine
 
 
@@ -40,7 +44,7 @@ def make_engine(
     roles, tokenizer = Policy(model, device=device, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
         return FusedEngine(roles, tokenizer, settings, dtype=dtype, layout=layout_in(dtype))
-    return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged")
+    return HfEngine(roles, tokenizer, settings)
 
 
 def layout_in(dtype: torch.dtype) -> WeightLayout:

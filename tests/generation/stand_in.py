@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,35 +23,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinyrl.generation.engine import uniforms
 
-# Fields of vLLM 0.32's CompletionRequest that a request here may have; it silently ignores others.
+# Fields of vLLM 0.32's CompletionRequest that a request here may have; it ignores others.
 KNOWN = {
     "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "stop_token_ids",
     "ignore_eos", "logprobs", "return_token_ids", "prompt_logprobs",
 }  # fmt: skip
-UNKNOWN = 404, {"detail": "Not Found"}
 Answer = tuple[int, Any]
 
 
 @dataclass
 class Faults:
-    """loads_applied: so many adapters are used; later ones are accepted, and the last one (or base) is used instead.
-    dead_after: completions, then connections are closed unanswered. shift_after: completions, then log-probabilities
-    are `shift` off. token: whose text is another. leaves_out: the last token of a prompt that is scored. raw:
-    log-probabilities before the temperature. busy: answers of 503 before the first other one. sleeps: it can.
-    """
-
-    loads_applied: int | None = None
-    dead_after: int | None = None
-    shift_after: int | None = None
+    loads_applied: int | None = None  # so many adapters are used; of later ones the last of these, or the base
+    dead_after: int | None = None  # completions, then connections are closed unanswered
+    shift_after: int | None = None  # completions, then log-probabilities are `shift` off
     shift: float = -0.5
-    slow_s: float = 0.0
-    token: int | None = None
-    leaves_out: bool = False
-    raw: bool = False
-    updates_adapters: bool = True
-    busy: int = 0
-    sleeps: bool = False
+    token: int | None = None  # whose text is another
+    leaves_out: bool = False  # the last token of a prompt that is scored
+    raw: bool = False  # log-probabilities are those before the temperature
+    busy: int = 0  # answers of 503 before the first other one
+    sleeps: bool = False  # it can
 
 
 @dataclass
@@ -64,7 +54,6 @@ class StandIn:
     max_model_len: int = 512
     faults: Faults = field(default_factory=Faults)
     port: int = 0  # 0: any that is free
-    before: Callable[[], None] = lambda: None  # called before each completion
 
     def __post_init__(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
@@ -96,8 +85,6 @@ class StandIn:
         return 200, {"data": [base, *({"id": name, "parent": "base"} for name in self.loaded)]}
 
     def load(self, asked: dict[str, Any]) -> Answer:
-        if not self.faults.updates_adapters:
-            return UNKNOWN
         name, folder = asked["lora_name"], Path(asked["lora_path"])
         self.log.append("load")
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -121,23 +108,17 @@ class StandIn:
         return 200, {"prompt": self.tokenizer.decode(tokens)}
 
     def turn(self, to: str) -> Answer:
-        if not self.faults.sleeps:
-            return UNKNOWN
+        assert self.faults.sleeps
         self.log.append(to)
         self.asleep = to == "sleep"
         return 200, ""
-
-    def is_sleeping(self) -> Answer:
-        return (200, {"is_sleeping": self.asleep}) if self.faults.sleeps else UNKNOWN
 
     def complete(self, asked: dict[str, Any]) -> Answer | None:
         assert set(asked) <= KNOWN, set(asked) - KNOWN
         if self.asleep:  # vLLM would let it wait
             return 500, {"error": {"message": "asked while it sleeps"}}
         faults = self.faults
-        time.sleep(faults.slow_s)
         with self._lock:
-            self.before()
             if faults.dead_after is not None and self.completions >= faults.dead_after:
                 return None
             if faults.busy > 0:
@@ -217,8 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_side: StandIn
 
     def do_GET(self) -> None:
-        server = self.server_side
-        self._answer({"/v1/models": server.models, "/is_sleeping": server.is_sleeping}[self.path]())
+        self._answer({"/v1/models": self.server_side.models}[self.path]())
 
     def do_POST(self) -> None:
         server, asked = self.server_side, json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from tests.generation.recording import attention_by_tokens
-from tests.generation.sampling import CPU, make_engine, stir
+from tests.generation.sampling import CPU
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder, attended, joined, tensors
 from tinyrl.models.loading import load_causal_lm
@@ -51,13 +50,10 @@ def padded(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_rows_that_are_continued_equal_a_full_forward_pass(
-    tiny: TinyModels, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_rows_that_are_continued_equal_a_full_forward_pass(tiny: TinyModels, kind: str):
     """Five rows hold prompts, three of them get two further ragged pieces; two query heads share each key. Behind the
-    tokens of each is junk, as rows that ran past their end leave it. What attention returns lies in memory as on a GPU.
+    tokens of each is junk, as rows that ran past their end leave it.
     """
-    attention_by_tokens(monkeypatch)
     model = load_causal_lm(str(tiny(kind)), dtype=torch.float32)
     decoder = Decoder(model, dtype=torch.float32, layout="merged")
     decoder.sync(None)
@@ -88,35 +84,24 @@ def test_rows_that_are_continued_equal_a_full_forward_pass(
     assert_last(decoder.step(torch.full((5,), 77), position, cache=cache, width=40), [[*t, 77] for t in texts])
 
 
-def test_weights_are_copied_into_the_same_memory(tiny: TinyModels):
-    """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are private."""
-    engine = make_engine(tiny("qwen3"), lora=True)
-    decoder = Decoder(engine.policy.causal, dtype=torch.float32, layout="merged")
-    addresses, values, found = [], [], list[Tensor]()
-    for _ in range(2):
-        decoder.sync("default")
-        found = [tensor for layer in decoder.layers for tensor in tensors(layer)]
-        addresses.append([tensor.data_ptr() for tensor in found])
-        values.append(decoder.layers[0].qkv.matrix.clone())
-        stir(engine)
-    assert addresses[0] == addresses[1]
-    assert not torch.equal(*values)
-    assert decoder.weight_bytes == 4 * sum(tensor.numel() for tensor in found if tensor.dim() > 1)
-
-
-def test_a_branch_stays_in_its_place_whoever_is_sampled(tiny: TinyModels):
-    """A CUDA graph is captured once for policy and base: the base has the same matrices, with zeros for B."""
-    roles, seen = in_lora(load_causal_lm(str(tiny("qwen3")), dtype=torch.bfloat16)), []
-    decoder = Decoder(roles.causal, dtype=torch.bfloat16, layout="separate_lora")
+@pytest.mark.parametrize("layout", ["merged", "separate_lora"])
+def test_weights_are_copied_into_the_same_memory(tiny: TinyModels, layout: Any):
+    """A CUDA graph holds addresses, also of the base, which has the same branches, with zeros for B. Norms and
+    embeddings are shared with the model.
+    """
+    dtype = torch.float32 if layout == "merged" else torch.bfloat16
+    roles, addresses, values = in_lora(load_causal_lm(str(tiny("qwen3")), dtype=dtype)), [], list[Tensor]()
+    decoder = Decoder(roles.causal, dtype=dtype, layout=layout)
     for adapter in (None, "default", None):
         adam_step(roles.parameters["policy"], seed=3)
         decoder.sync(adapter)
-        found = [tensor for layer in decoder.layers for tensor in tensors(layer)]
-        lora_b = decoder.layers[0].qkv.lora_b
-        assert lora_b is not None
-        seen.append(([(t.data_ptr(), t.shape) for t in found], bool(lora_b.any())))
-    assert seen[0][0] == seen[1][0] == seen[2][0]
-    assert [branch for _, branch in seen] == [False, True, False]
+        found, qkv = [tensor for layer in decoder.layers for tensor in tensors(layer)], decoder.layers[0].qkv
+        addresses.append([(t.data_ptr(), t.shape) for t in found])
+        values.append((qkv.matrix if qkv.lora_b is None else qkv.lora_b).clone())
+        assert layout != "merged" or decoder.weight_bytes == sum(t.nbytes for t in found if t.dim() > 1)
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert torch.equal(values[0], values[2])
+    assert not torch.equal(values[0], values[1])
 
 
 def test_a_branch_keeps_what_merging_into_bfloat16_rounds_away():
@@ -162,12 +147,11 @@ def test_joined_branches_are_those_of_each_projection(tiny: TinyModels):
     assert shapes == [{(8, 64), (16, 32)}] * 2
 
 
-@pytest.mark.parametrize("offset", [0.0, 120.0])
-def test_scores_of_attention_are_not_rounded_to_bfloat16(offset: float):
+def test_scores_of_attention_are_not_rounded_to_bfloat16():
     """A key's bias may add the same large number to all scores (Qwen2 has such biases), which softmax takes away."""
     scaling = 8**-0.5
     q, keys, values = torch.randn(6, 2, 8), torch.randn(6, 40, 8), torch.randn(6, 40, 8)
-    q[..., -1], keys[..., -1] = 1.0, offset / scaling
+    q[..., -1], keys[..., -1] = 1.0, 120.0 / scaling
     q, keys, values = (x.bfloat16() for x in (q, keys, values))
     mask = torch.zeros(6, 1, 40, dtype=torch.bfloat16)
     mask[:, :, 33:] = -torch.inf

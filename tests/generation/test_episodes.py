@@ -21,7 +21,7 @@ from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
-from tinyrl.generation.engine import Completion, FinishReason, Request, Response, SamplingEngine, sample_keys, uniforms
+from tinyrl.generation.engine import Completion, FinishReason, Request, Response, sample_keys, uniforms
 from tinyrl.generation.turns import play, play_plainly
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
@@ -106,31 +106,24 @@ def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Complet
     assert [[c.action_mask for c in group] for group in ours] == [[c.action_mask for c in group] for group in theirs]
 
 
-@pytest.mark.parametrize(("kind", "max_rows"), [("qwen2", 3), ("qwen3", None)])
-def test_fast_turns_give_the_episodes_of_plain_turns(tiny: TinyModels, kind: str, max_rows: int | None):
-    """Ragged turns, prompts and replies; EOS, stop strings and limits; greedy and sampled."""
-    engines = [make(tiny(kind), name, stop=["a", "Z", "}"]) for name in ("fused", "fused", "hf")]
-    engines[0].max_rows = max_rows
-    for engine in engines:
-        stir(engine)
-    for options in ({}, {"greedy": True}, {"seed": 5, "step": 2}):
-        script = Scripted()
-        episodes, reasons = fast(engines[0], script, **options), script.reasons
-        for engine in engines[1:]:
-            assert_same_episodes(episodes, plain(engine, script, **options))
-            assert reasons == script.reasons
-        if not options:
-            assert {r for of_one in reasons.values() for r in of_one} == {"eos", "stop", "length"}
-            assert {len(of_one) for of_one in reasons.values()} == {1, 2, 3}
-
-
-@pytest.mark.parametrize(("late", "look_every", "max_rows"), [(False, 1, 3), (True, 4, 7)])
-def test_episodes_do_not_depend_on_when_replies_come(tiny: TinyModels, late: bool, look_every: int, max_rows: int):
-    """Nor on the rows there are, nor on how often ended rows are looked for: rows run past the end of a turn."""
-    engine = make(tiny("qwen2"), stop=["a"])
-    expected = plain(make(tiny("qwen2"), stop=["a"]), Scripted())
+@pytest.mark.parametrize(("kind", "max_rows", "look_every", "late"), [("qwen2", 3, 4, True), ("qwen3", None, 1, False)])
+def test_fast_turns_give_the_episodes_of_plain_turns(
+    tiny: TinyModels, kind: str, max_rows: int | None, look_every: int, late: bool
+):
+    """Ragged turns, prompts and replies; EOS, stop strings and limits; greedy and sampled. Whenever replies come,
+    whichever rows there are, and however far rows run past the end of a turn.
+    """
+    engine, library = (make(tiny(kind), name, stop=["a", "Z", "}"]) for name in ("fused", "hf"))
     engine.max_rows, engine.look_every = max_rows, look_every
-    assert_same_episodes(fast(engine, Scripted(late=late)), expected)
+    for each in (engine, library):
+        stir(each)
+    for options in ({}, {"greedy": True}, {"seed": 5, "step": 2}):
+        script, plainly = Scripted(late=late), Scripted()
+        assert_same_episodes(fast(engine, script, **options), plain(library, plainly, **options))
+        assert script.reasons == plainly.reasons
+        if not options:
+            assert {r for of_one in script.reasons.values() for r in of_one} == {"eos", "stop", "length"}
+            assert {len(of_one) for of_one in script.reasons.values()} == {1, 2, 3}
 
 
 def spoken(tiny: TinyModels, stop: list[str], observation: list[int]) -> tuple[Any, list[list[list[int]]]]:
@@ -211,11 +204,11 @@ def parts() -> Collector:
 
 
 def episodes_of(
-    parts: Any, *, num_prompts: int | None = None, step: int = STEP, engine: SamplingEngine | None = None
+    parts: Any, *, num_prompts: int | None = None, step: int = STEP
 ) -> tuple[list[Completion], list[Episode]]:
     prompts = parts.train_prompts[:num_prompts]
     asked = [Request(p.tokens, prompt_row=p.index) for p in prompts]
-    return play(prompts, asked, GROUP, engine=engine or parts.engine, runner=parts.runner, seed=SEED, step=step)
+    return play(prompts, asked, GROUP, engine=parts.engine, runner=parts.runner, seed=SEED, step=step)
 
 
 def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.MonkeyPatch):
@@ -233,35 +226,41 @@ def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.Monkey
         assert all([c.logprobs for c in other] == [c.logprobs for c in first] for other in others)
 
 
+def test_episodes_that_begin_again_are_the_same(parts: Any, monkeypatch: pytest.MonkeyPatch):
+    (expected, _), extend, calls = episodes_of(parts, num_prompts=1), Decoder.extend, list[int]()
+
+    def full_at_first(self: Decoder, *args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("full")
+        return extend(self, *args, **named)
+
+    monkeypatch.setattr(parts.engine, "max_rows", None)
+    monkeypatch.setattr(Decoder, "extend", full_at_first)
+    assert_same_episodes([episodes_of(parts, num_prompts=1)[0]], [expected])
+    assert len(calls) > 1
+
+
 def test_an_episode_is_drawn_and_scored_as_one_sequence(parts: Any):
     """One forward pass of the library over each whole row gives the log-probabilities, and with the random numbers of
-    the row's places the tokens; with those of turn 1 again it does not.
+    the row's places the tokens.
     """
-    again = longest = 0
-
-    def token_at(logprobs: torch.Tensor, u: torch.Tensor) -> int:
-        return int((logprobs.double().exp().cumsum(0) <= u).sum())
-
-    for row, (completion, episode) in enumerate(zip(*episodes_of(parts), strict=True)):
+    completions, episodes = episodes_of(parts)
+    for row, completion in enumerate(completions):
         prompt = parts.train_prompts[row // GROUP]
         with torch.inference_mode(), parts.policy.acting("policy") as model:
             logits = model(input_ids=torch.tensor([prompt.tokens + completion.tokens])).logits[0]
         logits = logits[len(prompt.tokens) - 1 : -1].float().log_softmax(-1)
         key = sample_keys(SEED, STEP, prompts=np.array([prompt.index]), samples=np.array([row % GROUP]))
-        u, starts = uniforms(key, num_tokens=len(completion.tokens))[0], [0, *(end + 1 for end in episode.turn_ends)]
+        [u] = uniforms(key, num_tokens=len(completion.tokens))
         assert completion.action_mask is not None
         for t, chosen in enumerate(completion.action_mask):
             if not chosen:
                 assert completion.logprobs[t] == 0.0
                 continue
             assert completion.logprobs[t] == pytest.approx(float(logits[t, completion.tokens[t]]), abs=1e-5)
-            assert token_at(logits[t], u[t]) == completion.tokens[t]
-            if t > episode.turn_ends[0]:
-                first = t - next(start for start in reversed(starts) if start <= t)
-                again += token_at(logits[t], u[first]) != completion.tokens[t]
-        longest = max(longest, len(episode.turn_ends))
-    assert longest == 3
-    assert again > 10
+            assert int((logits[t].double().exp().cumsum(0) <= u[t]).sum()) == completion.tokens[t]
+    assert max(len(episode.turn_ends) for episode in episodes) == 3
 
 
 def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.MonkeyPatch):
@@ -278,23 +277,3 @@ def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.Monk
     assert len(asked) == 3 * batch
     assert sorted(asked[:batch]) == sorted(asked[batch : 2 * batch])
     assert len({*asked}) == 2 * batch
-
-
-class Parrot(SamplingEngine):
-    """All that an engine has to be: it writes the first tokens of its prompt."""
-
-    name, exact = "parrot", False
-
-    def sample(self, requests: list[Request], samples_per_request: int, **options: Any) -> list[list[Completion]]:
-        completions = [Completion(r.prompt_tokens[:3], [-1.0] * 3, "stop") for r in requests]
-        return [[completion] * samples_per_request for completion in completions]
-
-
-def test_an_engine_of_one_method_plays_episodes(parts: Any):
-    engine = Parrot()
-    completions, episodes = episodes_of(parts, engine=engine)
-    assert (engine.start([]), engine.release(), engine.close()) == ([], False, None)
-    for i, (completion, episode) in enumerate(zip(completions, episodes, strict=True)):
-        assert completion.tokens[:3] == parts.train_prompts[i // GROUP].tokens[:3]
-        assert completion.action_mask is not None
-        assert sum(completion.action_mask) == 3 * len(episode.turn_ends)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests import running
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, sample, stir, tokens_of
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
@@ -19,7 +17,6 @@ from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.server import ServerClient, ServerEngine
-from tinyrl.runs.signals import StopFlag
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +46,8 @@ def engines(server: StandIn, *, sleeps: bool = False, **options: Any) -> tuple[S
 @pytest.mark.parametrize(("role", "greedy"), [("policy", False), ("base", True)])
 def test_completions_are_those_of_the_hf_engine(served: StandIn, role: Any, greedy: bool) -> None:
     ours, plain = engines(served)
-    before = {n: p.detach().clone() for n, p in plain.policy.parameters["policy"].items()}
     assert_same(sample(ours, role=role, greedy=greedy), sample(plain, role=role, greedy=greedy))
-    assert all(torch.equal(p, before[n]) for n, p in plain.policy.parameters["policy"].items())
+    assert ours.first_gap is not None
     assert ours.first_gap < 1e-6
 
 
@@ -63,10 +59,7 @@ def test_settings_reach_the_server(served: StandIn, options: dict[str, Any]) -> 
     drawn = sample(ours, 4)
     assert_same(drawn, sample(plain, 4))
     assert ("stop" in options) == ("stop" in {c.finish_reason for group in drawn for c in group})
-
-
-def test_truncated_sampling_draws_the_same_tokens(served: StandIn) -> None:
-    ours, plain = engines(served, top_p=0.5, top_k=30)
+    ours, plain = engines(served, **options, top_p=0.5, top_k=30)
     assert tokens_of(sample(ours)) == tokens_of(sample(plain))
 
 
@@ -84,7 +77,7 @@ def test_each_version_has_a_name_of_its_own_and_the_one_before_is_unloaded(serve
         stir(plain, by=by)
         sample(ours, 1)
         names += served.loaded
-    assert served.log == ["load", "load", "unload", "load", "unload"]  # the test adapter, and two versions
+    assert served.log == ["load", "load", "unload"]
     assert names[0] == names[1] != names[2]
     folder = ours.folder
     assert [path.name for path in folder.iterdir()] == names[2:]
@@ -100,22 +93,17 @@ def test_each_version_has_a_name_of_its_own_and_the_one_before_is_unloaded(serve
     ("wrong", "named"),
     [
         ({"faults": Faults(loads_applied=0)}, "does not sample with the adapter"),
-        ({"faults": Faults(shift_after=0)}, "another base"),
+        ({"faults": Faults(shift_after=0, shift=-1.0)}, "another base"),
         ({"faults": Faults(raw=True)}, "--logprobs-mode processed_logprobs"),
         ({"faults": Faults(token=77)}, "tokenizer"),
-        ({"faults": Faults(updates_adapters=False)}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        ({"max_lora_rank": 1}, "--max-lora-rank 8"),
-        ({"max_model_len": 39}, "--max-model-len 40"),
+        ({"max_lora_rank": 1}, "docs/scale.md"),
+        ({"max_model_len": 39}, "39 tokens"),
     ],
 )
 @pytest.mark.wide
-def test_a_server_that_is_not_ours(
-    tiny: TinyModels, wrong: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test adapter moves log-probabilities less than they vary from token to token, as in a large model."""
-    monkeypatch.setattr("tinyrl.generation.server.PERTURBED", 0.004)
+def test_a_server_that_is_not_ours(tiny: TinyModels, wrong: dict[str, Any], named: str) -> None:
     with StandIn(tiny("llama"), **wrong) as server:
-        ours, _ = engines(server, temperature=0.9)
+        ours, _ = engines(server, temperature=0.7)
         with pytest.raises(ValueError, match=named):
             ours.start(PROMPTS)
 
@@ -132,49 +120,16 @@ def test_log_probabilities_that_are_another_models_stop_the_run(served: StandIn)
         sample(ours, 1)
 
 
-@pytest.mark.parametrize("fault", ["busy", "restarted"])
-def test_a_request_is_sent_again(served: StandIn, fault: str) -> None:
+def test_a_busy_server_is_asked_again_and_a_dead_one_interrupts(served: StandIn) -> None:
     ours, plain = engines(served)
-    sample(ours, 1)
-    if fault == "busy":
-        served.faults.busy = 2
-    else:
-        served.loaded.clear()
+    served.faults.busy = 2
     assert_same(sample(ours), sample(plain))
-
-
-def test_a_server_that_dies_or_answers_too_much_or_too_late_interrupts(
-    served: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, _ = engines(served)
-    sample(ours, 1)
-    monkeypatch.setattr(http_client, "MAX_BYTES", 50)
-    with pytest.raises(Interrupted, match="more than"):
-        sample(ours, 1)
-    monkeypatch.setattr(http_client, "MAX_BYTES", 1 << 26)
     served.faults.dead_after = served.completions + 2
-    with pytest.raises(Interrupted, match=r"did not answer(?s:.*)VLLM_ALLOW_RUNTIME"):
+    with pytest.raises(Interrupted, match="did not answer"):
         sample(ours)
-    ours.server.http.timeout_s, served.faults.slow_s = 0.2, 1.0
-    with pytest.raises(Interrupted, match=r"within 0.2 s"):
-        sample(ours, 1)
-
-
-def test_a_signal_gives_up_what_is_under_way(served: StandIn) -> None:
-    """Completions that would take a minute are not waited for."""
-    held = threading.Event()
-    ours, _ = engines(served)
-    sample(ours, 1)
-
-    def interrupt() -> None:
-        served.before = lambda: None
-        os.kill(os.getpid(), signal.SIGTERM)
-        held.wait(60)
-
-    served.before = interrupt
-    with StopFlag(), pytest.raises(Interrupted, match="SIGTERM"):
-        sample(ours, 2)
-    held.set()
+    served.faults.dead_after = None
+    served.loaded.clear()  # it was started again
+    assert_same(sample(ours), sample(plain))
 
 
 def drawn_as(last: Any = -1.0, **wrong: Any) -> dict[str, Any]:
@@ -183,19 +138,14 @@ def drawn_as(last: Any = -1.0, **wrong: Any) -> dict[str, Any]:
     return {"choices": [{**right, **wrong}]}
 
 
-FALSE_MODELS = (
-    None, "text", {"data": [None]}, {"data": []}, {"data": [{"id": 3}]}, {"data": [{"id": "base", "root": 3}]},
-    {"data": [{"id": "base", "max_model_len": "512"}]},
-)  # fmt: skip
+FALSE_MODELS = (None, {"data": []}, {"data": [{"id": 3}]}, {"data": [{"id": "base", "max_model_len": "512"}]})
 FALSE_COMPLETIONS = (
     None,
-    {"choices": []},
     {"choices": drawn_as()["choices"] * 2},
     *(drawn_as(wrong) for wrong in (None, float("nan"), 0.5)),
-    *(drawn_as(token_ids=wrong) for wrong in (None, [5] * 5, [5] * 5 + [5.0], [5] * 5 + [-1], [5] * 5 + [10**7])),
+    *(drawn_as(token_ids=wrong) for wrong in ([5] * 5, [5] * 5 + [-1], [5] * 5 + [10**7])),
     drawn_as(token_ids=[5] * 48, logprobs={"token_logprobs": [-1.0] * 48}),
-    *(drawn_as(logprobs=wrong) for wrong in (None, {"token_logprobs": {}})),
-    *(drawn_as(finish_reason=wrong) for wrong in ("abort", "stop")),  # no text stops it here
+    drawn_as(finish_reason="stop"),  # no text stops it here
     drawn_as(token_ids=[5], logprobs={"token_logprobs": [-1.0]}),  # cut off where there was room
 )
 
@@ -239,8 +189,22 @@ def test_it_is_awake_only_while_it_samples(tiny: TinyModels) -> None:
         with pytest.raises(Interrupted, match=r"did not answer"):
             sample(ours)
         assert sleeper.asleep
-        sleeper.faults.dead_after = None
-        assert_same(sample(ours), sample(plain))
-        awake, _ = engines(sleeper)
-        with pytest.raises(ValueError, match=r"generation\.server_sleep"):
-            awake.start(PROMPTS)
+
+
+def test_a_run_through_a_server_that_dies_is_resumed(tiny: TinyModels, tmp_path: Path) -> None:
+    """With the numbers of a run that samples here."""
+    options: dict[str, Any] = {"max_prompt_tokens": 64, "server_sleep": True}
+    with StandIn(tiny("llama"), faults=Faults(sleeps=True)) as server:
+        options |= {"engine": "server", "url": server.url}
+        settings = running.config("grpo", tiny("llama"), generation=options)
+        server.faults.dead_after = 60
+        code, run, _ = running.train(settings, tmp_path)
+        assert code == 75
+        server.faults.dead_after = None
+        assert running.go_on(run) == 0
+    settings = running.config("grpo", tiny("llama"), generation={"engine": "hf", "max_prompt_tokens": 64})
+    _, plain, _ = running.train(settings, tmp_path, name="plain")
+    assert 0 < len(running.metrics(run)) == len(running.metrics(plain))
+    for ours, theirs in zip(running.metrics(run)[1:], running.metrics(plain)[1:], strict=True):
+        for name in ("reward/mean", "policy/loss", "policy/entropy", "optim/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5)

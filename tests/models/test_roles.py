@@ -116,20 +116,14 @@ def test_every_parameter_of_a_role_moves_and_no_other(tiny: TinyModels, with_lor
 
 
 def test_merged_weights_are_those_of_the_branches(tiny: TinyModels):
-    """2106.09685, Eq. 3; the copies that a sampler makes leave the base as it is."""
+    """2106.09685, Eq. 3."""
     roles = lora_roles(tiny("llama"), targets=["q_proj"])
     stir(roles.parameters["policy"])
-    expected = logprobs(roles, "policy")
     layer: Any = roles.adapted_layers("default")[0]
-    before = {name: tensor.clone() for name, tensor in roles.causal.state_dict().items()}
     a, b = lora_matrices(layer, "default") or (torch.empty(0), torch.empty(0))
     base, merged = (merged_weight(layer, adapter)[0] for adapter in (None, "default"))
     torch.testing.assert_close(merged, base + b @ a)
     torch.testing.assert_close(b @ a, 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight)  # alpha / r
-    with torch.no_grad(), roles.acting_merged("policy"):
-        found = roles.logprobs("policy", a_batch(), temperature=1.0)[0]
-    torch.testing.assert_close(found, expected)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in roles.causal.state_dict().items())
 
 
 @pytest.mark.parametrize(("kind", "module"), [("llama", "lm_head"), ("qwen2", "embed_tokens")])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tinyrl.training.on_policy import EXACT_TO
 
 pytestmark = pytest.mark.real
 
-ENGINES: dict[str, Any] = {"hf": HfEngine, "hf-merged": partial(HfEngine, merged=True), "fused": FusedEngine}
+ENGINES: dict[str, Any] = {"hf": HfEngine, "fused": FusedEngine}
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=12)
 LONGEST = 512
 WORST = 1.5  # times the error of the library in bfloat16

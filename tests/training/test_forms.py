@@ -75,7 +75,7 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
 ) -> None:
     """Three steps with the fused engine and packed groups, and with the plain path: the same numbers."""
     lines, samples = {}, {}
-    for engine, packs in (("fused", True), ("hf-merged", True), ("hf", False)):
+    for engine, packs in (("fused", True), ("hf", False)):
         if not packs:
             monkeypatch.setattr("tinyrl.models.policy.packs_exactly", lambda backbone: False)
         settings = running.config("ppo", chat_model, generation={"engine": engine})
@@ -84,7 +84,7 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
         kept = [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in running.metrics(run)]
         lines[engine] = [{k: v for k, v in line.items() if not k.startswith(running.VOLATILE)} for line in kept]
         samples[engine] = [json.loads(line)["completion"] for line in run.samples.read_text().splitlines()]
-    for engine in ("fused", "hf-merged"):
+    for engine in ("fused",):
         assert samples[engine] == samples["hf"]
         for ours, plain in zip(lines[engine], lines["hf"], strict=True):
             assert ours == pytest.approx(plain, rel=1e-3, abs=1e-5, nan_ok=True)

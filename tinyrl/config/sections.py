@@ -36,7 +36,7 @@ Modules = Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 Variables = dict[str, bool | int | float | str | None]
 Truncated = Literal["keep", "mask", "penalize"]
-Engine = Literal["auto", "fused", "hf-merged", "hf", "server"]
+Engine = Literal["auto", "fused", "hf", "server"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 EMBEDDED = {  # models by name; tinyrl/starter has their weights

@@ -84,9 +84,12 @@ class Conversation(Response):
     pending: Sequence | None = None
 
     def answer(self, given: Given, message: Message) -> None:
-        """Record the message in which the last answer is sent, as it will come back."""
-        added = messages_of([{"role": "assistant", **message}], "messages")
-        self.known = Given([*(given.messages or []), *added], given.variables)
+        """Record the message, or text, in which the last answer is sent, as it will come back."""
+        if given.text is not None:
+            self.known = Given(text=given.text + message["content"])
+        elif given.messages is not None:
+            added = messages_of([{"role": "assistant", **message}], "messages")
+            self.known = Given([*given.messages, *added], given.variables)
 
 
 @dataclass
@@ -153,9 +156,6 @@ class AgentEpisode:
                     conversation.add(result.tokens, result.logprobs)
                     conversation.last, conversation.known = result, None
                     self.left -= len(result.tokens)
-                    if given.text is not None:
-                        text = str(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
-                        conversation.known = Given(text=given.text + text)
 
         sequence.on_end = end
         return sequence, conversation
@@ -249,7 +249,7 @@ class AgentRunner:
 
     @property
     def max_episode_tokens(self) -> int:
-        """The most that a row may sample; what an agent writes between its calls is limited by the model alone."""
+        """Return the most that a row may sample; the text between an agent's calls is limited by the model alone."""
         return self.config.generation.max_new_tokens
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
@@ -279,7 +279,7 @@ class AgentRunner:
             )
             self._listening = Listening(of_agents)
         listening, endpoint = self._listening, self._listening.endpoint
-        keys, _ = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
+        keys = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
         greedy, role = options.get("greedy", False), options.get("role", "policy")
         params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
         read = endpoint.tokenizer, closing_of(endpoint.tokenizer, self.variables), self.positions

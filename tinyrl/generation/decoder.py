@@ -60,7 +60,7 @@ class Projection:
         return w if isinstance(w, Tensor) else torch.cat([*map(dense_weight, w)]).to(self.dtype)
 
     def __call__(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(N, in) -> (N, out), plus the residual (N, out)."""
+        """Project h (N, in) to (N, out), and add the residual (N, out)."""
         if self.lora_a is None or self.lora_b is None:
             if residual is None:
                 return linear(h, self.matrix, self.bias)
@@ -175,12 +175,12 @@ class RowCache:
         self.lanes, self.width, self.size = 2 * entries.shape[2], *entries.shape[-2:]
 
     def places(self, row: Tensor, position: Tensor) -> Tensor:
-        """Flat index in a layer of the key and the value of each kv head, for N new tokens."""
+        """Return the flat index in a layer of the key and the value of each kv head, for N new tokens."""
         lanes = torch.arange(self.lanes, device=row.device) + row.unsqueeze(1) * self.lanes
         return (lanes * self.width + position.unsqueeze(1)).view(-1)
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """kv (N, kv heads, 2, d)."""
+        """Write kv (N, kv heads, 2, d)."""
         self.entries[layer].view(-1, self.size).index_copy_(0, places, kv.reshape(-1, self.size))
 
     def copy(self, source: int, to: int, tokens: int) -> None:
@@ -194,8 +194,8 @@ class RowCache:
 
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: float) -> Tensor:
-    """Attention of q (B, Q, d), which share keys and values (B, W, d), under an additive mask (B, 1, W). Scores are
-    kept in float32: bfloat16 is coarse where all of them are large.
+    """Attend from q (B, Q, d), which share keys and values (B, W, d), under an additive mask (B, 1, W). Scores stay
+    in float32: bfloat16 is coarse where all of them are large.
     """
     if q.dtype != torch.float32:
         q, keys, values = (x.unsqueeze(1) for x in (q, keys, values))
@@ -234,7 +234,7 @@ class Decoder:
 
     @staticmethod
     def _joint(layer: Any) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Projections of a layer that share their input."""
+        """Return the projections of a layer that share their input."""
         attention, mlp = layer.self_attn, layer.mlp
         return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
@@ -245,12 +245,12 @@ class Decoder:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token of one sequence."""
+        """Count the bytes of keys and values of one token of one sequence."""
         return 2 * len(self.backbone.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the private copy: what merging or another dtype keeps from sharing the model's memory."""
+        """Count the bytes of the private copy: what merging or another dtype keeps from sharing the model's memory."""
         own = [*(t for layer in self.layers for t in tensors(layer)), self.embedding, self.head.weight]
         shared = {p.data_ptr() for p in self.model.parameters()}
         return weight_bytes(t for t in own if t.data_ptr() not in shared)
@@ -402,14 +402,14 @@ class Decoder:
         return apply_rope(torch.cat([q, k, v], 2), *rotation)
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """Attention's output projection and the feed-forward block, each added to its residual."""
+        """Apply attention's output projection and the feed-forward block, each added to its residual."""
         x = layer.out(attended, x)
         gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, -1)
         return layer.down(self.activation(gate).mul_(up), x)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """RMS norm over the last dimension (1910.07467, Eq. 4); weight None: it is in the matrix that comes next. GPUs
-        have a kernel for it; on a CPU torch makes many operations of it.
+        """Apply the RMS norm over the last dimension (1910.07467, Eq. 4); weight None: it is in the matrix that comes
+        next. GPUs have a kernel for it; on a CPU torch makes many operations of it.
         """
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return rms_norm(x, (x.shape[-1],), weight, self.eps)

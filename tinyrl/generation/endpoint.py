@@ -56,7 +56,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("auto", "none"),
     "reasoning_effort": (), "chat_template": (),
 }  # fmt: skip
-DRAWN_BY = ("temperature", "top_p", "top_k")
 Likeliest = Annotated[int, Field(ge=0, le=20)]  # tokens that a client may have listed at each place
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -339,12 +338,12 @@ class Endpoint:
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        own = {name: value for name in DRAWN_BY if (value := getattr(body, name)) is not None}
-        params = replace(self.defaults, **own)
-        greedy = params.temperature < LEAST_TEMPERATURE
-        params = replace(
-            params, temperature=1.0 if greedy else params.temperature, top_k=max(0, params.top_k), greedy=greedy
-        )
+        names = ("temperature", "top_p", "top_k")
+        of_body = {name: value for name in names if (value := getattr(body, name)) is not None}
+        params = replace(self.defaults, **of_body)
+        params = replace(params, top_k=max(0, params.top_k))
+        if params.temperature < LEAST_TEMPERATURE:
+            params = replace(params, temperature=1.0, greedy=True)
         for prompt, sample in itertools.product(prompts, range(body.n or 1)):
             conversation = None
             if episode is None or limit == 0:
@@ -357,9 +356,8 @@ class Endpoint:
                 sequence = Sequence(prompt, params, key, most, stops, "cached", self.models[body.model])
             else:
                 sequence, conversation = episode.call(prompt, answer.given, limit=limit, stop=stops)
-            hidden = [] if body.include_stop_str_in_output else stops
-            begun = IncrementalDetokenizer(self.tokenizer), hidden, answer.marker, answer.text, conversation
-            choice = Choice(len(answer.choices), sequence, *begun)
+            hidden, text = [] if body.include_stop_str_in_output else stops, IncrementalDetokenizer(self.tokenizer)
+            choice = Choice(len(answer.choices), sequence, text, hidden, answer.marker, answer.text, conversation)
             answer.choices.append(choice)
             if limit == 0:
                 choice.completion = Completion([], [], "length")
@@ -424,6 +422,14 @@ class Endpoint:
             temperature = choice.sequence.params.temperature
             scored = await self._score([*prompt, *tokens], body, temperature=temperature, likeliest=answer.likeliest)
             tops = scored.likeliest[len(prompt) :]
+        if choice.marker is not None and self.form is not None:
+            content, calls = self.form.read(choice.text, tokens, tools=body.tools)
+            if calls and not any(call.problem for call in calls):
+                called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
+                made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]
+                message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
+        if choice.conversation is not None:
+            choice.conversation.answer(answer.given, message)
         if not answer.is_chat:
             if body.echo:
                 message["content"] = str(self.tokenizer.decode(prompt)) + choice.text
@@ -439,24 +445,15 @@ class Endpoint:
                 ]
                 offsets = [0, *itertools.accumulate(map(len, spelt))][: len(spelt)]
                 shown = {"tokens": spelt, "token_logprobs": logprobs, "top_logprobs": listed, "text_offset": offsets}
-        else:
-            if choice.marker is not None and self.form is not None:
-                content, calls = self.form.read(choice.text, tokens, tools=body.tools)
-                if calls and not any(call.problem for call in calls):
-                    called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
-                    made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]
-                    message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
-            if choice.conversation is not None:
-                choice.conversation.answer(answer.given, message)
-            if body.logprobs:
+        elif body.logprobs:
 
-                def entry(token: int, logprob: float | None) -> dict[str, Any]:
-                    text = self._spelt(token)
-                    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+            def entry(token: int, logprob: float | None) -> dict[str, Any]:
+                text = self._spelt(token)
+                return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
-                each = zip(tokens, logprobs, tops, strict=True)
-                entries = [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
-                shown = {"content": entries, "refusal": None}
+            each = zip(tokens, logprobs, tops, strict=True)
+            entries = [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
+            shown = {"content": entries, "refusal": None}
         ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens} if body.return_token_ids else {}
         return message, {"finish_reason": reason, "logprobs": shown, **ids}
 

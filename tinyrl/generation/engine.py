@@ -185,7 +185,7 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """The most tokens it may have."""
+        """Return the most tokens that it may have."""
         return len(self.prompt) + self.limit
 
 
@@ -260,10 +260,10 @@ class LocalEngine(SamplingEngine):
         return self.in_fewer_rows(len(requests) * samples_per_request, attempt) if requests else []
 
     def sequences(self, requests: list[Request], group: int, options: SampleOptions) -> list[Sequence]:
-        """`group` sequences for every request, in order, drawn by the settings of the run."""
+        """Make `group` sequences for every request, in order, drawn by the settings of the run."""
         s = self.settings
         params = SamplingParams(s.temperature, s.top_p, s.top_k, options.get("greedy", False))
-        keys = advanced(*row_keys(requests, group, seed=options["seed"], step=options["step"]))
+        keys = row_keys(requests, group, seed=options["seed"], step=options["step"])
         rows = [request for request in requests for _ in range(group)]
         return [
             Sequence(r.prompt_tokens, params, key, r.limit(s), s.stop, on_tokens=self.on_tokens)
@@ -298,7 +298,7 @@ def grouped(completions: list[Completion], group: int) -> list[list[Completion]]
 
 
 def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end a completion: the tokenizer's EOS and the generation config's (chat models list several)."""
+    """Return the tokens that end a completion: the tokenizer's EOS and the model's (chat models list several)."""
     listed, vocabulary = [tokenizer.eos_token_id, *_listed_eos(policy.causal)], embedding_rows(policy.causal)
     return {i for i in listed if isinstance(i, int) and i < vocabulary}
 
@@ -309,7 +309,7 @@ def _listed_eos(model: PreTrainedModel) -> list[int]:
 
 
 def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: sections.TaskConfig) -> None:
-    """Where prompts go through the chat template, add the token that ends a turn there to the model's generation
+    """Add the token that ends a turn in the chat template, where prompts go through it, to the model's generation
     configuration: every engine ends completions at it, and so do programs that load a saved model.
     """
     if not in_chat(tokenizer, task.chat) or not model.can_generate():
@@ -420,14 +420,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words that passes for random."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit words that passes for random."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """64-bit keys (R,) of R samples from the run's seed, the step, and each row's prompt and sample number."""
+    """Derive 64-bit keys (R,) of R samples from the run's seed, the step, and each row's prompt and sample number."""
     key = np.zeros(len(prompts), dtype=np.uint64)
     parts = np.uint64(seed), np.uint64(step % (1 << 63)), prompts.astype(np.uint64), samples.astype(np.uint64)
     with np.errstate(over="ignore"):
@@ -436,22 +436,22 @@ def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarra
     return key
 
 
-def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of every sample's random numbers, (R,) with R = requests * group, and the index of its first token (R,)."""
+def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> np.ndarray:
+    """Derive the keys of every sample's random numbers from its first token on, (R,) with R = requests * group."""
     prompts = np.repeat(np.array([r.prompt_row for r in requests]), group)
     samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
     first = np.repeat(np.array([r.first_token for r in requests]), group)
-    return sample_keys(seed, step, prompts=prompts, samples=samples), first
+    return advanced(sample_keys(seed, step, prompts=prompts, samples=samples), first)
 
 
 def advanced(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Keys (R,) whose uniform t is that of `keys` at tokens[r] + t."""
+    """Return keys (R,) whose uniform t is that of `keys` at tokens[r] + t."""
     with np.errstate(over="ignore"):
         return keys + _GOLDEN * tokens.astype(np.uint64)
 
 
 def uniforms(keys: np.ndarray, *, num_tokens: int) -> Tensor:
-    """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and t."""
+    """Draw uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and t."""
     with np.errstate(over="ignore"):
         words = _mix(keys[:, None] + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)

@@ -1,8 +1,8 @@
 """Sampling engines of this process, and the choice of one by the model's shape and a trial of its numbers.
 
 A server (server.py) where one is named. Else `fused`, a scheduler over our own decoder for models built like Llama,
-where its numbers agree with the model's own forward pass. Else the library's modules with merged weights, or with LoRA
-branches (a quantised or bfloat16 base, or no room for the copy); simple, so the others are tested against them.
+where its numbers agree with the model's own forward pass. Else `hf`, the library's modules: simple, so the others are
+tested against them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from tinyrl.models.checks import samples_exactly
 from tinyrl.models.device import free_bytes, to_device
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
-from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
-from tinyrl.models.policy import Policy, weight_bytes
+from tinyrl.models.lora import POLICY_ADAPTER, is_plain_lora
+from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of
 from tinyrl.runs.signals import check_stop
@@ -82,12 +82,13 @@ class FusedEngine(LocalEngine):
         self.overlaps = self.by_graphs
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._kept: Scheduler | None = None  # outlives a call
-        self._kept_for: tuple[int, SampledRole | None] = (0, None)  # rows wanted of it; a serving call's weights in it
+        self._wanted = 0  # rows that it was made for
+        self._serves: SampledRole | None = None  # whose weights it has for serving calls
 
     @contextmanager
     def synced(self, role: SampledRole) -> Iterator[Decoder]:
-        """The decoder of the role's model with its weights as they are now. The copy is freed afterwards, as it is
-        quickly made again, unless a scheduler that outlives the call reads it.
+        """Yield the decoder of the role's model with its weights as they are now. The copy is freed afterwards, as it
+        is quickly made again, unless a scheduler that outlives the call reads it.
         """
         with self.policy.acting(role) as model:
             if id(model) not in self.decoders:
@@ -102,9 +103,9 @@ class FusedEngine(LocalEngine):
     @contextmanager
     def scheduler(self, role: SampledRole, *, rows: int, width: int, serving: bool = False) -> Iterator[Scheduler]:
         kept, width = self._kept, width + self.look_every - 1
-        if kept is not None and (self._kept_for[0] < rows or kept.width < width):
+        if kept is not None and (self._wanted < rows or kept.width < width):
             kept = None
-        if kept is not None and serving and self._kept_for[1] == role:
+        if kept is not None and serving and self._serves == role:
             yield kept
             return
         with self.synced(role) as decoder:
@@ -115,15 +116,15 @@ class FusedEngine(LocalEngine):
                 self.capacity = min(rows, max(1, int(room / (decoder.cache_bytes_per_token * width))))
                 shape = {"capacity": self.capacity, "width": width, "look_every": self.look_every}
                 kept = Scheduler(decoder, self.tokenizer, self.eos, **shape, by_graphs=self.by_graphs)
-                self._kept_for = (rows, None)
+                self._wanted = rows
             kept.clear()
             kept.admit_below = 1.0 if serving else ADMIT_BELOW
-            self.capacity, self._kept_for = kept.capacity, (self._kept_for[0], role if serving else None)
+            self.capacity, self._serves = kept.capacity, role if serving else None
             self._kept = kept if serving or self.by_graphs else None
             yield kept
 
     def forget(self) -> None:
-        self._kept_for = (self._kept_for[0], None)
+        self._serves = None
         if not self.by_graphs:
             self.release()
 
@@ -181,24 +182,19 @@ class FusedEngine(LocalEngine):
 
 
 class HfEngine(LocalEngine):
-    """merged: with the role's adapter merged into private copies of the weights while it samples, for models that the
-    fused engine does not support.
-    """
+    """Samples through the library's own modules and cache, with LoRA as branches, for models of any shape."""
 
-    def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, *, merged: bool = False
-    ) -> None:
+    name = "hf"
+
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
         super().__init__(policy, tokenizer, settings)
-        self.merged, self.name = merged, "hf-merged" if merged else "hf"
         self.exact = policy.causal.dtype == torch.float32
-        layers = policy.adapted_layers(POLICY_ADAPTER) if merged else []
-        self.copy_bytes = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
 
     @contextmanager
     def scheduler(
         self, role: SampledRole, *, rows: int, width: int, serving: bool = False
     ) -> Iterator[LibraryScheduler]:
-        with (self.policy.acting_merged if self.merged else self.policy.acting)(role) as model:
+        with self.policy.acting(role) as model:
             yield LibraryScheduler(self, model, capacity=rows)
 
 
@@ -251,7 +247,7 @@ class LibraryScheduler:
         return index
 
     def _prefill(self) -> Tensor:
-        """Logits (R, V) after the prompts; one that several rows have in common is prefilled once."""
+        """Return logits (R, V) after the prompts; one that several rows have in common is prefilled once."""
         prompts, source = list[list[int]](), list[int]()
         for row in self.rows:
             if not prompts or row.prompt != prompts[-1]:
@@ -267,7 +263,7 @@ class LibraryScheduler:
         return logits[self._take(source)]
 
     def _next(self) -> Tensor:
-        """Logits (R, V) after the last token of each row."""
+        """Return logits (R, V) after the last token of each row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1)
         return self._forward(self.token.unsqueeze(-1))
 
@@ -279,7 +275,7 @@ class LibraryScheduler:
         return self.head.logits(output.last_hidden_state[:, -1])
 
     def _draw(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """One token a row, and its log-probability under the distribution that training scores."""
+        """Draw one token a row; return it and its log-probability under the distribution that training scores."""
         params = self.params
         z = logits / params["temperature"].unsqueeze(-1) if "temperature" in params else logits
         log_p = z.log_softmax(-1)
@@ -294,8 +290,7 @@ class LibraryScheduler:
 
 # ---- choice of an engine ----
 
-EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
-NOT_PLAIN = "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
+EngineName = Literal["auto", "fused", "hf"]  # of this process
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -339,13 +334,10 @@ def select_engine(
 
     Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
-    model, why, plain = policy.causal, "generation.engine", HfEngine(policy, tokenizer, settings)
-    kind, room = type(model).__name__, free_bytes(policy.device) * COPY_SHARE
-    if wanted == "hf":
-        return plain, why
-    if wanted != "hf-merged":
+    why, kind = "generation.engine", type(policy.causal).__name__
+    if wanted != "hf":
         try:
-            layout, why = _layout(policy, dtype, longest, room)
+            layout, why = _layout(policy, dtype, longest, free_bytes(policy.device) * COPY_SHARE)
             if layout is not None:
                 engine = FusedEngine(policy, tokenizer, settings, dtype=dtype, layout=layout)
                 with engine.synced("policy") as decoder:
@@ -361,20 +353,7 @@ def select_engine(
             why = f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
         if wanted == "fused":
             raise ValueError(f"generation.engine=fused: {why}; use auto")
-    merged, unmerged = HfEngine(policy, tokenizer, settings, merged=True), None
-    if getattr(model, "is_quantized", False):
-        unmerged = "the base is quantised, so LoRA stays unmerged"
-    elif not all(map(is_plain_lora, policy.adapted_layers(POLICY_ADAPTER))):
-        unmerged = NOT_PLAIN
-    elif policy.peft is not None and model.dtype != torch.float32:
-        unmerged = "merged into weights of half precision the first updates of LoRA would be rounded away"
-    elif merged.copy_bytes > room:
-        unmerged = f"a merged copy of the weights ({merged.copy_bytes / 1e9:.1f} GB) would take most of the free memory"
-    if unmerged is None:
-        return merged, why
-    if wanted == "hf-merged":
-        raise ValueError(f"generation.engine=hf-merged: {unmerged}; use auto")
-    return plain, why if unmerged in why else f"{why}; {unmerged}"
+    return HfEngine(policy, tokenizer, settings), why
 
 
 def _layout(policy: Policy, dtype: torch.dtype, longest: int, room: float) -> tuple[WeightLayout | None, str]:
@@ -386,7 +365,7 @@ def _layout(policy: Policy, dtype: torch.dtype, longest: int, room: float) -> tu
     if isinstance(backbone.embed_tokens, LoraLayer):
         return None, "the adapter is on the embedding, too"
     if not all(map(is_plain_lora, policy.adapted_layers(POLICY_ADAPTER))):
-        return None, NOT_PLAIN
+        return None, "the adapter is more than W + B A (DoRA, or with a bias)"
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     # Mistral has no kinds of layers: with a window, every one looks through it
     windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)

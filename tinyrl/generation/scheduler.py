@@ -153,12 +153,12 @@ class Scheduler:
 
     @property
     def free(self) -> int:
-        """Rows that are neither live nor held."""
+        """Count the rows that are neither live nor held."""
         return self.capacity - len(self.live) - sum(row.held for row in self.cached)
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing can be done before a sequence that is held is continued."""
+        """Return whether nothing can be done before a sequence that is held is continued."""
         return not self.live and not self.resuming and not (self.waiting and self.free)
 
     def step(self) -> list[Sequence]:
@@ -232,8 +232,8 @@ class Scheduler:
         return True
 
     def _reusable(self, prompt: list[int]) -> CachedRow | None:
-        """The cached row with the longest common prefix, cut to that. None where a row would lose more than half of its
-        tokens, since its own conversation may go on, or the prefix is short.
+        """Find the cached row with the longest common prefix, cut to that. None where a row would lose more than half
+        of its tokens, since its own conversation may go on, or the prefix is short.
         """
         free = [row for row in self.cached if not row.held]
         known = [common_length([row.tokens, prompt[:-1]]) for row in free]
@@ -314,7 +314,7 @@ class Scheduler:
         self._changed = False
 
     def _graph_step(self, rows: int, *params: str) -> None:
-        """A step of a graph, which depends on its rows and on the parameters that they need."""
+        """Run the step of a graph, which depends on its rows and on the parameters that they need."""
         self._step(rows, self.width, {name: self.buffers[name][:rows] for name in params})
 
     def _step(self, rows: int, width: int, params: dict[str, Tensor]) -> None:

@@ -1,10 +1,10 @@
 """Sampling through vLLM's server on this machine: the engine and its client.
 
-    once       compare its base, tokenizer and use of adapters with ours; refuse a difference
-    each call  0. under generation.server_sleep wake it, and put it to sleep afterwards: two processes, one GPU
-               1. if the policy's weights have changed, load its adapter there under a new name
-               2. then score four of its completions by our own forward pass; a gap beyond the first stops the run
-               3. send one request a completion: token ids in, token ids and log-probabilities out
+    0. under generation.server_sleep wake it, and put it to sleep afterwards: two processes, one GPU
+    1. if the policy's weights have changed, load its adapter there under a new name
+    2. then score four of its completions by our own forward pass: numbers of another model are refused at the start,
+       and a gap beyond the first stops the run
+    3. send one request a completion: token ids in, token ids and log-probabilities out
 
 The server has other kernels and often another dtype, so `exact` is False: trainers rescore the tokens that it sampled
 and weigh the difference. A completion's seed is the key of its random numbers.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shlex
 import shutil
 import tempfile
 import urllib.parse
@@ -39,42 +38,34 @@ from tinyrl.generation.engine import (
     SampleOptions,
     SamplingEngine,
     SamplingSettings,
-    advanced,
     eos_token_ids,
     grouped,
     row_keys,
 )
 from tinyrl.generation.turns import Episodes, play_plainly
 from tinyrl.models.loading import embedding_rows
-from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
+from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
 from tinyrl.text import masked, shortened, whole_address
 
 MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-SLEEP, WAKE, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
+SLEEP, WAKE = "/sleep", "/wake_up"
 API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
 TIMEOUT_S = 600.0  # for one request, however often it is tried
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
 TRY_AGAIN = (408, 425, 429, 502, 503, 504)
-UNKNOWN_MODEL = 404  # the server was restarted and has lost the adapter
 TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 ROUNDED = 1e-3  # by which a log-probability may be above 0
 AT_A_TIME = 256  # requests under way where generation.max_rows is not set
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
-SLEEPER_SHARE = 0.5  # of the GPU, for a server that sleeps while the run learns there
 PROBED_PROMPTS, PROBED_TOKENS = 4, 64
-PERTURBED = 0.02  # deviation of the numbers added to LoRA's B, which is zero in a fresh adapter
-UNEXPLAINED = 0.1  # share of the squares that our numbers may leave; another model leaves 1 or more
+UNEXPLAINED = 0.1  # share of the variance of our numbers; another model leaves 1 or more
+HOW_TO_START = "docs/scale.md has vLLM's command; it runs on this machine, able to read TMPDIR"
 SMALLEST_GAP, TIMES = 1e-4, 5.0  # nats per token: a gap is too large above the first one, this many times
 
 
 class ServerError(Exception):
-    """A server refused a request (`status`) or did not answer it (None)."""
-
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+    """A server refused a request or did not answer it."""
 
 
 class ServerClient:
@@ -98,8 +89,7 @@ class ServerClient:
         def read(answer: HttpAnswer) -> Any:
             text = answer.body.decode(errors="replace")
             if answer.status >= 300:
-                refusal = f"{self.name} answered {path} with {answer.status}: {shortened(text, 300)}"
-                raise ServerError(refusal, status=answer.status)
+                raise ServerError(f"{self.name} answered {path} with {answer.status}: {shortened(text, 300)}")
             try:
                 return json.loads(text)
             except (ValueError, RecursionError):  # a load is answered with text
@@ -205,37 +195,22 @@ class ServerEngine(SamplingEngine):
         self.eos, self.vocabulary = sorted(eos_token_ids(policy, tokenizer)), embedding_rows(policy.causal)
         self.served: dict[str | None, str] = {}
         self.checked: dict[str | None, dict[str, Tensor]] = {}
-        self.first_gap = 0.0  # under the test adapter, or of the first policy if that is larger
+        self.first_gap: float | None = None
         self.loads, self._run = 0, secrets.token_hex(4)  # other runs may use the same server
         self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
         self.folder = Path(self._temporary.name)
         self._notes = list[str]()
 
-    @property
-    def command(self) -> str:
-        """vLLM's command that starts a server for this run."""
-        rank = int(self.peft.peft_config[POLICY_ADAPTER].r)  # pyright: ignore[reportAttributeAccessIssue]
-        address, most = urllib.parse.urlsplit(self.server.url), next((r for r in RANKS if r >= rank), rank)
-        several = " --max-loras 2" if self.policy.reference_adapter else ""
-        develops = " VLLM_SERVER_DEV_MODE=1" if self.sleeps else ""
-        sleeps = f" --enable-sleep-mode --gpu-memory-utilization {SLEEPER_SHARE}" if self.sleeps else ""
-        return (
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1{develops} vllm serve "
-            f"{shlex.quote(str(self.policy.causal.name_or_path))} --enable-lora --max-lora-rank {most}{several} "
-            f"--logprobs-mode processed_logprobs --max-model-len {self.longest}{sleeps} "
-            f"--host {address.hostname} --port {address.port or 80}"
-        )
-
     @contextmanager
     def _failing_as(self, kind: type[ValueError] | type[Interrupted]) -> Iterator[None]:
-        """Raise a ServerError as `kind`, with the command that starts a server."""
+        """Raise a ServerError as `kind`."""
         try:
             yield
         except ServerError as error:
             for adapter in {*self.served} - {None}:  # nothing is left to be unloaded
                 del self.served[adapter]
             self.checked.clear()
-            raise kind(f"{error}. Start it on this machine, able to read TMPDIR, with\n  {self.command}") from error
+            raise kind(f"{error}; {HOW_TO_START}") from error
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -267,48 +242,16 @@ class ServerEngine(SamplingEngine):
             base = next((model for model in listed.data if not model.parent), listed.data[0])
             if base.max_model_len is not None and base.max_model_len < self.longest:
                 raise ServerError(f"{server.name} has room for {base.max_model_len} tokens, the run for {self.longest}")
-            with suppress(ServerError):  # a server that cannot sleep does not know the question
-                if not self.sleeps and server.get(IS_SLEEPING) == {"is_sleeping": True}:
-                    raise ValueError(f"{server.name} is asleep: set generation.server_sleep=true, or POST to {WAKE}")
+            self.served[None] = base.id
             with self._awake():
                 check_tokenizer(server, base.id, self.tokenizer)
-                moved = self._check_numbers(prompts[:PROBED_PROMPTS])
-            self.served[None] = base.id
+                self._synced("policy", prompts[:PROBED_PROMPTS])
         self._notes = [
             f"{server.name} serves {base.id} ({base.root or base.id}): log-probabilities differ from ours by "
-            f"{self.first_gap:.2g} nats per token under a test adapter that moves them by {moved:.2g}; adapters are "
-            f"loaded from {self.folder}" + ("; it sleeps between samplings" if self.sleeps else "")
+            f"{self.first_gap:.2g} nats per token; adapters are loaded from {self.folder}"
+            + ("; it sleeps between samplings" if self.sleeps else "")
         ]
         return self._notes
-
-    def _check_numbers(self, prompts: list[list[int]]) -> float:
-        """Compare log-probabilities under a test adapter; return how far it moves our own, in nats per token.
-
-        Raises ServerError if ours do not explain how the server's vary from token to token, or if they are explained
-        better without the adapter or before the temperature.
-        """
-        with perturbed(self.policy):
-            drawn, theirs, ours = self._compared("policy", prompts)
-            raw = self._rescored("policy", prompts, drawn, temperature=1.0)
-        without = self._rescored("policy", prompts, drawn)
-
-        def unexplained(otherwise: Tensor) -> float:
-            """sum (theirs - ours)^2 / sum (ours - otherwise)^2: about 0 if the server computes what we do, 1 if it
-            computes `otherwise`.
-            """
-            return float((theirs - ours).square().sum() / (ours - otherwise).square().sum().clamp(min=1e-30))
-
-        gap, gap_without = _gap(theirs, ours), _gap(theirs, without)
-        if self.settings.temperature != 1 and _gap(theirs, raw) < gap / 2:
-            raise ServerError(f"{self.server.name} gives log-probabilities before the temperature")
-        if unexplained(ours.mean()) > UNEXPLAINED or (unexplained(without) > UNEXPLAINED and gap_without < gap):
-            raise ServerError(
-                f"{self.server.name} has another base than {self.policy.causal.name_or_path}, or does not sample with "
-                f"the adapter: its log-probabilities are {gap:.2g} nats per token from ours with the adapter, "
-                f"{gap_without:.2g} from ours without it"
-            )
-        self.first_gap = gap
-        return _gap(ours, without)
 
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
@@ -323,22 +266,12 @@ class ServerEngine(SamplingEngine):
             return []
         prompts, greedy = [r.prompt_tokens for r in requests], options.get("greedy", False)
         self.start(prompts)
-        keys = advanced(*row_keys(requests, samples_per_request, seed=options["seed"], step=options["step"]))
+        keys = row_keys(requests, samples_per_request, seed=options["seed"], step=options["step"])
         rows, seeds = [r for r in requests for _ in range(samples_per_request)], keys.view(np.int64).tolist()
-
-        def drawn() -> list[list[Completion]]:
+        with self._failing_as(Interrupted), self._awake():
             name = self._synced(options.get("role", "policy"), prompts[:PROBED_PROMPTS])
             bodies = [self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)]
             return grouped(self._drawn(bodies), samples_per_request)
-
-        with self._failing_as(Interrupted), self._awake():
-            try:
-                return drawn()
-            except ServerError as error:
-                if error.status != UNKNOWN_MODEL:
-                    raise
-                self.checked.clear()
-                return drawn()
 
     def play(
         self, requests: list[Request], group_size: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
@@ -356,24 +289,34 @@ class ServerEngine(SamplingEngine):
     def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
         """Load the role's weights if they have changed, and check by our own forward pass that the server samples from
         them; return their name there. A bad gap is measured twice.
+
+        Raises ServerError if the first numbers are another model's, and GuardStop if later ones are.
         """
-        adapter, first, gap = self.policy.adapter_of(role), self.loads == 1, 0.0  # one load was the test adapter's
+        adapter, gap = self.policy.adapter_of(role), 0.0
         weights = {} if adapter is None else self.policy.adapter_parameters(adapter)
         known = self.checked.get(adapter)
         # Numbers are compared, since not every optimizer marks the tensors it has written to.
         if known is not None and all(torch.equal(weights[n].detach().cpu(), before) for n, before in known.items()):
             return self.served[adapter]
         for _ in range(2):
-            _, theirs, ours = self._compared(role, prompts)
+            drawn, theirs, ours = self._compared(role, prompts)
             gap = _gap(theirs, ours)
+            if self.first_gap is None:
+                raw = self._rescored(role, prompts, drawn, temperature=1.0)
+                if _gap(theirs, raw) < gap / 2 and self.settings.temperature != 1:
+                    raise ServerError(f"{self.server.name} lacks --logprobs-mode processed_logprobs")
+                if (theirs - ours).square().sum() > UNEXPLAINED * (ours - ours.mean()).square().sum():
+                    raise ServerError(
+                        f"{self.server.name} has another base than {self.policy.causal.name_or_path}, or does not "
+                        f"sample with the adapter: its log-probabilities are {gap:.2g} nats per token from ours"
+                    )
+                self.first_gap = gap
             if gap <= max(SMALLEST_GAP, TIMES * self.first_gap):
-                self.first_gap = max(self.first_gap, gap) if first else self.first_gap
                 self.checked[adapter] = {n: p.detach().to("cpu", copy=True) for n, p in weights.items()}
                 return self.served[adapter]
         raise GuardStop(
             f"{self.server.name} samples from another policy: its log-probabilities are {gap:.2g} nats per token from "
-            f"ours, and were {self.first_gap:.2g} at first. Restart it, and resume from the last checkpoint:\n"
-            f"  {self.command}"
+            f"ours, and were {self.first_gap:.2g} at first. Restart it, and resume from the last checkpoint"
         )
 
     def _compared(self, role: SampledRole, prompts: list[list[int]]) -> tuple[list[Completion], Tensor, Tensor]:
@@ -406,13 +349,10 @@ class ServerEngine(SamplingEngine):
         self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion], *, temperature: float | None = None
     ) -> Tensor:
         """Compute our own log-probabilities (N,) of all tokens of the completions."""
-        policy, temperature = self.policy, temperature or self.settings.temperature
-        batch, scored = (
-            policy.batch(prompts, [c.tokens for c in drawn]),
-            "reference" if role == "reference" else "policy",
-        )
+        policy, batch = self.policy, self.policy.batch(prompts, [c.tokens for c in drawn])
+        scored = "reference" if role == "reference" else "policy"
         with torch.no_grad(), policy.acting(role):
-            logprobs, _ = policy.logprobs(scored, batch, temperature=temperature)
+            logprobs, _ = policy.logprobs(scored, batch, temperature=temperature or self.settings.temperature)
         return torch.cat([row[: len(c.tokens)] for row, c in zip(logprobs.float().cpu(), drawn, strict=True)])
 
     def _body(self, name: str, request: Request, seed: int, *, greedy: bool) -> dict[str, Any]:
@@ -447,19 +387,3 @@ class ServerEngine(SamplingEngine):
 def _gap(theirs: Tensor, ours: Tensor) -> float:
     """Compute the mean |difference| over N tokens, in nats per token."""
     return float((theirs - ours).abs().mean())
-
-
-@contextmanager
-@torch.no_grad()
-def perturbed(policy: Policy) -> Iterator[None]:
-    """Replace the policy's adapter, inside, by one that changes the model; afterwards restore exactly its own."""
-    generator = torch.Generator().manual_seed(0)
-    matrices = [p for n, p in policy.adapter_parameters(POLICY_ADAPTER).items() if "_B." in n]
-    before = [p.detach().clone() for p in matrices]
-    try:
-        for p in matrices:
-            p.add_((torch.randn(p.shape, generator=generator) * PERTURBED).to(p))
-        yield
-    finally:
-        for p, own in zip(matrices, before, strict=True):
-            p.copy_(own)

@@ -68,7 +68,7 @@ class EpisodeRunner:
         self.environment.close()
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
-        """Texts of the environment at the end of each row's prompt."""
+        """Return texts of the environment at the end of each row's prompt."""
         return self.environment.openings([task.prompt(row) for row in rows], row_columns(rows))
 
 
@@ -168,7 +168,7 @@ class Episodes(AbstractContextManager):
     ) -> None:
         self.prompts = [prompt for prompt in prompts for _ in range(group_size)]
         self.runner, self.max_episode_tokens = runner, runner.max_episode_tokens
-        keys, _ = row_keys(requests, group_size, seed=seed, step=step)
+        keys = row_keys(requests, group_size, seed=seed, step=step)
         rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
@@ -188,7 +188,7 @@ class Episodes(AbstractContextManager):
         self._waiting, self._ready = list[int](), list[tuple[int, list[int] | None]]()
 
     def limit(self, sample: int) -> int:
-        """The most tokens of an episode's next turn, at least one."""
+        """Return the most tokens of an episode's next turn, at least one."""
         return self.runner.max_new_tokens - self.episodes[sample].num_actions
 
     def ended(self, sample: int, turn: Completion) -> None:
@@ -214,8 +214,8 @@ class Episodes(AbstractContextManager):
             self._waiting.append(sample)
 
     def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
-        """The episodes whose replies have come since: the tokens to be prefilled next, which their responses have from
-        now on, or None for one that is over. wait: for one at least, where any is asked for.
+        """Return the episodes whose replies have come since: the tokens to be prefilled next, which their responses
+        have from now on, or None for one that is over. wait: for one at least, where any is asked for.
         """
         while True:
             if self._call is None and self._waiting:
@@ -230,7 +230,7 @@ class Episodes(AbstractContextManager):
             self._ready += [(sample, self._next(sample, reply)) for sample, reply in zip(*call.result(), strict=True)]
 
     def _next(self, sample: int, reply: Reply | None) -> list[int] | None:
-        """The tokens of a reply (None: the environment has ended the episode, or failed); None where it ends here."""
+        """Return the tokens of a reply (None: the environment has ended the episode, or failed); None: it ends here."""
         episode, runner = self.episodes[sample], self.runner
         if reply is None:
             episode.over = True
@@ -252,7 +252,7 @@ class Episodes(AbstractContextManager):
         return observed.tokens
 
     def finalized(self) -> list[Completion]:
-        """The responses with the finish reasons of their episodes; those cut off get the environment's final reward."""
+        """Return the responses with their finish reasons; episodes cut off get the environment's final reward."""
         cut_off = [i for i, e in enumerate(self.episodes) if e.failure is None and not e.over]
         if cut_off:
             rows = self.runner.environment.final_rewards(*self._given(cut_off))

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,6 @@ from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
     POLICY_ADAPTER,
-    adapted_parameter,
     load_adapter_weights,
     read_finite,
     read_tensors,
@@ -218,21 +217,6 @@ class Policy:
             yield self._model_of(role)
         finally:
             self._switch(POLICY_ADAPTER)
-
-    @contextmanager
-    def acting_merged(self, role: Role) -> Iterator[PreTrainedModel]:
-        """Act with the role's adapter merged into private copies of the weights: for sampling."""
-        adapter = self.adapter_of(role)
-        with self.acting(role) as model, ExitStack() as undo:
-            for layer in [] if adapter is None else self.adapted_layers(adapter):
-                base, name = adapted_parameter(layer)
-                original: Tensor = getattr(base, name)
-                undo.callback(setattr, base, name, original)
-                undo.callback(setattr, layer, "_disable_adapters", False)
-                merged = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
-                setattr(base, name, nn.Parameter(merged.to(original.dtype), requires_grad=False))
-                layer._disable_adapters = True
-            yield model
 
     def adapter_of(self, role: str) -> str | None:
         """Return the adapter of the base that `role` acts through; None: the base as it is."""
