@@ -2,7 +2,7 @@
 
     import tinyrl
     run = tinyrl.train("grpo", "starter-grpo", {"run.num_steps": 20}, reward=score, rows=rows)
-    run.metrics.frame(); run.samples(); run.report(); run.resume(); run.policy()("a prompt")
+    run.metrics; run.samples(); run.report(); run.resume(); run.policy()("a prompt")
 
 Errors that a user can fix are ValueErrors. An interrupt (the stop button, Ctrl-C) makes a checkpoint and returns the
 run; nothing here ends the process. Importing this file loads no torch.
@@ -64,17 +64,14 @@ def train(
     """Run `tinyrl train METHOD [RECIPE] [settings]` to its end or to an interrupt; see `OpenedRun.exit_code`.
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
-    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too), which replace those of a recipe and,
-    unless settings name one, its task. Rows that are in no file are written to one named by their content, in
-    OUTPUT_DIR/inputs. A function that is in no module's file is called in this process: resume such a run where it is
-    defined. The same arguments give the same run as the command, bit for bit.
+    eval_rows: a file, a hub name, or rows as dictionaries, which replace those of a recipe and, unless settings name
+    one, its task. Rows that are in no file are written to one named by their content, in OUTPUT_DIR/inputs. A function
+    that is in no module's file is called in this process: resume such a run where it is defined. The same arguments
+    give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    method, folder, options = (
-        _text("method", method),
-        _text("output_dir", output_dir),
-        _options(device, trust_remote_code),
-    )
+    method, folder = _text("method", method), _text("output_dir", output_dir)
+    options = _options(device, trust_remote_code)
     recipe, name = (x if x is None else _text(key, x) for key, x in (("recipe", recipe), ("name", name)))
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
@@ -136,8 +133,9 @@ class OpenedRun:
         return self._folder.read_config()
 
     @property
-    def metrics(self) -> Metrics:
-        return Metrics(read_steps(self._folder.metrics, []).values())
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl: a dictionary a step."""
+        return list(read_steps(self._folder.metrics, []).values())
 
     @property
     def finished(self) -> bool:
@@ -159,7 +157,7 @@ class OpenedRun:
         device: str = "auto",
         trust_remote_code: bool = False,
     ) -> OpenedRun:
-        """`tinyrl train --resume RUN`: go on from the newest checkpoint that verifies. A finished run is returned."""
+        """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
         options = _options(device, trust_remote_code)
         with alone():
             config = self._folder.read_config(overrides_from(settings))
@@ -187,19 +185,6 @@ class OpenedRun:
             how = {3: "stopped by a guard", 4: "no room", 75: "interrupted"}.get(self.exit_code, "not done")
             text += f", {how}; go on with .resume()"
         return text
-
-
-class Metrics(list[dict[str, Any]]):
-    """The lines of metrics.jsonl, one dictionary a step."""
-
-    def frame(self) -> Any:
-        """Return a pandas data frame indexed by step. Raises ValueError where pandas is not installed."""
-        try:
-            import pandas
-        except ImportError:
-            raise ValueError(".frame() needs pandas: pip install pandas") from None
-        frame = pandas.DataFrame(list(self))
-        return frame.set_index("step") if "step" in frame else frame
 
 
 class Report:
@@ -282,7 +267,6 @@ def overrides_from(
 
 def _write_rows(rows: Any, inputs: Path) -> Path:
     """Write rows as a .jsonl file named by its content."""
-    rows = rows.to_dict("records") if hasattr(rows, "to_dict") and hasattr(rows, "columns") else rows  # a data frame
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
         raise ValueError(f"rows={shortened(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
     text = ""
@@ -301,12 +285,10 @@ def _write_rows(rows: Any, inputs: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to what JSON has: paths and dates to text, NaN and pandas' NA to null, numpy and torch to Python's."""
-    if getattr(getattr(value, "dtype", None), "kind", "") == "M":  # dates of numpy
-        value = value.astype("datetime64[us]")
+    """Convert to what JSON has: paths and dates to text, NaN to null, numpy's and torch's numbers to Python's."""
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
-    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value):
+    if isinstance(value, float | date) and value != value:  # a date that is none: pandas' NaT
         return None
     if isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -1,4 +1,4 @@
-"""The benchmarks' commands: defaults, what they refuse, and that those without a peer run from the repository alone."""
+"""The benchmarks' commands: what they refuse, and that those without a peer run from the repository alone."""
 
 import json
 import subprocess
@@ -9,24 +9,6 @@ import pytest
 
 from benchmarks.__main__ import COMMANDS, parse, problem
 from benchmarks.processes import ROOT
-from benchmarks.work import REAL_MODEL, SIZES, build
-from tests.tiny_models import TinyModels
-
-
-def test_a_command_has_its_own_defaults_and_the_command_line_wins():
-    learning, grpo = parse(["learning"]), parse(["grpo"])
-    assert (learning.steps, learning.threads, learning.sizes) == (60, 1, [])
-    assert (grpo.steps, grpo.threads, grpo.sizes) == (6, 2, ["s", "m", "v"])
-    set_by_hand = parse(["grpo", "--steps", "3", "--threads", "1", "--sizes", "xs"])
-    assert (set_by_hand.steps, set_by_hand.threads, set_by_hand.sizes) == (3, 1, ["xs"])
-
-
-def test_the_folder_of_the_real_model_is_used(tmp_path: Path, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(REAL_MODEL, "elsewhere")
-    folder = tiny("llama")
-    parse(["grpo", "--sizes", "real", "--real-model", str(folder)])
-    build(SIZES["real"], tmp_path / "model")
-    assert (tmp_path / "model" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -1,7 +1,5 @@
 """The arithmetic floor: operations counted by hand on a toy, and by torch on a model of the same shape."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,15 +25,6 @@ def test_operations_of_a_toy_by_hand():
         "forward": 680 + 120 + 328 + 620,
         "backward": 680 + 120 + 2 * 328 + 2 * 620,
     }
-
-
-def test_layers_and_prompts_multiply():
-    work = Grpo(num_prompts=1, group_size=2)
-    one = operations(TOY, 3, work=work, prompt=4, lora_rank=1)
-    three = operations(TOY, 3, work=replace(work, num_prompts=3), prompt=4, lora_rank=1)
-    assert three == {part: 3 * count for part, count in one.items()}
-    deep = operations(replace(TOY, layers=2), 3, work=work, prompt=4, lora_rank=1)
-    assert deep["sampling"] - one["sampling"] == 680 + 328  # all but the head
 
 
 def test_products_of_a_real_forward_pass_are_the_floor_s():

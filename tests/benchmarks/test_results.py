@@ -1,17 +1,10 @@
 """The arithmetic of the benchmarks' tables and of what processes measured, by hand."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.learning import curve_table
 from benchmarks.tables import (
     above_imports,
-    alternate,
     interval,
     markdown,
     median_phases,
@@ -35,14 +28,6 @@ def test_table_cells_by_hand():
     assert curve_table({"ours": seeds}, steps=12).splitlines()[-1] == "| ours | 0.100 | 0.800 |"
 
 
-def test_sides_take_turns():
-    calls: list[tuple[str, int]] = []
-    sides = {name: lambda pair, name=name: calls.append((name, pair)) or {"seconds": [float(pair)]} for name in "ab"}
-    results = alternate(sides, 2)
-    assert calls == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert results == {name: [{"seconds": [0.0]}, {"seconds": [1.0]}] for name in "ab"}
-
-
 def test_ratios_memory_and_intervals_by_hand():
     peer = [{"seconds": [9.0, 10.0, 50.0]}, {"seconds": [6.0]}]
     ours = [{"seconds": [5.0, 1.0, 4.0]}, {"seconds": [2.0, 4.0]}]
@@ -51,18 +36,3 @@ def test_ratios_memory_and_intervals_by_hand():
     assert above_imports([{"peak_mb": 900, "imports_mb": 400}, {"peak_mb": 950, "imports_mb": 410}]) == [500, 540]
     # Mean 2.5, standard deviation sqrt(5/3) = 1.29099, t = 3.182 with three degrees of freedom: 2.5 -+ 2.0540.
     assert interval([1.0, 2.0, 3.0, 4.0]) == (pytest.approx(0.4460, abs=1e-4), pytest.approx(4.5540, abs=1e-4))
-
-
-def test_the_versions_are_those_that_run_in_a_process(tmp_path: Path):
-    """Not of what is installed beside them, nor found later on the path."""
-    for folder, version in (("runs", "1.12.0"), ("other", "1.16.0")):
-        (tmp_path / folder / f"trl-{version}.dist-info").mkdir(parents=True)
-        (tmp_path / folder / f"trl-{version}.dist-info" / "METADATA").write_text(f"Name: trl\nVersion: {version}\n")
-        (tmp_path / folder / "trl.py").write_text(f"__version__ = '{version}'\n")
-    path = os.pathsep.join([str(tmp_path / "runs"), str(tmp_path / "other"), str(Path(__file__).parents[2])])
-    for code, wanted in (("import trl; ", {"trl": "1.12.0"}), ("", {})):
-        code += "import json; from benchmarks.measuring import versions; print(json.dumps(versions()))"
-        said = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=True
-        )
-        assert json.loads(said.stdout) == wanted

@@ -18,8 +18,6 @@ from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -66,57 +64,37 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("train grpo r.yaml grpo.group_sise=4", "override 'grpo.group_sise=4': unknown key `grpo.group_sise`."),
-        ("train grpo r.yaml grpo.minibatch_size=7", "grpo.minibatch_size=7 does not divide the 256 sequences"),
-        ("train grpo r.yaml model.path=./nope", "model.path=./nope: there is no such folder"),
-        ("train grpo r.yaml --name a/../../x --overwrite", "--name 'a/../../x': a run's name is made of"),
-        ("train grpo r.yaml --output-dir r.yaml", "--output-dir r.yaml: r.yaml is no folder that can be written"),
-        ("train grpo r.yaml --name bare", "run folder runs/bare exists."),
+        ("train grpo r.yaml grpo.group_sise=4", "grpo.group_sise"),
+        ("train grpo r.yaml --name a/../../x --overwrite", "--name 'a/../../x'"),
         ("train grpo r.yaml --name mine", "tinyrl train --resume runs/mine"),
-        ("train grpo task.data=rows.jsonl", "rows.jsonl:1: broken JSON at column 13"),
+        ("train grpo task.data=rows.jsonl", "rows.jsonl:1: "),
         ("train ppo bad.yaml", "bad.yaml: unknown key `\\x1b[31mred`"),
-        ("train gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, distill, sft, reward, dpo"),
-        (
-            "train",
-            "which method? `tinyrl train grpo`, ppo, distill, sft, reward or dpo; or `tinyrl train --resume RUN`",
-        ),
-        ("train r.yaml", "which method? Say it first, as in `tinyrl train grpo r.yaml`"),
-        ("train --resume runs/none", "runs/none is not a run: it does not exist."),
-        ("train --resume runs/changed", "`run.num_steps` is 'many'; it must be a whole number of at least 1."),
-        ("train grpo --resume x", "--resume needs nothing else: config.yaml of the run says everything (got 'grpo'"),
-        ("train --resume x --from x", "--resume needs nothing else"),
+        ("train gpro", "Did you mean `grpo`?"),
+        ("train", "which method?"),
+        ("train r.yaml", "tinyrl train grpo r.yaml"),
+        ("train --resume runs/none", "runs/none"),
+        ("train --resume runs/changed", "`run.num_steps`"),
+        ("train grpo --resume x", "(got 'grpo'"),
+        ("train --resume x --from x", "--from"),
         ("train --from runs/none@3", "runs/none"),
-        ("train grpo --from x --overwrite", "--from takes section.key=value, --name, --output-dir and --until"),
-        ("eval runs/mine reward.model=no/such/place", "reward.model=no/such/place: there is no such folder, and a hub"),
-        ('eval runs/mine reward.functions=[{"use":"none.py:f"}]', "use 'none.py:f': there is no file"),
-        (
-            "eval runs/mine optim.learning_rate=1",
-            "here only settings of reward, generation and task",
-        ),
-        ("eval runs/mine --data none.jsonl", "none.jsonl: no such file"),
-        ("eval runs/mine --data r.yaml --split train", "--data FILE replaces the held-out rows; --split train"),
-        ("eval runs/mine --save-samples no/s.jsonl", "--save-samples no/s.jsonl: there is no folder no"),
-        ("eval runs/none", "runs/none is not a run."),
-        ("eval starter --task srot", "task.name: there is no task 'srot'"),
+        ("train grpo --from x --overwrite", "--overwrite"),
+        ("train grpo --allow-config-change", "--resume RUN"),
+        ("eval runs/mine optim.learning_rate=1", "reward, generation and task"),
         ("eval reward.model=starter", "which run, checkpoint or model?"),
-        ("eval a b --vs base", "--vs base is of one run"),
-        ("eval a b --split train", "--split train is for one target"),
+        ("eval a b --vs base", "--vs base"),
+        ("eval a b --split train", "--split train"),
         ("eval a b", "a is not a run"),
-        ("report runs/none", "runs/none is not a run"),
-        ("report runs/none --output here", "--output is for a report of several runs"),
-        ("show r --worst --unsolved", "--worst and --unsolved: one of them"),
-        ("check grpo --memory 24GB", "--memory needs --offline"),
-        ("list tasks sort", "sort: only `tinyrl list settings` takes a name"),
+        ("report runs/none --output here", "--output"),
+        ("show r --worst --unsolved", "--worst and --unsolved"),
+        ("check grpo --memory 24GB", "--offline"),
+        ("list tasks sort", "sort"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(words: str, part: str):
     assert part in refused(*words.split())
 
 
-WRONG = "train --nmae x|train grpo --name|train --resume|train grpo --device gpu|eval x --split test|eval|tarin"
-
-
-@pytest.mark.parametrize("arguments", WRONG.split("|"))
+@pytest.mark.parametrize("arguments", ["train --nmae x", "train --resume", "eval x --split test", "eval", "tarin"])
 def test_an_option_or_command_that_is_wrong(arguments: str):
     result = run(*arguments.split())
     assert result.exit_code == 2
@@ -169,8 +147,7 @@ def test_memory_that_ran_out_is_a_sentence_wherever_it_arises(error: Exception, 
         raise ValueError("a library in between") from error
     assert (caught.value.exit_code, later.value.exit_code) == (4, 4)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert all("memory" in line for line in lines)
+    assert ["memory" in line for line in lines] == [True, True]
 
 
 def test_a_bug_is_raised():
@@ -180,9 +157,7 @@ def test_a_bug_is_raised():
         raise ValueError("shape")
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, dict[str, Any]]]:
-    """What a new run was started with, in place of a start, which loads models."""
+def test_a_run_is_started_with_what_is_given_and_its_exit_code_is_ours(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Config, dict[str, Any]]] = []
 
     def start(config: Config, **how: Any) -> SimpleNamespace:
@@ -190,49 +165,27 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, dict[str, Any
         return SimpleNamespace(go=lambda **_: 3)
 
     monkeypatch.setattr("tinyrl.cli.train._start", start)
-    return calls
-
-
-def test_a_run_is_started_with_what_is_given_and_its_exit_code_is_ours(started: list[tuple[Config, dict[str, Any]]]):
     words = ["grpo", "r.yaml", "grpo.kl_coef=5e-2", "optim.learning_rate=3e-4"]
-    for given in ([*words, "--name", "x", "--overwrite"], ["--overwrite", "--name", "x", *words]):
-        assert run("train", *given, "--output-dir", "out").exit_code == 3
-        config, how = started.pop()
-        assert (how["name"], how["output_dir"], how["overwrite"]) == ("x", "out", True)
-        assert config.grpo is not None
-        assert (config.grpo.kl_coef, config.optim.learning_rate) == (0.05, 0.0003)
+    assert run("train", "--overwrite", "--name", "x", *words, "--output-dir", "out").exit_code == 3
+    [(config, how)] = calls
+    assert (how["name"], how["output_dir"], how["overwrite"]) == ("x", "out", True)
+    assert config.grpo is not None
+    assert (config.grpo.kl_coef, config.optim.learning_rate) == (0.05, 0.0003)
 
 
-def test_lists_and_version(monkeypatch: pytest.MonkeyPatch):
+def test_lists_version_and_help(monkeypatch: pytest.MonkeyPatch):
+    names = re.findall(r"^  (\w+)  ", run("--help").stdout.partition("Commands:")[2], re.MULTILINE)
+    assert names == ["train", "check", "eval", "doctor", "export", "chat", "serve", "report", "show", "list"]
     monkeypatch.setenv("COLUMNS", "20")  # narrower than anything could be read in
     assert run("--version").stdout == f"{__version__}\n"
     assert "sort" in run("list", "tasks").stdout
     recipes = run("list", "recipes").stdout.splitlines()
     assert any(line.startswith("starter-grpo ") for line in recipes)
     assert all(len(line.split(maxsplit=1)) == 2 for line in recipes)
-    one, every = run("list", "settings", "lora").stdout, run("list", "settings").stdout
-    assert one.startswith("lora:")
+    one = run("list", "settings", "lora").stdout
     assert "\n  r: 16 " in one
-    assert one in every
+    assert one in run("list", "settings").stdout
     assert "num_steps: 60" in run("list", "settings", "starter-grpo").stdout
-
-
-# The real command
-
-
-def real(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tinyrl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False)
-
-
-def test_the_real_command():
-    before = {*Path().iterdir()}
-    done = real("train", "grpo", "r.yaml", "grpo.group_sise=4")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "tinyrl: override 'grpo.group_sise=4': unknown key `grpo.group_sise`. Did you mean `grpo.group_size`?\n"
-    )
-    assert {*Path().iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -278,9 +231,3 @@ def test_a_limit_on_address_space_is_a_sentence(megabytes: int):
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     assert "memory" in done.stderr
-
-
-def test_the_commands_are_these():
-    names = re.findall(r"^  (\w+)  ", run("--help").stdout.partition("Commands:")[2], re.MULTILINE)
-    kept = "train check eval doctor export chat serve report show list"
-    assert names == kept.split()

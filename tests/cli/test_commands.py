@@ -10,15 +10,9 @@ import pytest
 FEW = ["run.num_steps=2", "run.eval_prompts=16", "run.threads=1"]
 
 
-def tinyrl(*arguments: str, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tinyrl", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def tinyrl(*arguments: str, folder: Path, typed: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tinyrl", *arguments]
+    done = subprocess.run(command, cwd=folder, input=typed, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr[-2000:]
     return done
 
@@ -75,17 +69,6 @@ def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eval_by_another_reward(grpo_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.py").write_text("def short(completions, **columns): return [-len(c) for c in completions]\n")
-    arguments = ("eval", str(grpo_run), "reward.functions=[{use: short.py:short}]", "--vs", "start")
-    arguments = (*arguments, "--num-prompts", "16", "--save-samples", "samples.jsonl", "--json")
-    result = json.loads(tinyrl(*arguments, folder=tmp_path).stdout)
-    assert result["reward_mean"] == result["reward/short"] != result["other"]["reward_mean"]
-    assert result["win_rate"].keys() == {"reward", "verifier"}
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4 * 16
-
-
-@pytest.mark.slow
 def test_several_targets_are_one_table(grpo_run: Path) -> None:
     first = str(grpo_run / "checkpoints" / "step-000002")
     words = ("eval", first, str(grpo_run), "--num-prompts", "16", "--json")
@@ -104,7 +87,18 @@ def test_ppo_with_the_embedded_reward_model(tmp_path: Path) -> None:
     assert {"value/loss", "value/explained_variance", "value/grad_norm", "objective/kl", "reward/model"} <= last.keys()
 
 
-def test_report_of_a_run(grpo_run: Path) -> None:
+@pytest.mark.slow
+def test_a_run_is_reported_exported_and_talked_to(grpo_run: Path) -> None:
     (grpo_run / "report.png").unlink()
     tinyrl("report", str(grpo_run), folder=grpo_run)
     assert (grpo_run / "report.png").exists()
+    words = ("export", str(grpo_run), "--merge", "--dtype", "float32")
+    lines = tinyrl(*words, folder=grpo_run).stdout.splitlines()
+    assert lines[0] == f"{grpo_run}/export/merged-float32"
+    assert f"serve      vllm serve {grpo_run}/export/merged-float32" in lines
+    assert f"{grpo_run}/export/merged-float32 exists" in tinyrl(*words, folder=grpo_run, code=2).stderr
+    asked = "letters: b a sorted:\n/reward\n"
+    assert "reward " in tinyrl("chat", str(grpo_run), "--device", "cpu", folder=grpo_run, typed=asked).stdout
+    named = tinyrl("chat", str(grpo_run.parent / "grpo-sort-2"), folder=grpo_run, code=2).stderr
+    assert f"Did you mean `{grpo_run}`?" in named
+    assert "task, generation" in tinyrl("chat", str(grpo_run), "optim.learning_rate=1", folder=grpo_run, code=2).stderr

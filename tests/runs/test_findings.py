@@ -79,17 +79,16 @@ NEAR: list[tuple[str, Curves, Curves]] = [  # a finding, curves of a run that ha
     ("KL blow-up", {"objective/kl": (0, 120)}, {"objective/kl": (0, 30)}),
     ("length creep", {"completion/mean_length": (100, 400), "reward/mean": 0.45},
      {"completion/mean_length": (100, 400)}),  # and the reward grows with it
+    ("length creep", {"completion/mean_length": (100, 400), "reward/mean": 0.45},  # none since halfway
+     {"completion/mean_length": lambda t: 100 + 300 * min(1.0, 2 * t), "reward/mean": 0.45}),
     ("critic explains nothing", {"value/explained_variance": 0.005}, {"value/explained_variance": (0.05, 0.35)}),
     ("train up, held-out down", {"eval/reward_mean": rise_and_fall}, {"eval/reward_mean": (0.6, 0.57)}),
     ("one reward up, another down", {"reward/format": (0.2, 0.9), "reward/right": (0.5, 0.2)},
      {"reward/format": (0.2, 0.9), "reward/right": 0.5}),
     ("mismatch", {"policy/sampling_gap": 0.15}, {"policy/sampling_gap": 0.03}),
     ("far from the teacher", {"teacher/logprob": -4.0}, {"teacher/logprob": -2.5}),
+    ("critic explains nothing", {"value/explained_variance": -0.5}, {"value/explained_variance": 0.05}),
 ]  # fmt: skip
-
-
-def test_a_run_that_goes_well_has_no_finding() -> None:
-    assert named(rows()) == []
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
@@ -105,40 +104,23 @@ def test_a_planted_fault_is_found_alone_and_what_comes_near_it_is_none(
 ) -> None:
     assert named(rows(planted)) == [fault]
     assert named(rows(near)) == []
+    assert named(rows(planted, steps=8)) == []  # too short to compare windows
 
 
 def repeated(line: Callable[[int], dict[str, Any]], steps: int = 3) -> Lines:
     return [{"step": step, **line(step)} for step in range(1, steps + 1)]
 
 
-def dropping(share: float) -> Lines:
-    """Two steps of 16 completions, after which the run was stopped."""
-    line = {"completion/mean_length": 7.0, "completion/tokens": 112.0, "reward/mean": 0.0, "reward/std": 0.0}
-    return repeated(lambda step: line | {"reward/dropped": 16 * share}, 2)
-
-
-def turning(turns: float, *, cut: float = 0.98) -> Lines:
-    return [{"step": 1, "environment/turns": turns, "completion/truncated": cut}]
-
-
+SIXTEEN = {"completion/mean_length": 7.0, "completion/tokens": 112.0, "reward/mean": 0.0, "reward/std": 0.0}
 AT_ONCE: dict[str, tuple[Lines, str | None]] = {
-    "a third of the rewards dropped": (dropping(0.375), "rewards dropped"),
-    "an eighth of the rewards dropped": (dropping(0.125), None),
-    "no tokens": ([{"step": 1, "reward/dropped": 0, "completion/tokens": 0, "completion/mean_length": 0}], None),
-    "all losses null": (repeated(lambda step: {"loss": None}), "loss is no number"),
-    "held-out losses null": ([{"step": 0, "eval/loss": None}, {"step": 1, "loss": 2.0}], "loss is no number"),
-    "losses null lately": (repeated(lambda step: {"policy/loss": None if step > 4 else 1}, 14), "loss is no number"),
-    "one loss null": (repeated(lambda step: {"loss": None if step == 3 else 2.0}), None),
+    "a third of the rewards dropped": ([{"step": 1, **SIXTEEN, "reward/dropped": 6.0}], "rewards dropped"),
+    "an eighth of the rewards dropped": ([{"step": 1, **SIXTEEN, "reward/dropped": 2.0}], None),
     "three steps skipped": (repeated(lambda step: {"optim/skipped_steps": step}), "non-finite steps"),
-    "two steps skipped": (repeated(lambda step: {"optim/skipped_steps": min(step, 2)}, 8), None),
+    "two steps skipped": (repeated(lambda step: {"optim/skipped_steps": min(step, 2), "loss": None}, 8), None),
     "five steps skipped long ago": (repeated(lambda step: {"optim/skipped_steps": min(step, 5)}, 98), None),
-    "one turn of five": (turning(1.05), "environment hardly asked"),
-    "held out at step 0": (
-        [{"step": 0, "eval/environment/turns": 1.05, "eval/truncated": 0.98}],
-        "environment hardly asked",
-    ),
-    "an answer at once": (turning(1.0, cut=0.0), "environment hardly asked"),
-    "some episodes with a second turn": (turning(1.4), None),
+    "one turn of five": ([{"step": 1, "environment/turns": 1.05}], "environment hardly asked"),
+    "held out at step 0": ([{"step": 0, "eval/environment/turns": 1.05}], "environment hardly asked"),
+    "some episodes with a second turn": ([{"step": 1, "environment/turns": 1.4}], None),
 }
 
 
@@ -160,26 +142,11 @@ def test_batches_that_a_stop_has_kept_are_counted(tmp_path: Path) -> None:
     assert find(read_run(tmp_path / "later")) == []
 
 
-def test_findings_have_figures_and_one_change() -> None:
-    [found] = find(run_of(rows({"completion/truncated": 0.5}), {"generation": {"max_new_tokens": 64}}))
-    assert found.figures["truncated"] == pytest.approx(0.5, abs=0.01)
-    assert "generation.max_new_tokens=128" in found.change
-
-
-def test_a_critic_worse_than_none_is_found_sooner() -> None:
-    assert named(rows({"value/explained_variance": -0.5}, steps=30)) == ["critic explains nothing"]
-    assert named(rows({"value/explained_variance": 0.0}, steps=30)) == []
-
-
 def test_the_fall_of_what_a_negative_weight_punishes_is_no_fault() -> None:
     lines = rows({"reward/right": (0.2, 0.9), "reward/length": (0.5, 0.2)})
     functions = [{"use": "rewards.py:right", "weight": 1.0}, {"use": "rewards.py:length", "weight": -0.1}]
     assert named(lines) == ["one reward up, another down"]
     assert named(lines, {"reward": {"functions": functions}}) == []
-
-
-def test_length_that_grew_in_the_first_half_alone_is_no_creep() -> None:
-    assert named(rows({"completion/mean_length": lambda t: 100 + 300 * min(1.0, 2 * t), "reward/mean": 0.45})) == []
 
 
 def test_a_ppo_run_without_groups_can_reach_the_ceiling() -> None:
@@ -192,11 +159,10 @@ def test_an_overfitted_text_run_is_found() -> None:
     for step, loss in {10: 1.6, 20: 1.5, 30: 1.7, 40: 2.1}.items():
         lines[step]["eval/loss"] = loss
     [found] = find(run_of(lines, {"method": "sft"}))
-    assert (found.name, found.figures["best_step"]) == ("overfitting", 20)
+    assert (found.name, found.figures["best_step"]) == ("train up, held-out down", 20)
 
 
-def test_too_few_steps_and_numbers_that_are_none_show_nothing() -> None:
-    assert named(rows(CUT, steps=8)) == []
+def test_numbers_that_are_none_show_nothing() -> None:
     lines = rows()
     for line in lines[1:]:
         line |= dict.fromkeys(("completion/truncated", "objective/kl", "policy/entropy", "reward/std"))
@@ -224,12 +190,6 @@ def test_a_watch_of_a_long_run_keeps_a_bounded_number_of_lines() -> None:
     assert [step for step in steps if step % 25 == 0] == [*range(25, 6001, 25)]
 
 
-def doctor(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["doctor", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_doctor_shows_three_completions_of_the_last_step_that_have_the_fault(tmp_path: Path) -> None:
     """And none of them harms a terminal."""
     hostile = {1: "\x1b[2J<script>alert(1)</script>", 3: "\u202eabc\ud800", 5: "x" * 1_000_000}
@@ -238,11 +198,13 @@ def test_doctor_shows_three_completions_of_the_last_step_that_have_the_fault(tmp
         for step in (79, 80)
         for i in range(8)
     ]
-    run = write_run(tmp_path / "run", rows(CUT), samples=samples)
-    text = doctor(str(run))
+    config = {"method": "grpo", "generation": {"max_new_tokens": 64}}
+    run = write_run(tmp_path / "run", rows(CUT), samples=samples, config=config)
+    text, printed = (CliRunner().invoke(app, ["doctor", str(run), *more]).output for more in ((), ("--json",)))
     assert [line.split()[3] for line in text.splitlines() if line.startswith("    step 80")] == ["1,", "3,", "5,"]
     assert not {"\x1b", "\u202e", "\ud800"} & {*text}
     assert max(map(len, text.splitlines())) <= 110
-    [found] = json.loads(doctor(str(run), "--json"))
-    assert found["finding"] == "truncation"
+    [found] = json.loads(printed)
+    assert (found["finding"], found["figures"]["truncated"]) == ("truncation", pytest.approx(0.45, abs=0.01))
+    assert "generation.max_new_tokens=128" in found["change"]
     assert [row["prompt_index"] for row in found["completions"]] == [1, 3, 5]

@@ -22,20 +22,15 @@ def test_the_sixth_of_eight_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched_rank() == 5
 
 
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
+def test_half_of_a_launch_and_sharding_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables, named in (
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({**ALL, "RANK": "five"}, "RANK"),
         ({**ALL, "ACCELERATE_USE_FSDP": "true"}, "FSDP"),
-    ],
-)
-def test_half_of_a_launch_and_sharding_are_refused(
-    variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch(monkeypatch, **variables)
-    with pytest.raises(ValueError, match=named):
-        launched()
+    ):
+        launch(monkeypatch, **variables)
+        with pytest.raises(ValueError, match=named):
+            launched()
 
 
 def test_one_process_of_a_machine_prints_until_they_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,12 @@ def test_broken_lines_are_counted_and_a_number_that_is_none_is_a_gap(tmp_path: P
 
 def test_damaged_side_files_leave_a_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
-    (folder / "config.yaml").write_text("a: [1", "utf-8")
     (folder / "env.json").write_text("{", "utf-8")
-    (folder / "samples.jsonl").write_bytes(b'{"kind": "eval", "step": 1, "prompt_index": 0, "prompt": "\xff"}\n{"eval"')
+    damaged = b'{"kind": "eval", "step": 1, "prompt_index": 0, "prompt": "\xff"}\n{"eval"\n'
+    (folder / "samples.jsonl").write_bytes(damaged)
     html = page(folder)
-    assert "config.yaml could not be read" in html
     assert "env.json could not be read" in html
+    assert "samples.jsonl: 1 line" in html
     assert "\ufffd" in html
 
 

@@ -1,6 +1,7 @@
 """`tinyrl show RUN` and the end of a run: checkpoints, samples, training prompts, and what to type next."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import row_key
 from tinyrl.runs.checkpoint import write_checkpoint
-from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import (
     next_command,
     read_prompt_stats,
@@ -33,10 +34,10 @@ def shown(*arguments: str) -> Result:
 # ---- checkpoints ----
 
 
-def with_checkpoints(folder: Path) -> RunDir:
-    config = load_config("grpo", None, overrides=[])
-    run = create_run(str(folder), name="one", config=config, overwrite=False)
-    run.write_config(config)
+def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a b\x1b[2Jc")
+    run.path.mkdir()
+    run.write_config(load_config("grpo", None, overrides=[]))
     for step, score in ((2, 0.25), (4, 0.75), (6, None)):
         run.append_metrics(step, {} if score is None else {"eval/reward_mean": score})
 
@@ -44,11 +45,6 @@ def with_checkpoints(folder: Path) -> RunDir:
             (folder / "x").write_bytes(b"x" * 1000 * step)
 
         write_checkpoint(run.checkpoints, step, write=write)
-    return run
-
-
-def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:
-    run = with_checkpoints(tmp_path / "a b\x1b[2Jc")
     (run.checkpoints / "step-000006" / "x").write_bytes(b"y" * 6000)
     listed = json.loads(shown(str(run.path), "--json").output)
     assert [(one["name"], one["step"], one["metric"], one["problem"] is None) for one in listed] == [
@@ -61,10 +57,6 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
     assert text.splitlines()[2].endswith("0.7500  yes, best")
     assert "step-000004" in text.splitlines()[-1]  # what to evaluate
     assert text.replace("\n", "").isprintable()  # a path cannot move the cursor
-    assert "a b[ESC][2Jc/one'" in text
-    for name in ("step-000002", "step-000004"):
-        (run.checkpoints / name / "MANIFEST.json").unlink()
-    assert "none verifies" in show_checkpoints(run)
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 
@@ -73,39 +65,32 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
 PAIRS = {"method": "reward", "task": {"data": "/data/pairs.jsonl"}, "model": {"path": "/models/base"}}
 
 
-@pytest.mark.parametrize(("enabled", "kind"), [(True, "adapter"), (False, "model")])
-def test_the_summary_has_held_out_metrics_and_what_the_checkpoint_is(enabled: bool, kind: str, tmp_path: Path):
+def test_the_summary_has_held_out_metrics_and_the_checkpoint(tmp_path: Path):
     run = RunDir(tmp_path)
-    run.write_config(Config.model_validate({**PAIRS, "lora": {"enabled": enabled}}))
+    run.write_config(Config.model_validate(PAIRS))
     (run.checkpoints / "step-000002").mkdir(parents=True)
     for step in (0, 2):
         run.append_metrics(step, {"eval/loss": 0.000456, "eval/accuracy": 0.75})
     lines = summary(run).splitlines()
     assert "  loss, held-out             0.000456 -> 0.000456" in lines
-    assert "  accuracy, held-out         0.750 -> 0.750" in lines
-    assert f"{kind:8} {tmp_path}/checkpoints/step-000002/" in lines
+    assert f"adapter  {tmp_path}/checkpoints/step-000002/" in lines
 
 
 TASK = {"data": "p.jsonl", "eval_data": "e.jsonl", "columns": {"prompt": "q"}, "system_prompt": "Be: kind"}
-DRAWN = {"path": "blank", "random_init": True}
 
 
-@pytest.mark.parametrize(
-    ("values", "prompts", "command"),
-    [
-        ({"method": "grpo"}, True, "tinyrl eval runs/x --vs base"),
-        ({"method": "sft", "task": {"data": "rows.jsonl"}}, True, None),
-        (
-            {**PAIRS, "task": {**TASK, "chat": False}},
-            True,
-            "tinyrl train ppo model.path=/models/base task.data=p.jsonl task.eval_data=e.jsonl "
-            '\'task.columns={"prompt": "q"}\' \'task.system_prompt="Be: kind"\' task.chat=false reward.model=runs/x',
-        ),
-        (PAIRS | {"model": DRAWN}, False, "tinyrl train ppo model.path=MODEL task.data=PROMPTS reward.model=runs/x"),
-    ],
-)
-def test_the_command_that_uses_what_a_run_has_made(values: dict[str, Any], prompts: bool, command: str | None):
-    assert next_command(Path("runs/x"), Config.model_validate(values), prompts=prompts) == command
+def test_the_command_that_uses_what_a_run_has_made():
+    def command(values: dict[str, Any], *, prompts: bool = True) -> str | None:
+        return next_command(Path("runs/x"), Config.model_validate(values), prompts=prompts)
+
+    assert command({"method": "grpo"}) == "tinyrl eval runs/x --vs base"
+    assert command({"method": "sft", "task": {"data": "rows.jsonl"}}) is None
+    ppo = "tinyrl train ppo model.path=/models/base task.data=p.jsonl task.eval_data=e.jsonl "
+    ppo += '\'task.columns={"prompt": "q"}\' \'task.system_prompt="Be: kind"\' task.chat=false reward.model=runs/x'
+    assert command({**PAIRS, "task": {**TASK, "chat": False}}) == ppo
+    drawn = {**PAIRS, "model": {"path": "blank", "random_init": True}}
+    other = "tinyrl train ppo model.path=MODEL task.data=PROMPTS reward.model=runs/x"
+    assert command(drawn, prompts=False) == other
 
 
 # ---- samples ----
@@ -125,32 +110,32 @@ def picked(run: Path, *names: str, **asked: Any) -> list[tuple[Any, ...]]:
 
 def test_the_last_step_is_shown_unless_one_is_named(tmp_path: Path) -> None:
     kinds = [(step, kind, i) for step in (0, 4, 2) for kind in ("train", "eval") for i in (7, 3)]
-    run = a_run(tmp_path, [sample(step, i, "P", "c", 1.0, kind=kind) for step, kind, i in kinds])
+    config = {"method": "grpo", "task": {"name": "sort", "solved_reward": 5}}
+    run = a_run(tmp_path, [sample(step, i, "P", "c", i, kind=kind) for step, kind, i in kinds], config=config)
     names = ("step", "kind", "prompt_index")
     assert picked(run, *names) == [(4, "train", 7), (4, "train", 3), (4, "eval", 7), (4, "eval", 3)]
     assert picked(run, *names, num=3, step=2) == [(2, "train", 7), (2, "train", 3), (2, "eval", 7)]
-    assert picked(run, *names, kind="eval", num=1) == [(4, "eval", 7)]
     with pytest.raises(ValueError, match=r"of kind eval at step 9.*step 0, 2, 4"):
         picked(run, kind="eval", step=9)
-    assert shown(str(run), "--step", "9").exit_code == 2
-
-
-EPISODE = [
-    {"role": "assistant", "content": "search Ada ;"},
-    {"role": "tool", "content": "found\nBern ;"},
-    {"role": "assistant", "content": "answer Bern ."},
-]
+    for words, found in {
+        "--kind eval --worst --num 1": [("4", "eval", "3")],
+        "--kind eval --unsolved": [("4", "eval", "3")],
+        "--prompt 7 --step 0": [("0", "train", "7"), ("0", "eval", "7")],
+        "--step 9": [],
+    }.items():
+        text = shown(str(run), *words.split()).stdout
+        assert re.findall(r"^step (\d) \| (\w+) \| prompt (\d), ", text, re.MULTILINE) == found
 
 
 def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
-    line = sample(5, 12, "city of Ada ?", "not shown", 0.25, episode=EPISODE, advantage=-0.5, finish_reason="turns")
+    said = (("assistant", "search Ada ;"), ("tool", "found\nBern ;"), ("assistant", "answer Bern ."))
+    episode = [{"role": role, "content": text} for role, text in said]
+    line = sample(5, 12, "city of Ada ?", "not shown", 0.25, episode=episode, advantage=-0.5, finish_reason="turns")
     line["rewards"] = {"exact": 0.0, "short": 0.5}
-    assert render_samples([line, sample(5, 0, "P", "", None)], grey=lambda text: f"<{text}>").split("\n") == [
+    assert render_samples([line], grey=lambda text: f"<{text}>").split("\n") == [
         "step 5 | eval | prompt 12, sample 0 | reward 0.25 (exact 0, short 0.5) | advantage -0.5 | ended: turns",
         *("prompt", "  city of Ada ?", "policy", "  search Ada ;", "<environment>", "<  found", "  Bern ;>"),
-        *("policy", "  answer Bern .", ""),
-        "step 5 | eval | prompt 0, sample 0 | reward - | ended: eos",
-        *("prompt", "  P", "policy", "  (nothing)"),
+        *("policy", "  answer Bern ."),
     ]
 
 
@@ -173,20 +158,14 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "samples.jsonl: 2 lines" in done.stderr
     assert done.stdout.startswith("step 1 | eval | prompt -, sample - | reward - | ended: \nprompt\n")
-    assert done.stdout.count("environment") == 2
 
 
-def test_the_worst_come_first_and_what_has_no_reward_last(tmp_path: Path) -> None:
-    lines = [sample(3, i, "P", "c", reward) for i, reward in enumerate([0.5, None, -1.0, 0.5, 0.25])]
-    run = a_run(tmp_path, [*lines, sample(1, 9, "P", "c", -9.0)])
-    expected = [(2, -1.0), (4, 0.25), (0, 0.5), (3, 0.5), (1, None)]
+def test_the_worst_come_first_and_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
+    lines = [sample(3, i, "P", "c", reward) for i, reward in ((0, 0.0), (1, 1.0), (0, 0.5), (1, -1.0), (2, None))]
+    run = a_run(tmp_path, [*lines, sample(3, 1, "P", "c", 0.1, kind="train"), sample(1, 9, "P", "c", -9.0)])
+    expected = [(1, -1.0), (0, 0.0), (1, 0.1), (0, 0.5), (1, 1.0), (2, None)]  # what has no reward is last
     assert picked(run, "prompt_index", "reward", worst=True) == expected
     assert picked(run, "prompt_index", "reward", worst=True, num=2) == expected[:2]
-
-
-def test_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
-    lines = [sample(3, i, "P", "c", reward) for i, reward in ((0, 0.0), (1, 1.0), (0, 0.5), (1, 0.0), (2, None))]
-    run = a_run(tmp_path, [*lines, sample(3, 1, "P", "c", 0.1, kind="train")])
     assert picked(run, "prompt_index", "reward", unsolved=1.0) == [(0, 0.0), (0, 0.5), (2, None), (1, 0.1)]
     assert picked(run, "prompt_index", "reward", unsolved=0.5, kind="eval") == [(2, None)]
 
@@ -200,18 +179,6 @@ def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
     assert picked(run, *names, prompt=2, num=1) == [(8, "eval", 0)]
     assert picked(run, *names, prompt=2, num=4, kind="train") == [(3, "train", 0)]
     assert picked(run, *names, prompt=6, num=4) == [(5, "train", 0)]
-
-
-def test_options_of_the_command(tmp_path: Path) -> None:
-    lines = [sample(step, i, f"prompt {i}", f"text {step}", (step + i) / 10) for step in (0, 4) for i in (0, 1)]
-    made = str(a_run(tmp_path, lines, config={"method": "grpo", "task": {"name": "sort", "solved_reward": 0.45}}))
-    for words, heading in (
-        (("--worst", "--num", "1"), "step 4 | eval | prompt 0, sample 0 | reward 0.4 | ended: eos"),
-        (("--unsolved",), "step 4 | eval | prompt 0, sample 0 | reward 0.4 | ended: eos"),
-        (("--prompt", "1", "--step", "0"), "step 0 | eval | prompt 1, sample 0 | reward 0.1 | ended: eos"),
-    ):
-        assert [line for line in shown(made, *words).stdout.splitlines() if " | " in line] == [heading]
-    assert shown(made, "--worst", "--prompt", "1").exit_code == 2
 
 
 # ---- training prompts ----
@@ -239,15 +206,11 @@ def test_prompts_are_counted_by_outcome_and_the_hard_ones_tried_most_are_listed(
     assert prompt_stats[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
     lines = render_prompt_stats(prompt_stats, {0: "first prompt\x1b[2J", 2: "third"}, num=1).split("\n")
     assert [line.split()[0] for line in lines[2:6]] == ["2", "1", "1", "1"]
-    assert lines[6:] == [
-        *("", "never solved (1 of 2)", "  prompt 0      0/4 0/3  first prompt[ESC][2J"),
-        *("", "forgotten", "  prompt 2      2/4 0/4 0/2  third"),
-    ]
-
-
-def test_damaged_entries_are_left_out_and_counted(tmp_path: Path) -> None:
+    assert [line for line in lines if line.startswith("  prompt ")] == [
+        "  prompt 0      0/4 0/3  first prompt[ESC][2J", "  prompt 2      2/4 0/4 0/2  third",
+    ]  # fmt: skip
     odd = [[0, "a", 4], "x", [0, 5, 4, 0], [-1, "a", 4, 0], [0, "a", 4, 5], [True, "a", 4, 0], [1, "b", 2, 1]]
-    made = with_prompts(tmp_path, {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
+    made = with_prompts(tmp_path / "odd", {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
     notes: list[str] = []
     (record,) = read_prompt_stats(made / "prompts.jsonl", notes)
     assert (record.index, record.tries) == (1, [(1, 2, 1)])

@@ -3,9 +3,6 @@
 import random
 import string
 
-import pytest
-from transformers import PreTrainedTokenizerFast
-
 from examples.embedded_models.build import build_tokenizer
 from examples.embedded_models.reviews import (
     HELD_OUT,
@@ -16,7 +13,7 @@ from examples.embedded_models.reviews import (
     unparsable_share,
     write_review,
 )
-from examples.embedded_models.text import habitual_answer, language_rows, slip, written_episode
+from examples.embedded_models.text import language_rows, written_episode
 from tinyrl.starter import split_of
 from tinyrl.tasks.lookup import Question, fact, respond, right_answer
 from tinyrl.tasks.reviews import clause_moods
@@ -35,13 +32,6 @@ def test_rows_are_pinned_and_differ_by_seed() -> None:
     assert language_rows(50, 7)[:20] == language_rows(20, 7) != language_rows(20, 8)
     assert {split_of(row["prompt"]) for row in language_rows(500)} == {"pretrain"}
     assert reward_pairs("train", num_rows=30, seed=7)[:10] == reward_pairs("train", num_rows=10, seed=7)
-
-
-def test_a_slip_is_never_the_right_answer_even_behind_a_habit() -> None:
-    rng = random.Random(0)
-    for row in sort_rows("pretrain", num_rows=2000):
-        slipped = slip(row["answer"], rng)
-        assert row["answer"] not in (slipped, habitual_answer(slipped, rng))
 
 
 def test_searches_in_the_text_find_what_the_task_answers() -> None:
@@ -69,33 +59,24 @@ def test_the_grammar_reads_back_every_review_it_writes_and_no_broken_one() -> No
     assert {clause: clause_moods(clause + ".")[0] for clause in moods} == moods
 
 
-@pytest.mark.parametrize(
-    ("split", "absent", "prompts"), [("train", HELD_OUT.nouns, "pretrain"), ("eval", TRAINING.nouns, "eval")]
-)
-def test_pairs_and_labels_say_what_the_grammar_says_without_held_out_nouns(
-    split: str, absent: tuple[str, ...], prompts: str
-) -> None:
-    pairs, labelled = reward_pairs(split, num_rows=500), labelled_reviews(split, num_rows=500)
-    assert {pair["kind"] for pair in pairs} == {"clear", "contradicting", "broken"}
-    assert {split_of(pair["prompt"]) for pair in pairs} == {prompts}
-    for pair in pairs:
-        assert unparsable_share(pair["chosen"]) == 0.0
-        is_broken = unparsable_share(pair["rejected"]) > 0.0
-        assert is_broken if pair["kind"] == "broken" else polarity(pair["chosen"]) > polarity(pair["rejected"])
-    good = [row for row in labelled if unparsable_share(str(row["completion"])) == 0]
-    assert 360 < len(good) < 440  # four fifths
-    assert not any(row["label"] for row in labelled if row not in good)
-    assert all((polarity(str(row["completion"])) > 0) == bool(row["label"]) for row in good)
-    texts = [pair["chosen"] + pair["rejected"] for pair in pairs] + [str(row["completion"]) for row in labelled]
-    assert not {word.strip(".,") for text in texts for word in text.split()} & set(absent)
+def test_pairs_and_labels_follow_the_grammar_without_held_out_nouns() -> None:
+    for split, absent, prompts in (("train", HELD_OUT.nouns, "pretrain"), ("eval", TRAINING.nouns, "eval")):
+        pairs, labelled = reward_pairs(split, num_rows=500), labelled_reviews(split, num_rows=500)
+        assert {split_of(pair["prompt"]) for pair in pairs} == {prompts}
+        for pair in pairs:
+            assert unparsable_share(pair["chosen"]) == 0.0
+            is_broken = unparsable_share(pair["rejected"]) > 0.0
+            assert is_broken if pair["kind"] == "broken" else polarity(pair["chosen"]) > polarity(pair["rejected"])
+        good = [row for row in labelled if unparsable_share(str(row["completion"])) == 0]
+        assert 360 < len(good) < 440  # four fifths
+        assert not any(row["label"] for row in labelled if row not in good)
+        assert all((polarity(str(row["completion"])) > 0) == bool(row["label"]) for row in good)
+        texts = [pair["chosen"] + pair["rejected"] for pair in pairs] + [str(row["completion"]) for row in labelled]
+        assert not {word.strip(".,") for text in texts for word in text.split()} & set(absent)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
-
-
-def test_the_tokenizer_reads_letters_as_tokens_and_texts_in_parts(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_tokenizer_reads_letters_as_tokens_and_texts_in_parts() -> None:
+    tokenizer = build_tokenizer()
     assert {len(tokenizer(f" {letter}").input_ids) for letter in string.ascii_lowercase} == {1}
     for text in ("letters: d b a sorted: a b d", "Größe, 東京 🎬\n\ttabs  and   spaces .", "", " ,."):
         assert tokenizer.decode(tokenizer(text).input_ids) == text

@@ -1,4 +1,4 @@
-"""A conversation: pieces are the answer, memory if there is a template, the initial model, rewards, an environment."""
+"""A conversation: pieces are the answer, memory if there is a template, rewards, an environment, commands."""
 
 import signal
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
-from tinyrl.generation.engine import Request, SampledRole
+from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.scheduler import IncrementalDetokenizer
 from tinyrl.runs.launched import Options
@@ -44,27 +44,19 @@ def say(session: ChatSession, asked: str | int) -> tuple[str, ChatAnswer]:
 
 
 def test_answers_are_the_engines_with_the_runs_reward(session: ChatSession) -> None:
-    """Those of the policy in pieces, and of the initial model with the same random numbers."""
     text, answer = say(session, ASKED)
     assert text == answer.text
-    initial = session.compare(lambda who, piece: None)
-    assert initial.completion.tokens != answer.completion.tokens
     plain = HfEngine(session.policy, session.policy.tokenizer, session.engine.settings)
-    answers: dict[SampledRole, ChatAnswer] = {"policy": answer, "reference": initial}
-    for role, shown in answers.items():
-        request, seed = Request(answer.prompt.tokens, prompt_row=0), session.target.config.run.seed
-        [[again]] = plain.sample([request], 1, role=role, seed=seed, step=CHAT_STEP)
-        assert again.tokens == shown.completion.tokens
-    [(role, scores, why), (other, _, _)] = session.rewards()
-    assert (role, other, why) == ("policy", "reference", None)
-    assert scores == {"reward": len(set(text)), "variety": len(set(text))}
-
-
-def test_a_held_out_row_is_asked_by_its_number(session: ChatSession) -> None:
-    _, answer = say(session, 3)
-    assert answer.prompt.row["prompt"] == answer.prompt.text
-    with pytest.raises(ValueError, match="0 to"):
-        say(session, 10**6)
+    request, seed = Request(answer.prompt.tokens, prompt_row=0), session.target.config.run.seed
+    [[again]] = plain.sample([request], 1, role="policy", seed=seed, step=CHAT_STEP)
+    assert again.tokens == answer.completion.tokens
+    assert session.rewards() == ({"reward": len(set(text)), "variety": len(set(text))}, None)
+    assert say(session, ASKED)[1].completion.tokens != again.tokens  # the next turn draws its own numbers
+    _, answer = say(session, 3)  # a held-out row by its number
+    assert (answer.prompt.row["prompt"], answer.prompt.index) == (answer.prompt.text, 3)
+    for number in (-1, 10**6):
+        with pytest.raises(ValueError, match="0 to"):
+            say(session, number)
 
 
 def test_temperature_zero_is_greedy(session: ChatSession) -> None:
@@ -87,8 +79,6 @@ def test_with_a_chat_template_the_conversation_continues_until_it_is_reset(tmp_p
         assert say(session, "more")[1].prompt.text == f"<user>hi<assistant>{first.text}<user>more<a>"
         session.reset()
         assert say(session, "hi")[1].prompt.text == "<user>hi<a>"
-        with pytest.raises(ValueError, match="compare"):
-            session.compare(lambda who, piece: None)
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
@@ -115,13 +105,10 @@ def test_an_environment_answers_in_the_middle(tmp_path: Path) -> None:
         assert answer.episode is not None
         assert answer.text == "".join(m["content"] for m in answer.episode.transcript if m["role"] == "assistant")
         assert {m["role"] for m in answer.episode.transcript} == {"assistant", "tool"}
-        [(_, scores, why)] = session.rewards()
+        scores, why = session.rewards()
         assert why is None
         assert scores["reward"] in (0.0, 1.0)
-        # Its prompt typed in has the row's columns as well; for another one nothing is known that could answer.
-        _, typed = say(session, answer.prompt.text)
-        assert (typed.prompt.row, typed.prompt.index) == (answer.prompt.row, answer.prompt.index)
-        with pytest.raises(ValueError, match="`world`"):
+        with pytest.raises(ValueError, match="`world`"):  # a prompt of one's own has no such column
             say(session, "question: job of nobody ?")
 
 
@@ -143,13 +130,14 @@ def transcript(session: ChatSession, *lines: str) -> str:
 
 
 def test_commands_do_what_help_says(session: ChatSession) -> None:
-    asked = ["", "/compare", ASKED, "/compare", "/reward", "/temperature 0", "/temperature x", "/prompt 1"]
-    written = transcript(session, *asked, "/prompt 0.5", "/what", "/quit", "/reset")
+    asked = ["", "/reward", ASKED, "/reward", "/temperature 0", "/temperature x", "/prompt 1", "/prompt 0.5"]
+    written = transcript(session, *asked, "/what", "/quit", "/reset")
     assert written.count("nothing has been asked yet") == 1
-    for expected in ("initial model: ", "policy: reward ", "reference: reward ", "variety ", "'x'", "'0.5'", "/help"):
+    for expected in ("reward ", ", variety ", "'x'", "'0.5'", "/help"):
         assert expected in written
     assert session.greedy
-    assert session.answers["policy"].prompt.index == 1
+    assert session.answer is not None
+    assert session.answer.prompt.index == 1
 
 
 def test_what_a_model_writes_is_made_safe_to_show(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +157,5 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(session: ChatSession, m
     )
     written = transcript(session, ASKED, "/temperature 0")
     assert "stopped" in written
-    assert not session.answers
+    assert session.answer is None
     assert session.greedy

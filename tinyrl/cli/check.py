@@ -14,9 +14,7 @@ from tinyrl.runs.launched import Options
 
 
 def check(
-    words: list[str] = settings_argument(
-        "what `tinyrl train` would be given; a recipe names its method", before="[METHOD] [RECIPE] "
-    ),
+    words: list[str] = settings_argument("as for `tinyrl train`; recipes name a method", before="[METHOD] [RECIPE] "),
     quick: bool = typer.Option(False, "--quick", help="stop before a weight is loaded"),
     offline: bool = typer.Option(False, "--offline", help="arithmetic alone, for this machine or --memory"),
     memory: str | None = typer.Option(None, metavar="24GB", help="with --offline: memory of another machine's GPU"),
@@ -46,18 +44,18 @@ def check(
     found = [finding for section in sections for finding in section.findings]
     if json_output:
         facts = {section.name: section.facts for section in sections}
-        print(json.dumps(finite({**facts, "findings": as_json(found, lambda finding: [])}), default=str))
+        print(json.dumps(finite({**facts, "findings": as_json(found)}), default=str))
     else:
         what = counted(found) if found else "nothing found that would keep it from learning"
         print(f"\n{what}, in {time.perf_counter() - begun:.0f} s")
-        for paragraph in in_words(found, lambda finding: []):
+        for paragraph in in_words(found):
             print(f"\n{paragraph}")
     return page.exit_code(found)
 
 
 def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json_output: Json = False) -> None:
     """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
-    from tinyrl.runs.findings import as_json, examples_in, find, render
+    from tinyrl.runs.findings import as_json, find, render
     from tinyrl.runs.records import read_run
     from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
 
@@ -66,4 +64,4 @@ def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json
         raise ValueError(f"{run} is not a run. A model is tried by: tinyrl check grpo model.path={run} task.name=sort")
     opened = read_run(path or open_run(run).path)
     found = find(opened)
-    print(json.dumps(as_json(found, examples_in(opened))) if json_output else render(opened, found))
+    print(json.dumps(as_json(found, opened)) if json_output else render(opened, found))

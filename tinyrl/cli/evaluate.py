@@ -19,25 +19,14 @@ COUNTS = ("num_prompts", "num_samples", "trained_on")  # not in the table
 
 
 def evaluate(
-    words: list[str] = settings_argument(
-        "runs, checkpoints or models; settings of reward, generation and task in place of the runs'",
-        before="TARGET... ",
-    ),
-    vs: str | None = typer.Option(
-        None,
-        help="a run, a checkpoint or a model to compare with; of one target also base, start or teacher. Several "
-        "targets are compared with the first one by default",
-    ),
+    words: list[str] = settings_argument("runs, checkpoints, models; settings over theirs", before="TARGET... "),
+    vs: str | None = typer.Option(None, help="what to compare with: as a target; of one also base, start, teacher"),
     task: str | None = typer.Option(None, help="another task than the run's"),
     data: str | None = typer.Option(None, metavar="FILE", help="rows in place of the held-out ones"),
-    split: Literal["eval", "train"] = typer.Option(
-        "eval", help="held-out prompts, or those of training (has it memorised?)"
-    ),
+    split: Literal["eval", "train"] = typer.Option("eval", help="held-out prompts, or those of training (memorised?)"),
     num_prompts: int = typer.Option(512, min=1, help="how many prompts"),
     samples: int = typer.Option(1, min=1, help="samples a prompt"),
-    save_samples: str | None = typer.Option(
-        None, metavar="FILE.jsonl", help="write the samples of both sides, a line each"
-    ),
+    save_samples: str | None = typer.Option(None, metavar="FILE.jsonl", help="write the samples of both sides"),
     json_output: Json = False,
     *,
     options: Options,

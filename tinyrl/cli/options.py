@@ -6,7 +6,6 @@ import errno
 import inspect
 import logging
 import os
-import resource
 import sys
 import traceback
 import warnings
@@ -145,6 +144,10 @@ def user_errors(debug: bool, *, training: bool = False) -> Iterator[None]:
 
 def address_space() -> int | None:
     """Return the bytes of address space that a shell or a scheduler allows this process, if it sets a limit."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -88,9 +88,9 @@ def go_offline_if_unreachable(config: Config) -> None:
     except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
         why = f"{masked(hub)} does not answer within {HUB_PATIENCE_S:g} s ({first_line(error)})"
-        said = f"warning: {why}: working offline, with cached files only. Set HF_HUB_OFFLINE=0 to wait for it"
-        if VOICE.speaks(said):
-            print(said, file=sys.stderr)
+        note = f"warning: {why}: working offline, with cached files only. Set HF_HUB_OFFLINE=0 to wait for it"
+        if VOICE.speaks(note):
+            print(note, file=sys.stderr)
 
 
 def _check_rewards(config: Config) -> None:
@@ -133,7 +133,7 @@ def _check_rows(config: Config) -> None:
 
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
-    """ValueError for what `tinyrl eval` cannot use: targets, a task, rows, settings, options that nothing reads."""
+    """Raise ValueError for targets, tasks, rows, settings and options that `tinyrl eval` cannot use."""
     found = find(target, asked)
     for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
         if run_of(Path(name)) is None:
@@ -156,7 +156,7 @@ def check_model_path(key: str, path: str) -> None:
 
 
 def _check_revisions(config: Config) -> None:
-    """A pin holds for what comes from the hub and for nothing else, so that it is never ignored."""
+    """Raise ValueError for a pin of anything that does not come from the hub: it would be ignored."""
     model, where = config.model, config.task
     if model.revision and (starter_path(model.path) or os.path.isdir(os.path.expanduser(model.path))):
         raise ValueError(f"model.revision={model.revision} is for a hub model, and model.path={model.path} is a folder")
@@ -169,7 +169,7 @@ def _check_revisions(config: Config) -> None:
 
 
 def _is_run(key: str, path: str) -> bool:
-    """Whether a path names a run or a checkpoint of one, which is verified later. ValueError for a run without any."""
+    """Return whether a path names a run, or a checkpoint of one. Raises ValueError for a run without any."""
     run = named_run(path)
     if run is not None and not any((run / "checkpoints").glob("step-*")):
         raise ValueError(f"{key}={path}: this run has no checkpoint yet")

@@ -16,9 +16,7 @@ from tinyrl.runs.run_dir import RunDir, open_run
 
 def report(
     runs: list[str] = typer.Argument(metavar="RUN...", help="one run, or several in one set of charts"),
-    output: str | None = typer.Option(
-        None, metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"
-    ),
+    output: str | None = typer.Option(None, metavar="FOLDER", help="of several runs: where; default beside the first"),
 ) -> None:
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     from tinyrl.tools.report import write_overlay, write_report
@@ -33,24 +31,14 @@ def report(
 def show(
     run: str = typer.Argument(metavar="RUN"),
     samples: bool = typer.Option(False, "--samples", help="samples of the last step; see the options below"),
-    prompts: bool = typer.Option(
-        False, "--prompts", help="training prompts by outcome: never solved, always solved, forgotten"
-    ),
+    prompts: bool = typer.Option(False, "--prompts", help="training prompts: never solved, always solved, forgotten"),
     step: int | None = typer.Option(None, min=0, help="samples of this step"),
-    kind: Literal["train", "eval", "eval-greedy"] | None = typer.Option(
-        None, help="samples of training, or held-out ones, sampled or greedy"
-    ),
+    kind: Literal["train", "eval", "eval-greedy"] | None = typer.Option(None, help="samples of training, or held-out"),
     worst: bool = typer.Option(False, "--worst", help="samples with the lowest rewards"),
-    unsolved: bool = typer.Option(
-        False, "--unsolved", help="samples of prompts of which none reaches task.solved_reward"
-    ),
-    prompt: int | None = typer.Option(
-        None, min=0, metavar="I", help="samples of prompt I: at --step, or step after step"
-    ),
+    unsolved: bool = typer.Option(False, "--unsolved", help="samples of prompts that none solves (task.solved_reward)"),
+    prompt: int | None = typer.Option(None, min=0, metavar="I", help="samples of prompt I: at --step, or step by step"),
     num: int | None = typer.Option(None, min=1, help="how many samples (4), or prompts of each outcome (10)"),
-    export_hard: str | None = typer.Option(
-        None, metavar="FILE.jsonl", help="write the rows of prompts never solved, or forgotten, as task.data"
-    ),
+    export_hard: str | None = typer.Option(None, metavar="FILE.jsonl", help="write rows never solved, or forgotten"),
     json_output: bool = typer.Option(False, "--json", help="print the checkpoints as JSON"),
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
@@ -108,10 +96,7 @@ def complete_section(incomplete: str) -> list[str]:
 def list_names(
     what: Literal["settings", "recipes", "tasks"] = typer.Argument(help="settings, recipes or tasks"),
     name: str | None = typer.Argument(
-        None,
-        metavar="[SECTION|RECIPE]",
-        help="settings of one section, or as a recipe sets them all",
-        autocompletion=complete_section,
+        None, metavar="[SECTION|RECIPE]", help="settings of a section, or a recipe's", autocompletion=complete_section
     ),
 ) -> None:
     """List settings (name, default, meaning, type), recipes or tasks."""

@@ -19,13 +19,9 @@ def export(
     run: str = typer.Argument(metavar="RUN|CHECKPOINT"),
     merge: bool = typer.Option(False, "--merge", help="one model, the adapter merged into its base"),
     dtype: Dtype = typer.Option("auto", help="of a whole model; auto: as the base's files"),
-    output: str | None = typer.Option(
-        None, metavar="FOLDER", help="where to; default RUN/export/adapter, model or merged"
-    ),
+    output: str | None = typer.Option(None, metavar="FOLDER", help="default RUN/export/adapter, model or merged"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace an exported folder"),
-    accept_changes: bool = typer.Option(
-        False, "--accept-changes", help="keep a model of which rounding changes over 1 % of greedy tokens"
-    ),
+    accept_changes: bool = typer.Option(False, "--accept-changes", help="keep it if over 1 % of greedy tokens change"),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
@@ -38,13 +34,11 @@ def export(
 
 def chat(
     target: Target,
-    settings: list[str] | None = settings_argument(
-        "settings of task, generation, environment and reward, in place of the run's", default=None
-    ),
+    settings: list[str] | None = settings_argument("settings of task, generation, environment, reward", default=None),
     *,
     options: Options,
 ) -> None:
-    """Talk to a policy or a model: answers as they are written, beside the start's, with the reward they would get."""
+    """Talk to a policy or a model: answers as they are written, with the reward they would get."""
     from tinyrl.evaluation.targets import policy_at
 
     found = policy_at(target, settings or [])
@@ -56,9 +50,7 @@ def chat(
 
 def serve(
     target: Target,
-    settings: list[str] | None = settings_argument(
-        "settings of task and generation, in place of the run's", default=None
-    ),
+    settings: list[str] | None = settings_argument("settings of task and generation", default=None),
     port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free"),
     host: str = typer.Option("127.0.0.1", help=f"other than this machine's own needs a key, in {KEY}"),
     max_rows: int = typer.Option(32, min=1, max=4096, help="completions decoded at a time"),

@@ -26,24 +26,14 @@ def complete_method(incomplete: str) -> list[str]:
 
 def train(
     method: str | None = typer.Argument(None, help=or_list([*METHODS]), autocompletion=complete_method),
-    settings: list[str] | None = settings_argument(
-        "a recipe (path or packaged name), settings", before="[RECIPE] ", default=None
-    ),
+    settings: list[str] | None = settings_argument("recipe (path or name), settings", before="[RECIPE] ", default=None),
     name: str | None = typer.Option(None, help="name of the run; default <method>-<task>-<n>"),
-    output_dir: str | None = typer.Option(
-        None, help="where run folders are made; default runs, with --from beside RUN"
-    ),
+    output_dir: str | None = typer.Option(None, help="where run folders are made; default runs (--from: beside RUN)"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace a run of that name"),
     resume: str | None = typer.Option(None, metavar="RUN", help="go on with a run; needs nothing else"),
-    origin: str | None = typer.Option(
-        None, "--from", metavar="RUN[@STEP]", help="start a new run from a checkpoint (default: the newest) of RUN"
-    ),
-    allow_config_change: bool = typer.Option(
-        False, "--allow-config-change", help="with --resume: go on with settings that have changed"
-    ),
-    until: int | None = typer.Option(
-        None, min=1, metavar="STEP", help="stop after this step, with a checkpoint to go on from"
-    ),
+    origin: str | None = typer.Option(None, "--from", metavar="RUN[@STEP]", help="start from a checkpoint of a run"),
+    allow_config_change: bool = typer.Option(False, "--allow-config-change", help="with --resume: settings may differ"),
+    until: int | None = typer.Option(None, min=1, metavar="STEP", help="stop after this step, with a checkpoint"),
     *,
     options: Options,
 ) -> Callable[[], int] | None:

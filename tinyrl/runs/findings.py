@@ -20,6 +20,7 @@ from string import Formatter
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.runs.records import Points, RunRecords, finite, known, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
@@ -27,8 +28,6 @@ from tinyrl.text import one_line, visible
 FEWEST_STEPS = 12  # of training, before windows are compared
 NUM_SHOWN, SHOWN_CHARACTERS = 3, 200  # completions of each finding
 MOST_LINES = 2000  # without an evaluation, that a run keeps in memory
-NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept",
-                 "reward/slowest_seconds"}  # fmt: skip
 Row = dict[str, Any]
 Figures = SimpleNamespace
 
@@ -120,12 +119,6 @@ def figures(run: RunRecords) -> Figures:
     (f.since, first), (_, now) = skipped[-len(last_quarter(skipped[1:])) - 1], skipped[-1]
     f.skipped_steps = max(now - first, sum(step >= f.since for step in run.nonfinite))
 
-    losses: dict[str, list[float]] = {}
-    for line in [*run.steps.values()][-500:]:
-        for key in (key for key in line if key.endswith("loss")):
-            losses.setdefault(key, []).append(number(line[key]))
-    f.losses = ", ".join(one_line(key, 40) for key in sorted(losses) if all(map(math.isnan, losses[key][-10:])))
-
     compare_held_out(run, f)
     compare_functions(run, f)
     return f
@@ -161,7 +154,7 @@ def compare_functions(run: RunRecords, f: Figures) -> None:
     punished = {str(each.get("use")).rpartition(":")[2] for each in functions if number(each.get("weight")) < 0}
     moves: dict[str, float] = {}
     keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
-    for key in sorted(keys - NOT_FUNCTIONS):
+    for key in sorted(keys - REWARD_STATISTICS):
         points, name = run.finite(key), key.removeprefix("reward/")
         if len(points) < FEWEST_STEPS:
             continue
@@ -220,12 +213,6 @@ def _at_ceiling(f: Figures) -> bool:
     return (f.solved and f.reward >= 0.98) or (f.near_top and f.reward_std <= 0.1 * f.largest_std)
 
 
-FELL = (
-    "The held-out {fell} was {best:.3g} at step {best_step} and is {last:.3g} at step {last_step}, while that of "
-    "training went from {train_then:.3g} to {train:.3g}."
-)
-EARLIER = "Take a checkpoint of about step {best_step}; tinyrl show RUN lists those that were kept."
-
 TABLE = (  # most telling first
     Rule("non-finite steps", lambda f: f.skipped_steps > 2,  # three in a row stop a run
         "{skipped_steps:.0f} optimizer steps after step {since} had a loss or a gradient that is not finite and "
@@ -249,12 +236,11 @@ TABLE = (  # most telling first
         "The reward is {reward:.3g} with a spread of {reward_std:.2g}: there is hardly anything left to learn here.",
         "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
         lambda f, row: known(row.get("reward"), -math.inf)),
-    Rule("loss is no number", lambda f: bool(f.losses),
-        "{losses}: not a finite number in any of the last ten lines, so nothing is learnt from it.",
-        "Look for what overflows: model.dtype=float32, and see `tinyrl check`.", kind=None, at_once=True),
-    Rule("train up, held-out down", lambda f: f.fell == "reward", FELL, EARLIER,
+    Rule("train up, held-out down", lambda f: bool(f.fell),
+        "The held-out {fell} was {best:.3g} at step {best_step} and is {last:.3g} at step {last_step}, while that of "
+        "training went from {train_then:.3g} to {train:.3g}.",
+        "Take a checkpoint of about step {best_step}; tinyrl show RUN lists those there are.",
         lambda f, row: -known(row.get("reward"), 0.0), kind="eval", at_once=True),
-    Rule("overfitting", lambda f: f.fell == "loss", FELL, EARLIER, kind="eval", at_once=True),
     Rule("one reward up, another down", lambda f: bool(f.up),
         "{up_name} went from {up_from:.3g} to {up_to:.3g} while {down_name} went from {down_from:.3g} to "
         "{down_to:.3g}: the policy may be gaming the first.",
@@ -337,25 +323,21 @@ class Watch:
 # ---- as text and JSON ----
 
 
-def examples_in(run: RunRecords) -> Callable[[Finding], list[Row]]:
-    """Return a function that gives up to three completions that show a finding, of the last step that has any."""
-
-    def examples(finding: Finding) -> list[Row]:
-        step, best = -1, list[Row]()
-        for row in samples_of(run.path / "samples.jsonl", [], kind=finding.kind):
-            if row["step"] > step:
-                step, best = row["step"], []
-            if row["step"] == step:  # the sort is stable: the first of equals stay
-                best = sorted([*best, row], key=finding.rank, reverse=True)[:NUM_SHOWN]
-        return best
-
-    return examples
+def examples(finding: Finding, run: RunRecords | None) -> list[Row]:
+    """Return up to three completions that show a finding, of the last step that has any."""
+    step, best = -1, list[Row]()
+    for row in samples_of(run.path / "samples.jsonl", [], kind=finding.kind) if run else ():
+        if row["step"] > step:
+            step, best = row["step"], []
+        if row["step"] == step:  # the sort is stable: the first of equals stay
+            best = sorted([*best, row], key=finding.rank, reverse=True)[:NUM_SHOWN]
+    return best
 
 
-def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> list[dict[str, Any]]:
+def as_json(found: list[Finding], run: RunRecords | None = None) -> list[dict[str, Any]]:
     return [
         {"finding": one.name, "what": one.what, "figures": finite(one.figures), "change": one.change}
-        | {"completions": rows_of(one)}
+        | {"completions": examples(one, run)}
         for one in found
     ]
 
@@ -363,7 +345,7 @@ def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> li
 def render(run: RunRecords, found: list[Finding]) -> str:
     last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
     if found:
-        return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, examples_in(run))])
+        return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, run)])
     short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
     return f"{last}, nothing found{'; it is too short for most that could be' * short}."
 
@@ -377,13 +359,13 @@ def columns() -> int:
     return max(60, min(shutil.get_terminal_size().columns, 110))
 
 
-def in_words(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> Iterator[str]:
-    """Yield a paragraph for each finding, with completions that show it, a line each."""
+def in_words(found: list[Finding], run: RunRecords | None = None) -> Iterator[str]:
+    """Yield a paragraph for each finding, with completions of the run that show it, a line each."""
     width = columns()
     wrap = partial(textwrap.wrap, width=width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     for one in found:
         lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
-        for row in rows_of(one):
+        for row in examples(one, run):
             reward, index = number(row.get("reward")), row.get("prompt_index")
             about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, "
             about += f"reward {'-' if math.isnan(reward) else shown(reward)}: "

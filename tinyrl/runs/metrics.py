@@ -42,6 +42,8 @@ class Metric:
 
 
 BEST = "eval/reward_mean"  # its highest value marks the best checkpoint
+STATISTICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts", "slowest_seconds")
+REWARD_STATISTICS = {f"reward/{name}" for name in STATISTICS}  # beside these, reward/NAME is a function's
 
 TABLE = (
     Metric("reward/mean", "The mean score.",

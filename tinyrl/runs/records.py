@@ -142,14 +142,6 @@ class HeldOut:
     by_step: dict[int, dict[int, HeldOutSample]] = field(default_factory=dict)
     last: tuple[HeldOutSample, ...] = ()
 
-    @property
-    def first_step(self) -> int:
-        return min(self.by_step)
-
-    @property
-    def last_step(self) -> int:
-        return max(self.by_step)
-
 
 def read_held_out(path: Path, notes: list[str]) -> HeldOut:
     """Read the samples of kind "eval" of a samples.jsonl."""

@@ -38,11 +38,8 @@ def resolve(config: Config) -> Config:
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
     if config.samples and (positions := _positions(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
-        lengths = (
-            ("generation", "max_new_tokens", positions // 2),
-            ("environment", "max_observation_tokens", observed),
-        )
-        for section, name, most in lengths:
+        both = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", observed))
+        for section, name, most in both:
             if name not in getattr(config, section).model_fields_set:
                 values[section][name] = min(values[section][name], most)
     return build_config(values)

@@ -14,7 +14,7 @@ from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
-from tinyrl.runs.records import evenly, json_lines, messages_of, number, read_steps, samples_of
+from tinyrl.runs.records import evenly, finite, json_lines, messages_of, number, read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import excerpt, listed, one_line, visible
 from tinyrl.text import number as shown
@@ -39,11 +39,9 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     """Verify every checkpoint, oldest first; return a table with what to do with the newest sound one, or JSON."""
     steps, found = read_steps(run.metrics, []), list[dict[str, Any]]()
     for folder in list_checkpoints(run.checkpoints):
-        metric = number(steps.get(step := checkpoint_step(folder), {}).get(BEST))
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        metric = None if math.isnan(metric) else metric
-        found.append({"name": folder.name, "step": step, "size": size, "metric": metric})
-        found[-1]["problem"] = problem_with(folder)
+        step, size = checkpoint_step(folder), sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
+        found[-1]["metric"] = finite(number(steps.get(step, {}).get(BEST)))
     if as_json:
         return json.dumps(found)
     path = _quoted(run.path)

@@ -1,6 +1,6 @@
 """Signal handling: a signal (Ctrl-C, termination, a closed terminal) sets a flag, which long work checks.
 
-A second Ctrl-C leaves at once.
+A second Ctrl-C leaves at once. Windows has no SIGUSR1 and no SIGHUP.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tinyrl.errors import Interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
 LOOK_EVERY_S = 1.0
 Item = TypeVar("Item")
 
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 class StopFlag:
     """Collect signals inside a `with`, which restores the old handlers; `check_stop` checks the innermost flag.
 
-    `signals`: which ones; `leaves`: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
+    leaves: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
     """
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, leaves: bool = True) -> None:
@@ -34,7 +34,7 @@ class StopFlag:
     def __enter__(self) -> StopFlag:
         for number in self.signals:
             before = signal.getsignal(number)
-            if number == signal.SIGHUP and before == signal.SIG_IGN:
+            if number.name == "SIGHUP" and before == signal.SIG_IGN:
                 continue  # under nohup a closed terminal changes nothing
             signal.signal(number, self._handle)
             self._before[number] = before

@@ -1,5 +1,4 @@
-"""`tinyrl chat`: a conversation with a policy; its answers as they are written, beside the initial model's, with their
-reward.
+"""`tinyrl chat`: a conversation with a policy; its answers as they are written, with their reward.
 
 Answers are sampled by the plain `hf` engine, and played as episodes if the run had an environment, as in training. Text
 of a model or a tool is made safe to show, piece by piece.
@@ -36,8 +35,7 @@ from tinyrl.text import visible
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 HELP = """/temperature T   set the sampling temperature (0 = greedy)
-/compare         show the initial model's answer to the last prompt (same random numbers)
-/reward          show the rewards of the last answers
+/reward          show the reward of the last answer
 /prompt I        ask the prompt of held-out row I, with its columns
 /reset           clear the conversation
 /help, /quit
@@ -78,8 +76,8 @@ class StreamingEngine(HfEngine):
 class ChatSession(ExitStack):
     """A loaded policy and its conversation; `close` ends the processes of rewards and of the environment.
 
-    answers: the last ones, by role; messages: the conversation so far, if the model has a chat template (without one
-    each prompt stands alone). Raises ValueError for what a user can fix.
+    answer: the last one; messages: the conversation so far, if the model has a chat template (without one each prompt
+    stands alone). Raises ValueError for what a user can fix.
     """
 
     def __init__(self, target: Target, *, options: Options) -> None:
@@ -102,13 +100,13 @@ class ChatSession(ExitStack):
         self.scorer: Scorer | None = None
         self.reset()
 
-    def __call__(self, prompt: Prompt, *, greedy: bool = False) -> str:
-        """Answer one prompt (text, or messages) that is no part of the conversation."""
+    def __call__(self, prompt: Prompt | int, *, greedy: bool = False) -> str:
+        """Answer one prompt (text, messages, or a held-out row's number) that is no part of the conversation."""
         return self._answer(self._prepare(prompt), lambda who, text: None, greedy=greedy).text
 
     def reset(self) -> None:
         self.messages: list[Message] = []
-        self.answers: dict[str, ChatAnswer] = {}
+        self.answer: ChatAnswer | None = None
 
     def set_temperature(self, temperature: float) -> None:
         """Set the sampling temperature; 0: greedy. Raises ValueError below 0 and above 100."""
@@ -125,7 +123,7 @@ class ChatSession(ExitStack):
         chats = self.chats and isinstance(asked, str)
         prompt = self._prepare([*self.messages, {"role": "user", "content": asked}] if chats else asked)
         answer = self._answer(prompt, on_text)
-        self.answers = {self.role: answer}
+        self.answer = answer
         if self.chats and not isinstance(prompt.prompt, str):
             added: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]
             if self.runner is not None and answer.episode is not None:
@@ -135,55 +133,42 @@ class ChatSession(ExitStack):
         self.turn += 1
         return answer
 
-    def compare(self, on_text: OnText) -> ChatAnswer:
-        """Answer the last prompt by the initial model, with the same random numbers. Raises ValueError without one."""
-        if self.target.checkpoint is None or not self.target.config.has_reference:
-            raise ValueError(f"{self.target.name} has no initial model to compare with")
-        if self.role not in self.answers:
+    def rewards(self) -> tuple[dict[str, float], str | None]:
+        """Score the last answer: the weighted sum and each reward, and why there is none. Raises ValueError without an
+        answer.
+        """
+        if self.answer is None:
             raise ValueError("nothing has been asked yet")
-        self.answers["reference"] = self._answer(self.answers[self.role].prompt, on_text, role="reference")
-        return self.answers["reference"]
-
-    def rewards(self) -> list[tuple[str, dict[str, float], str | None]]:
-        """Score the last answers: (role, weighted sum and each reward, why there is none)."""
         if self.scorer is None:
             given: dict[str, Any] = {"policy": self.policy, "options": self.options, "runner": self.runner}
             self.scorer = load_scorer(self.target.config, self.task, **given)
             self.callback(self.scorer.close)
             self.scorer.start()
-        found = []
-        for role, answer in self.answers.items():
-            episodes = None if answer.episode is None else [answer.episode]
-            scored = self.scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
-            named = dict(zip(self.scorer.names, scored.scores[0].tolist(), strict=True))
-            why = scored.failures[0].reason if scored.failures else None
-            found.append((role, {"reward": float(scored.rewards[0]), **named}, why))
-        return found
+        answer, episodes = self.answer, None if self.answer.episode is None else [self.answer.episode]
+        scored = self.scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
+        named = dict(zip(self.scorer.names, scored.scores[0].tolist(), strict=True))
+        why = scored.failures[0].reason if scored.failures else None
+        return {"reward": float(scored.rewards[0]), **named}, why
 
     def _prepare(self, asked: Prompt | int) -> PreparedPrompt:
-        """Prepare a prompt, or that of a held-out row. If an environment reads columns, they are those of the row that
-        has this prompt; raises ValueError, naming them, if none has.
+        """Prepare a prompt, or that of a held-out row by its number. Raises ValueError for a number that no row has,
+        and for a prompt of one's own if the environment reads columns, which only rows have.
         """
-        where, runner, tokenizer = self.target.config.task, self.runner, self.policy.tokenizer
-        columns = runner.environment.needed_columns if runner is not None else []
+        where, runner = self.target.config.task, self.runner
         task, row, index, openings = load_task("rows"), {"prompt": asked}, self.turn, None
-        if columns or isinstance(asked, int):
-            task, rows = self.task, load_split(self.target.config, "eval")
-            texts = [asked, asked[0]["content"]] if isinstance(asked, list) and len(asked) == 1 else [asked]
-            found = (i for i, row in enumerate(rows) if i == asked or task.prompt(row) in texts)
-            if (place := next(found, None)) is None:
-                reads = (
-                    f"; the environment reads its columns {', '.join(f'`{name}`' for name in columns)}"
-                    if columns
-                    else ""
-                )
-                raise ValueError(f"no held-out row has this prompt or number (/prompt 0 to {len(rows) - 1}){reads}")
-            row, index = rows[place], place
+        if isinstance(asked, int):
+            task, rows, index = self.task, load_split(self.target.config, "eval"), asked
+            if not 0 <= index < len(rows):
+                raise ValueError(f"there is no held-out row {index}: /prompt 0 to {len(rows) - 1}")
+            row = rows[index]
             openings = runner.openings(task, [row]) if runner is not None else None
+        elif runner is not None and (columns := runner.environment.needed_columns):
+            reads = ", ".join(f"`{name}`" for name in columns)
+            raise ValueError(f"the environment reads columns of a row ({reads}): ask a held-out one, /prompt I")
         [prompt] = prepare_prompts(
             task,
             [row],
-            tokenizer=tokenizer,
+            tokenizer=self.policy.tokenizer,
             chat=where.chat,
             system_prompt=where.system_prompt,
             variables=where.chat_template_kwargs if runner is None else runner.variables,
@@ -191,12 +176,10 @@ class ChatSession(ExitStack):
             on_overlong_prompt="error",
             openings=openings,
         )
-        check_ids([prompt.tokens], tokenizer, self.policy.causal)
+        check_ids([prompt.tokens], self.policy.tokenizer, self.policy.causal)
         return replace(prompt, index=index)
 
-    def _answer(
-        self, prompt: PreparedPrompt, on_text: OnText, *, role: SampledRole | None = None, greedy: bool = False
-    ) -> ChatAnswer:
+    def _answer(self, prompt: PreparedPrompt, on_text: OnText, *, greedy: bool = False) -> ChatAnswer:
         room = self.policy.positions - len(prompt.tokens)
         if room < 1:
             raise ValueError(
@@ -204,8 +187,7 @@ class ChatSession(ExitStack):
             )
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
-        turn = self.turn - (role == "reference")  # the reference answers the prompt of the turn before
-        key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + turn, "role": role or self.role}
+        key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + self.turn, "role": self.role}
         key["greedy"] = greedy or self.greedy
         self.engine.begin(prompt.tokens, on_text)
         if self.runner is None:
@@ -249,17 +231,14 @@ def _obey(session: ChatSession, line: str, write: Write) -> None:
         answer = session.say(line, show)
     elif command == "/prompt":
         answer = session.say(int(rest), show)
-    elif command == "/compare":
-        write("initial model: ")
-        answer = session.compare(show)
     elif command == "/temperature":
         session.set_temperature(float(rest))
     elif command == "/reset":
         session.reset()
     elif command == "/reward":
-        for role, scores, why in session.rewards():
-            each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
-            write(f"{role}: {', '.join(each)}" + (f" ({visible(why.splitlines()[-1])})" if why else "") + "\n")
+        scores, why = session.rewards()
+        each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
+        write(", ".join(each) + (f" ({visible(why.splitlines()[-1])})" if why else "") + "\n")
     elif line:
         write(HELP)
     if answer is None:

@@ -11,32 +11,28 @@ from tinyrl.cli.train import config_of
 from tinyrl.config.recipe import method_of
 from tinyrl.runs.launched import Options
 from tinyrl.starter import starter_path, write_rows
-from tinyrl.tasks import sort, sums
+from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code
 from tinyrl.tools.check.offline import CheckSection
 
 CODE = """
-import itertools, os, time
+import itertools
 from tinyrl.environments import Reply
 calls = itertools.count()
 def right(completions, answer, **_): return [float(c.strip() == a) for a, c in zip(answer, completions)]
 def brief(completions, **_): return [-0.01 * min(len(c), 10) for c in completions]
 def message(completions, answer, **_): return [float(c[0]["content"].strip() == a) for a, c in zip(answer, completions)]
 def silent(completions, **_): return [None for c in completions]
-def gone(completions, **_): os._exit(7)
-def sorts(completions, answer, **_): return [float(c.replace(" ", "") == a) for a, c in zip(answer, completions)]
 def flat(completions, **_): return [0.5] * len(completions)
 def longer(completions, **_): return [float(len(c)) for c in completions]
 def moody(completions, **_): return [float(next(calls)) for c in completions]
 def crash(completions, **_): return [1 / 0 for c in completions]
 def inside(completions, answer, **_): return [float(a in c) for a, c in zip(answer, completions)]
 def other(completions, solution, **_): return [float(s in c) for s, c in zip(solution, completions)]
-def slow(completions, **_): time.sleep(9)
 def mute(prompts, **_): return [None for _ in prompts]
 def half(prompts, answer, **_): return [5 if a in "abcdefgh" else None for a in answer]
 def changing(prompts, **_): return [str(next(calls)) for _ in prompts]
 def wordy(prompts, **_): return ["a long reply " * 99 for _ in prompts]
-def bare(word): return word
 def game(prompts, transcripts, answer, **_):
     ended = [right in turns[-1]["content"] for turns, right in zip(transcripts, answer)]
     return [Reply("right", done=True, reward=2.0) if over else "no, \\x1b[2J again\\n" for over in ended]
@@ -48,25 +44,10 @@ def add(a: int, b: list[int]) -> int:
         b: Others.
     '''
     return a + sum(b)
-class Guessing:
-    def reset(self, answer, seed, **row):
-        self.won = False
-        return f" (hint {seed})"
-    def guess(self, word: str) -> str:
-        '''Guess.
-
-        Args:
-            word: What.
-        '''
-        self.won = True
-        return f"you said {word}"
-    def get_reward(self) -> float:
-        return 1.0 if self.won else -1.0
 """
 TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 TEMPLATES = {  # of copies of the embedded model
     "endless": TURN.replace("<eos>", "END"),
-    "doubled": "<pad><pad>" + TURN,
     "deaf": TURN.replace("for m in messages", "for m in messages if m.role != 'system'"),
 }
 QUICK, FULL, OFFLINE = {"quick": True}, {"prompts": 8}, {"offline": True, "memory": "2GB"}
@@ -75,71 +56,40 @@ GRPO = f"grpo {SMALL} generation.max_new_tokens=16 grpo.num_prompts=4 grpo.minib
 ROWS = f"{GRPO} task.data=rows.jsonl"
 REWARD = ROWS + ' reward.functions=[{"use":"mine.py:NAME"}]'
 PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, exit code, what is named
-    # data
-    "a column of another name": (f"{GRPO} task.data=questions.jsonl", QUICK, 2, "task.columns.prompt"),
     "broken JSON": (f"{GRPO} task.data=broken.jsonl", QUICK, 2, "broken.jsonl:2"),
-    "pairs that are equal": ("dpo model.path=starter task.data=equal.jsonl", QUICK, 2, "equal"),
     "one row again and again": (f"{GRPO} task.data=same.jsonl", QUICK, 3, "task.data"),
     "held-out rows are trained on": (f"{ROWS} task.eval_data=rows.jsonl", QUICK, 0, "task.eval_data"),
-    # template
     "a turn without an end": (f"{GRPO} model.path=endless task.name=sort", FULL, 3, "task.chat=false"),
-    "two starts of text": (f"{GRPO} model.path=doubled task.name=sort", FULL, 3, "task.chat=false"),
     "no system prompt": (f"{GRPO} model.path=deaf task.name=sort task.system_prompt=Go", FULL, 3, "task.system_prompt"),
-    "no template": (f"{GRPO} task.chat=true", FULL, 2, "task.chat"),
-    # reward
     "one reward for everything": (REWARD.replace("NAME", "flat"), QUICK, 3, "docs/rewards.md"),
     "gold answers do not win": (REWARD.replace("NAME", "longer"), QUICK, 3, "docs/rewards.md"),
     "no reward for anything": (REWARD.replace("NAME", "silent"), QUICK, 3, "docs/rewards.md"),
-    "a process that ends": (REWARD.replace("NAME", "gone"), QUICK, 3, "Mend the function"),
     "chance": (REWARD.replace("NAME", "moody"), QUICK, 3, "random numbers"),
-    "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 14"),
-    "a call that does not return": (
-        f"{REWARD.replace('NAME', 'slow')} reward.timeout_s=0.1", QUICK, 3, "reward.timeout_s"),
+    "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 12"),
     "a hole": (REWARD.replace("NAME", "inside"), QUICK, 3, "compare it whole"),
     "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl", QUICK, 3, "message"),
     "an argument that is no column": (REWARD.replace("NAME", "other"), QUICK, 2, "solution"),
-    "length is paid for": (
-        f"{REWARD.replace('NAME', 'longer')} task.data=open.jsonl generation.max_new_tokens=64", FULL, 3, "for length"),
-    # environment
     "no reply": (f"{ROWS} environment.name=mine.py:mute", QUICK, 3, "silent"),
     "failing rows": (f"{ROWS} environment.name=mine.py:half", QUICK, 3, "`half`"),
     "another reply each time": (f"{ROWS} environment.name=mine.py:changing", QUICK, 3, "`seed`"),
     "replies that are cut": (f"{ROWS} environment.name=mine.py:wordy environment.max_observation_tokens=9", QUICK, 3,
                              "environment.max_observation_tokens="),
     "no turn to read a reply": ("lookup environment.max_turns=1", QUICK, 3, "environment.max_turns"),
-    "a tool without a description": (f"{ROWS} environment.tools=[mine.py:bare]", QUICK, 2, "environment.tools"),
-    # memory
     "a model that does not fit": ("gsm8k model.path=Qwen/Qwen2.5-7B-Instruct", OFFLINE, 3, "run.micro_batch_tokens"),
     "a step that does not fit": (GRPO, FULL, 3, "run.micro_batch_tokens"),
-    # limits
     "too few tokens for an answer": (f"{GRPO} generation.max_new_tokens=3", FULL, 3, "generation.max_new_tokens=16"),
-    "more tokens than positions": (f"{GRPO} generation.max_new_tokens=4000", FULL, 2, "generation.max_new_tokens"),
-    "prompts over the limit": (f"{GRPO} generation.max_prompt_tokens=2", FULL, 2, "generation.max_prompt_tokens"),
-    "too hot": (f"{GRPO} generation.temperature=3", FULL, 3, "generation.temperature=1.0"),
-    "too cold": (f"{GRPO} generation.temperature=0.3", FULL, 3, "generation.temperature=1.0"),
-    "only the likeliest token": (f"{GRPO} generation.top_k=1", FULL, 2, "generation.top_k"),
 }  # fmt: skip
 SOUND: dict[str, tuple[str, dict[str, Any]]] = {
-    # recipes
     "starter-grpo": (f"{SMALL} grpo.num_prompts=4 grpo.minibatch_size=32", FULL),
-    "starter-grpo generation.temperature=0.8": (f"{SMALL} grpo.minibatch_size=32", {"prompts": 32}),
     "starter-ppo": (f"{SMALL} ppo.num_prompts=8 ppo.minibatch_size=8", FULL),
     "starter-distill": (f"{SMALL} distill.num_prompts=4", FULL),
     "lookup": (f"{SMALL} grpo.num_prompts=4 grpo.minibatch_size=32", FULL),
-    "my-own-rows": (f'{GRPO[5:]} task.data=sorted.jsonl reward.functions=[{{"use":"mine.py:sorts"}}]', FULL),
     "sentiment-reward": (f"{SMALL} task.data=pairs.jsonl task.eval_data=null", FULL),
-    "preferences-dpo-0.5b": (f"{SMALL} model.path=starter task.data=pairs.jsonl task.eval_data=null", FULL),
     "smollm2-sums-sft": (f"{SMALL} model.path=starter", FULL),
-    "smollm2-sums-dpo": (f"{SMALL} model.path=starter", FULL),
-    "smollm2-sums-grpo": ("model.path=starter", QUICK),
-    "countdown-0.5b": ("model.path=starter", QUICK),
-    "gsm8k": ("", {"offline": True, "memory": "8GB"}),
-    # rewards and environments
     REWARD.replace("NAME", "right"): ("", QUICK),
     REWARD.replace("NAME", "message"): ("task.data=chat.jsonl", QUICK),
     REWARD.replace('"}]', '"},{"use":"mine.py:brief"}]').replace("NAME", "right"): ("", QUICK),  # by their sum
     f"{ROWS} environment.name=mine.py:game": ("", QUICK),
-    f"{ROWS} environment.name=mine.py:Guessing": ("", QUICK),
     f"{ROWS} environment.tools=[mine.py:add]": ("", QUICK),
     f"{ROWS} environment.name=python": ("", QUICK),
 }
@@ -153,12 +103,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, some in {
         "rows": rows,
         "same": rows[:1] * 20,
-        "open": [{"prompt": row["prompt"]} for row in rows],
         "chat": [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows],
-        "questions": [{"question": row["prompt"], "answer": row["answer"]} for row in rows],
-        "equal": [{**row, "chosen": "yes", "rejected": "yes"} for row in rows],
         "pairs": [{**row, "chosen": f"yes {row['answer']}", "rejected": "no"} for row in rows],
-        "sorted": sort.TASK.rows("train")[:200],
     }.items():
         write_rows(folder / f"{name}.jsonl", some)
     sums.write(folder / "data")
@@ -167,7 +113,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, template in TEMPLATES.items():
         shutil.copytree(str(starter_path("starter")), folder / name)
         file = folder / name / "tokenizer_config.json"
-        written = {**json.loads(file.read_text()), "chat_template": template, "bos_token": "<pad>"}
+        written = {**json.loads(file.read_text()), "chat_template": template}
         file.write_text(json.dumps(written))
     return folder
 

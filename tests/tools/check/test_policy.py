@@ -56,10 +56,6 @@ def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) 
     assert change in found(planted(groups_of(**fields), **seen))[name]
 
 
-def test_groups_whose_rewards_differ_raise_no_alarm() -> None:
-    assert found(planted(groups_of(MIXED))) == {}
-
-
 def test_cut_off_answers_get_a_longer_limit_within_the_positions() -> None:
     groups = groups_of(MIXED[:5], cut=True) + groups_of(MIXED[5:])
     seen = planted(groups, "generation.max_new_tokens=16", positions=88.0)
@@ -97,10 +93,11 @@ def test_spread_is_that_of_groups_drawn_from_what_was_sampled() -> None:
     assert planted(groups).pass_rates == [0.5, 0.25, 0.0, 1.0]
 
 
-def test_facts_hold_what_the_lines_do() -> None:
-    facts = section(planted(groups_of(MIXED))).facts
-    assert [*facts["pass_rates"].values()] == [0, 0, 16, 0, 0, 0]
-    assert facts["groups_with_spread"] == 1.0
+def test_groups_whose_rewards_differ_raise_no_alarm_and_facts_hold_what_is_shown() -> None:
+    shown = section(planted(groups_of(MIXED)))
+    assert shown.findings == []
+    assert [*shown.facts["pass_rates"].values()] == [0, 0, 16, 0, 0, 0]
+    assert shown.facts["groups_with_spread"] == 1.0
     unknown = section(planted(groups_of([[math.nan] * 4] * 4)))
     assert unknown.facts["pass_rates"] is None
     assert math.isnan(unknown.facts["reward_mean"])

@@ -1,17 +1,38 @@
-"""The report page: its contents, that hostile text stays text, and that it loads nothing."""
+"""The page: what it holds, that hostile text stays text, that it loads nothing, and how both files are written."""
 
 import json
+import math
+import os
 import re
+import subprocess
+import sys
 import unicodedata
+import warnings
 from pathlib import Path
+from typing import Any
 
-from tests.tools.report.runs import PageReader, page, sample, write_run
-from tinyrl.runs.records import read_run
-from tinyrl.tools.report import write_report
+import pytest
+
+from tests.tools.report.runs import PageReader, grpo_run, page, sample, write_run
+from tinyrl.runs.records import MOST_TOKENS, read_last_tokens, read_run
+from tinyrl.tools.report import completions, level_of, scale_of, write_report
 from tinyrl.tools.report.panels import outcome
 
+HOSTILE = (
+    "</td><script>alert(1)</script><img src=https://evil.example/x onerror=alert(1)>\x1b[31mred\x1b[0m"
+    "\u202egnp.exe\u202c\u2066\u200b\U000e0041\x00\x07\x9b\u2028\ud800 & \"quoted\" 'single'"
+)
 
-def test_page_holds_outcome_charts_samples_and_settings(grpo: tuple[Path, str]) -> None:
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A reported GRPO run and its page."""
+    run = grpo_run(tmp_path_factory.mktemp("runs") / "grpo-sorting-1")
+    write_report(run)
+    return run, (run / "report.html").read_text("utf-8")
+
+
+def test_page_holds_outcome_charts_samples_and_settings_and_loads_nothing(grpo: tuple[Path, str]) -> None:
     run, html = grpo
     reader = PageReader(html)
     assert outcome(read_run(run)) in reader.text
@@ -21,40 +42,13 @@ def test_page_holds_outcome_charts_samples_and_settings(grpo: tuple[Path, str]) 
     assert "held-out from 0.460 at step 0 to 0.923 at step 60" in reader.text  # 0.46 + 0.48 * (1 - e^(-60/18))
     shown = ("sort: qwhzkalmbc =", "abchklmqw", "abchklmqwz", "Before: step 0", "After: step 60", "grpo.group_size")
     assert [text for text in shown if text not in reader.text] == []
-    assert "pass@1</th>" in html  # in the table of numbers; as a chart it would repeat the reward
-    assert "tinyrl eval" in reader.text
-
-
-def test_same_prompts_before_and_after(tmp_path: Path) -> None:
-    a, b = (0, "PROMPT-A"), (1, "PROMPT-B")
-    samples = [
-        sample(0, *b, "before-b", 0.25), sample(0, *a, "before-a-second", 0.0, sample=1),
-        sample(0, *a, "before-a", 0.0), sample(0, *a, "in-training", 0.5, kind="train", sample=-1),
-        sample(5, *a, "half-way", 0.5), sample(9, *b, "after-b", None, finish_reason="length"),
-        sample(9, *a, "after-a", 0.75), sample(9, 7, "PROMPT-C", "only-after", 1.0),
-    ]  # fmt: skip
-    text = PageReader(page(write_run(tmp_path / "run", [{"step": 9, "reward/mean": 1}], samples=samples))).text
-    text = text.partition("Extremes at")[0]
-    wanted = ["PROMPT-A", "before-a", "half-way", "0.750", "after-a"]
-    wanted += ["PROMPT-B", "before-b", "not sampled", "cut at the length limit", "after-b"]
-    places = [text.index(word) for word in wanted]
-    assert places == sorted(places)
-    assert not [word for word in ("before-a-second", "in-training", "only-after") if word in text]
-
-
-def test_a_config_with_aliases_is_not_read(tmp_path: Path) -> None:
-    """Nine lists of nine of the one before: a bomb that a plain safe_load takes minutes for."""
-    folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
-    lists = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
-    for text in ("a: &a [*a]\nb: &b {c: *b}\n", "\n".join(["a0: &a0 [x, x]", *lists]), "a: !!python/name:os.system\n"):
-        (folder / "config.yaml").write_text(text, "utf-8")
-        assert "config.yaml could not be read" in PageReader(page(folder)).text
-
-
-HOSTILE = (
-    "</td><script>alert(1)</script><img src=https://evil.example/x onerror=alert(1)>\x1b[31mred\x1b[0m"
-    "\u202egnp.exe\u202c\u2066\u200b\U000e0041\x00\x07\x9b\u2028\ud800 & \"quoted\" 'single'"
-)
+    policies = [attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
+    assert not [text for text in ("http:", "https:", "@import", "<script") if text in html]
+    ids = re.findall(r'\bid="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+    references = re.findall(r'url\(#?([^)]*)\)|href="#([^"]*)"|aria-labelledby="([^"]*)"', html)
+    assert {name for names in references for name in names if name} <= set(ids)
 
 
 def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
@@ -65,6 +59,7 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     run = write_run(tmp_path / "<script>alert(2)<\u202e", metrics, samples=samples, config=config)
     (run / "env.json").write_text(json.dumps({"command": HOSTILE, HOSTILE: [HOSTILE]}), "utf-8")
     (run / "checkpoints" / "step-<script>").mkdir(parents=True)
+    write_tokens(run, [tokens_line(1, [token(HOSTILE, advantage=1.0)], prompt=HOSTILE)])
     write_report(run)
     html = (run / "report.html").read_text("utf-8")
     reader = PageReader(html)
@@ -82,34 +77,205 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
         assert f'<span class="unseen">{name}</span>' in html
 
 
-def test_page_loads_nothing_and_its_references_are_in_it(grpo: tuple[Path, str]) -> None:
-    html = grpo[1]
-    policies = [attributes["content"] for _, attributes in PageReader(html).tags if "http-equiv" in attributes]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
-    assert not [text for text in ("http:", "https:", "@import", "<script") if text in html]
-    ids = re.findall(r'\bid="([^"]*)"', html)
-    assert len(ids) == len(set(ids))
-    references = re.findall(r'url\(#?([^)]*)\)|href="#([^"]*)"|aria-labelledby="([^"]*)"', html)
-    assert references
-    assert {name for names in references for name in names if name} <= set(ids)
-    assert html.count('role="img"') == 10  # nine panels, the first in two sizes
+def test_a_config_with_aliases_is_not_read(tmp_path: Path) -> None:
+    """Nine lists of nine of the one before: a bomb that a plain safe_load takes minutes for."""
+    folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
+    lists = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    for text in ("a: &a [*a]\nb: &b {c: *b}\n", "\n".join(["a0: &a0 [x, x]", *lists]), "a: !!python/name:os.system\n"):
+        (folder / "config.yaml").write_text(text, "utf-8")
+        assert "config.yaml could not be read" in PageReader(page(folder)).text
+
+
+# ---- completions ----
+
+
+def test_same_prompts_before_and_after(tmp_path: Path) -> None:
+    a, b = (0, "PROMPT-A"), (1, "PROMPT-B")
+    samples = [
+        sample(0, *b, "before-b", 0.25), sample(0, *a, "before-a-second", 0.0, sample=1),
+        sample(0, *a, "before-a", 0.0), sample(0, *a, "in-training", 0.5, kind="train", sample=-1),
+        sample(5, *a, "half-way", 0.5), sample(9, *b, "after-b", None, finish_reason="length"),
+        sample(9, *a, "after-a", 0.75), sample(9, 7, "PROMPT-C", "only-after", 1.0),
+    ]  # fmt: skip
+    html = page(write_run(tmp_path / "run", [{"step": 9, "reward/mean": 1}], samples=samples))
+    html = html.partition("The same prompts")[2].partition("Extremes at")[0]
+    text = PageReader(html).text
+    wanted = ["PROMPT-A", "before-a", "half-way", "0.750", "after-a"]
+    wanted += ["PROMPT-B", "before-b", "not sampled", "cut at the length limit", "after-b"]
+    places = [text.index(word) for word in wanted]
+    assert places == sorted(places)
+    assert not [word for word in ("before-a-second", "in-training", "only-after") if word in text]
+    # the step is chosen without a script: a radio button each, and a rule that shows what belongs to it
+    assert re.findall(r'id="(at\d)"( checked)?><label for="(at\d)">(\d)<', html) == [
+        ("at0", "", "at0", "5"), ("at1", " checked", "at1", "9"),
+    ]  # fmt: skip
+    assert "#at0:checked ~ table .at0,\n#at1:checked ~ table .at1 { display: revert; }" in html
+
+
+def test_rows_out_of_order_are_put_in_order(tmp_path: Path) -> None:
+    samples = [sample(9, 0, "p", "late", 0.5), sample(0, 0, "p", "early", 0.0), sample(4, 0, "p", "between", 0.0)]
+    found = read_run(write_run(tmp_path / "run", [{"step": 1}], samples=samples)).held_out
+    assert list(found.by_step) == [0, 4, 9]
+    assert [one.messages[0][1].head for one in found.last] == ["late"]
+
+
+def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
+    samples = [sample(0, i, f"p{i}", f"before-{i}", 0.5) for i in range(5)]
+    samples += [
+        sample(9, 0, "p0", "x" * 5, 0.5),
+        sample(9, 1, "p1", "x" * 40, 1.0),
+        sample(9, 1, "p1", "x" * 3, -2.0, sample=1),  # worst, but not the prompt's first
+        sample(9, 2, "p2", "x" * 30, 0.0),
+        sample(9, 3, "p3", "before-3", 0.75),
+        sample(9, 4, "p4", "x" * 20, None),
+    ]
+    held_out = read_run(write_run(tmp_path / "run", [{"step": 1}], samples=samples)).held_out
+    found = completions(held_out)["extremes"]
+    assert {name: [(one.prompt_index, one.sample) for _, one in some] for name, some in found.items()} == {
+        "Worst": [(1, 1), (2, 0), (0, 0)],
+        "Best": [(1, 0), (3, 0), (0, 0)],
+        "Longest": [(1, 0), (2, 0), (4, 0)],
+        "Most changed": [(1, 0), (2, 0), (3, 0)],  # by 0.5 twice, by 0.25; prompt 4 has no reward
+    }
 
 
 def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
-    said = [("assistant", "<search>Ada</search>"), ("tool", "<b>Bern</b>"), ("assistant", "it is Bern")]
-    turns = [{"role": role, "content": text} for role, text in said]
-    many = [{"role": ("assistant", "tool")[i % 2], "content": f"said-{i:02d}"} for i in range(40)]
+    roles = ("assistant", "tool")
+    turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(["ask", "<b>Bern</b>", "it is Bern"])]
+    many = [{"role": roles[i % 2], "content": f"turn-{i:02d}"} for i in range(40)]
     samples = [
         sample(2, 0, "PROMPT", "not shown", 1.0, episode=turns, finish_reason="turns"),
-        sample(2, 1, "PROMPT", "alone", 1.0),
-        sample(2, 2, "PROMPT", "not shown", 1.0, episode=many),
+        sample(2, 1, "PROMPT", "not shown", 1.0, episode=many),
     ]
     html = page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
     assert '<span class="who">environment</span><div class="text read" dir="auto">&lt;b&gt;Bern&lt;/b&gt;</div>' in html
     assert '<span class="who">policy</span><div class="text" dir="auto">it is Bern</div>' in html
-    assert "had no more turns" in html
-    assert '</b></span><div class="text" dir="auto">alone</div>' in html  # no name where nobody answers
     assert "not shown" not in html
-    shown = re.findall(r"said-(\d\d)", html.partition("Extremes at")[0])
+    shown = re.findall(r"turn-(\d\d)", html.partition("Extremes at")[0])
     assert shown == [f"{i:02d}" for i in (*range(8), *range(32, 40))]
     assert "24 messages left out" in html
+
+
+# ---- token by token ----
+
+
+def token(piece: str, **numbers: Any) -> dict[str, Any]:
+    return {"piece": piece, "chosen": True, "advantage": None, "old": -0.5, "new": -0.5, "ref": -0.5, "value": None,
+            "reward": None, **numbers}  # fmt: skip
+
+
+def tokens_line(step: int, tokens: list[Any], **more: Any) -> dict[str, Any]:
+    return {"step": step, "kind": "eval", "prompt_index": 3, "sample": 1, "prompt": "PROMPT", "reward": 0.25,
+            "tokens": tokens, **more}  # fmt: skip
+
+
+def write_tokens(run: Path, lines: list[dict[str, Any]], tail: str = "") -> None:
+    (run / "tokens.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + tail, "utf-8")
+
+
+def test_tokens_are_coloured_by_what_the_reader_chooses(tmp_path: Path) -> None:
+    tokens = [
+        token("one", advantage=1.0, old=-2.0, new=-1.5, ref=-2.5),
+        token(" two", advantage=-0.4, reward=0.75),
+        token("<obs>", chosen=False, advantage=1.0),
+    ]
+    run, old = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1}]), tokens_line(1, [token("old")])
+    write_tokens(run, [old, tokens_line(2, tokens), old])
+    html = page(run)
+    assert re.findall(r'id="by-(\w)"( checked)?', html) == [
+        ("a", " checked"), ("d", ""), ("k", ""), ("s", ""), ("w", ""),
+    ]  # no value: nothing to choose  # fmt: skip
+    # scales 1, 0.5, 0.5, 2 and 0.75: levels 5, 5, 5 and -5 of the first; -2 and -1 of the second, and 5 for its reward
+    numbers = "advantage 1 · old \u22122 · new \u22121.50 · ref \u22122.50"
+    assert f'<span class="a5 d5 k5 sm5" title="{numbers}">one</span>' in html
+    assert re.search(r'"am2 sm1 w5" title="[^"]*reward 0.750"> two</span><sup class="got">0.750</sup>', html)
+    assert re.search(r'<span class="unchosen" title="[^"]*">&lt;obs&gt;</span>', html)
+    assert "#by-a:checked ~ .tokens .am2 { background: color-mix(in srgb, var(--held) 22%, transparent); }" in html
+    assert ">old<" not in html  # of an earlier step
+
+
+def test_levels_and_scale() -> None:
+    assert scale_of([math.nan, 0.0, -3.0, 1.0]) == 3.0
+    assert scale_of([float(i) for i in range(1, 101)]) == 95.0  # the largest few do not wash out the rest
+    assert scale_of([math.nan, 0.0]) == 0.0
+    assert [level_of(value, 2.0) for value in (0.0, 0.1, 0.5, 2.0, 9.0, -9.0, math.nan)] == [0, 0, 1, 5, 5, -5, 0]
+
+
+def test_odd_lines_are_survived_and_long_completions_cut_in_the_middle(tmp_path: Path) -> None:
+    odd = [3, {}, {"piece": None, "chosen": "x", "advantage": [1], "reward": 1e999}, token("x" * 1_000_000)]
+    long = [token(f"t{i};") for i in range(1000)]
+    lines = [tokens_line(2, odd, prompt_index="x"), *[tokens_line(2, long)] * 11, {"step": 2}, {"step": 9, "tokens": 0}]
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1}])
+    write_tokens(run, lines, tail="broken\n" + '{"step": 3, "tok')
+    found = read_last_tokens(run / "tokens.jsonl", [])
+    assert len(found) == 8
+    assert [one["piece"] for one in found[1]["tokens"]] == [f"t{i};" for i in (*range(200), *range(800, 1000))]
+    html = page(run)
+    assert html.count("… 600 tokens left out …") == 7
+    assert html.index(">t199;<") < html.index("600 tokens left out") < html.index(">t800;<")
+    assert len(html) < 60_000 + 7 * MOST_TOKENS * 130
+    assert "tokens.jsonl: 1 line could not be read" in PageReader(html).text
+
+
+# ---- both files ----
+
+
+def test_the_same_run_gives_the_same_bytes_in_any_process_without_torch(grpo: tuple[Path, str]) -> None:
+    """Whatever matplotlib's own settings name: a style, and a backend of a notebook that is not here."""
+    run, html = grpo
+    picture = (run / "report.png").read_bytes()
+    (run / "matplotlibrc").write_text("backend: nowhere\nxtick.labelsize: 30\n")
+    code = (
+        "import sys; from pathlib import Path; import tinyrl.tools.report\n"
+        "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'yaml'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+        f"tinyrl.tools.report.write_report(Path({str(run)!r}))\n"
+        "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    theirs = {"MPLBACKEND": "not_installed", "MATPLOTLIBRC": str(run / "matplotlibrc")}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env={**os.environ, **theirs}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert (run / "report.html").read_text("utf-8") == html
+    assert (run / "report.png").read_bytes() == picture
+
+
+def test_a_failed_write_leaves_the_old_report(grpo: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, html = grpo
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_report(run)
+    assert (run / "report.html").read_text("utf-8") == html
+    assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_of_many_steps_makes_a_small_page(tmp_path: Path) -> None:
+    """Held-out points are left out evenly, in charts and table; the first and the last stay, with their values."""
+    metrics = [{"step": step, "eval/reward_mean": step / 3000, "eval/reward_ci": [0, 1]} for step in range(3000)]
+    html, picture = write_report(write_run(tmp_path / "run", metrics))
+    text = html.read_text("utf-8")
+    assert max(html.stat().st_size, picture.stat().st_size) < 300_000
+    assert text.count('<tr><td class="n">') == 100
+    assert '<td class="n">2999</td>' in text
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [{"step": 1}],
+        [{"step": 1, "reward/mean": None, "loss": float("inf")}],
+        [{"step": 1, "reward/mean": 1e308}, {"step": 2, "reward/mean": 10**400}, {"step": 3, "reward/mean": 2}],
+        [{"step": 2**52, "reward/mean": 1, "reward/$a^{$": 2, "reward/\u202e": 3, "time/$x_$": 1, "time/total": -3}],
+    ],
+    ids=["nothing", "not finite", "enormous", "names"],
+)
+def test_any_run_can_be_reported(tmp_path: Path, metrics: list[dict[str, Any]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a name in a script that the font lacks is no reason for one
+        paths = write_report(write_run(tmp_path / "试验", metrics))
+    assert [path.name for path in paths] == ["report.html", "report.png"]
+    assert all(path.stat().st_size > 1000 for path in paths)

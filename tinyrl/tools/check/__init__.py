@@ -100,16 +100,11 @@ def check(
 
 def check_settings(config: Config) -> CheckSection:
     """Return the settings that differ from the defaults, and the machine."""
-    plain, memory, found = (
-        Config.model_validate({"method": config.method}).written(),
-        psutil.virtual_memory(),
-        versions(),
-    )
+    plain, memory, found = Config(method=config.method).written(), psutil.virtual_memory(), versions()
     sections = {name: of for name, of in config.written().items() if isinstance(of, dict)}
     differing = {f"{name}.{key}": value for name, of in sections.items() for key, value in of.items()
                  if plain.get(name, {}).get(key) != value}  # fmt: skip
     machine = f"{psutil.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
-    found = versions()
     installed = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers") if name in found)
     lines = [f"{config.method}: {', '.join(as_override(*pair) for pair in differing.items()) or 'all defaults'}"]
     return CheckSection("settings", [*lines, f"{installed}; {machine}"], {"settings": differing, "versions": found})
@@ -132,11 +127,8 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
     section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
     known = {row_key(row) for row in train}
     if len(known) == 1 < len(train):
-        what, change = (
-            f"All {len(train):,} rows to train on are the same.",
-            "Other rows in task.data; task.max_samples=null.",
-        )
-        section.findings.append(Finding("one row", what, change, {}))
+        what = f"All {len(train):,} rows to train on are the same."
+        section.findings.append(Finding("one row", what, "Other rows in task.data; task.max_samples=null.", {}))
     seen = sum(row_key(row) in known for row in held_out) if config.task.eval_data is not None else 0
     if seen > len(held_out) / 10:
         what = f"{seen:,} of {len(held_out):,} held-out rows are among those to train on."

@@ -169,11 +169,8 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     None where there is none, or an agent, which needs a model.
     """
     ours, section, rows = config.environment, CheckSection("environment"), rows[:EPISODES]
-    if (
-        not config.uses("environment")
-        or ours.agent
-        or not (ours.name or ours.tools or task.respond or task.environment)
-    ):
+    answers = ours.name or ours.tools or task.respond or task.environment
+    if not config.uses("environment") or ours.agent or not answers:
         return None
     prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     environment = Environment(

@@ -1,4 +1,4 @@
-"""What `tinyrl check` does with the trainer of a run: its numbers, some answers, and its largest step."""
+"""Try the trainer of a run for `tinyrl check`: its numbers, some answers, and its largest step."""
 
 from __future__ import annotations
 
@@ -123,12 +123,8 @@ def worst_step(trainer: Any) -> CheckSection:
     is thrown away: its peak is the run's. The trainer is of no use afterwards.
     """
     config, device = trainer.config, trainer.policy.accelerator.device
-    short: dict[str, Any] = {
-        "eval_every": 1,
-        "save_every": 0,
-        "trackers": [],
-        "num_steps": max(2, config.run.num_steps),
-    }
+    short: dict[str, Any] = {"eval_every": 1, "save_every": 0, "trackers": []}
+    short["num_steps"] = max(2, config.run.num_steps)
     changes = {"critic": config.critic.model_copy(update={"warmup_steps": 0})} if config.uses("critic") else {}
     if config.samples:
         rows = max(config.on_policy.batch_size, MOST_EVAL_TOKENS // trainer.collector.longest_response)
@@ -172,7 +168,7 @@ def worst_step(trainer: Any) -> CheckSection:
 
 
 class PlantedScorer(Scorer):
-    """Gives every second half of a group a reward, so that there is a gradient; only a reward model is asked."""
+    """Scorer that rewards half of each group, so that there is a gradient; only a reward model is asked."""
 
     def __call__(self, prompts: Any, completions: Any, *, group_size: int | None = None, **_: Any) -> Scores:
         if self.has_model:
@@ -189,9 +185,8 @@ def _longest_responses(trainer: Any) -> str:
     return how large a step is.
     """
     config, most, engine = trainer.config, trainer.collector.longest_response, trainer.collector.engine
-    longest = sorted(trainer.collector.train_prompts, key=lambda prompt: -len(prompt.tokens))[
-        : config.on_policy.num_prompts
-    ]
+    longest = sorted(trainer.collector.train_prompts, key=lambda prompt: -len(prompt.tokens))
+    longest = longest[: config.on_policy.num_prompts]
     if config.environment.agent is not None:  # an agent writes its own prompts
         limit = config.generation.max_prompt_tokens
         longest = [replace(p, tokens=(p.tokens * -(-limit // len(p.tokens)))[:limit]) for p in longest]
@@ -289,7 +284,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         return pad_sequence([logprobs(row, widened=widened)[0] for row in rows], batch_first=True)
 
     def compare(name: str, ours: Tensor, theirs: Tensor, exact: Callable[..., Tensor]) -> None:
-        """Log-probabilities agree: in half precision, both are as near to `exact(widened=True)`."""
+        """Compare log-probabilities; in half precision, how near each is to `exact(widened=True)`."""
         gap = float((ours - theirs).abs().max())
         said, good = f"log-probabilities differ by at most {gap:.1g}", gap < MOST_IN_FLOAT32
         if policy.causal.dtype != torch.float32 or policy.accelerator.mixed_precision != "no":

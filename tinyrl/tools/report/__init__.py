@@ -12,7 +12,6 @@ content security policy is a second defence: under it a browser runs no script a
 import html
 import json
 import math
-import os
 import shlex
 from itertools import groupby
 from pathlib import Path
@@ -62,23 +61,15 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
 
 def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: str) -> list[Path]:
-    """Draw both files and write them, each whole or not at all."""
+    """Draw both files and write them."""
+    from tinyrl.runs.run_dir import write_whole  # with yaml
     from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
 
     charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
-    page, picture = page_html(charts, **values).encode("utf-8"), picture_png(panels, **about)
-    targets = [folder / "report.html", folder / "report.png"]
-    for target, content in zip(targets, (page, picture), strict=True):
-        writing = target.with_name(f".{target.name}.writing")
-        try:
-            with writing.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            writing.replace(target)
-        finally:
-            writing.unlink(missing_ok=True)
-    return targets
+    page, picture = page_html(charts, **values), picture_png(panels, **about)
+    write_whole(folder / "report.html", page)
+    write_whole(folder / "report.png", picture)
+    return [folder / "report.html", folder / "report.png"]
 
 
 # ---- the page ----
@@ -121,9 +112,8 @@ def run_values(run: RunRecords) -> dict[str, Any]:
     phases = {name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()}
     values = {"title": run.name, "run": run, "notes": notes, "tiles": figures.tiles(run), "phases": phases}
     values |= {"measured": measured, "measured_steps": steps, "shown_steps": evenly(steps, MOST_MARKS)}
-    return (
-        values | completions(run.held_out) | token_view(tokens) | {"config": _flat(run.config), "env": _flat(run.env)}
-    )
+    values |= {"config": _flat(run.config), "env": _flat(run.env)}
+    return values | completions(run.held_out) | token_view(tokens)
 
 
 def overlay_values(groups: list[RunGroup]) -> dict[str, Any]:
@@ -169,7 +159,7 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
     """
     if not held_out.by_step:
         return {}
-    first, last = held_out.first_step, held_out.last_step
+    first, last = min(held_out.by_step), max(held_out.by_step)
     before, after = held_out.by_step[first], held_out.by_step[last]
     steps = evenly([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
     both = sorted(before.keys() & after.keys())

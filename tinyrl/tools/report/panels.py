@@ -12,7 +12,7 @@ from statistics import fmean, median
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from tinyrl.runs.metrics import TABLE, Metric
+from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric
 from tinyrl.runs.records import Points, RunRecords, evenly, number
 from tinyrl.runs.tracking import flat
 from tinyrl.text import one_line
@@ -31,13 +31,6 @@ EXAMPLES = [  # of the methods that learn from examples
     Metric("rewards/margin", title="Margin", held="eval/margin"),
 ]
 SIDES = ("chosen", "rejected")
-REWARD_STATISTICS = {
-    "reward/mean",
-    "reward/std",
-    "reward/zero_spread_groups",
-    "reward/dropped",
-    "reward/slowest_seconds",
-}
 
 
 # ---- lines ----
@@ -331,36 +324,28 @@ def subtitle(run: RunRecords) -> str:
 def outcome(run: RunRecords) -> str:
     """Return one sentence: the held-out score before and after with its interval, and the KL paid for it."""
     for key, held_key, name in SCORES:
-        held, points, better = (
-            run.finite(held_key),
-            run.finite(key),
-            f"{'low' if name == 'loss' else 'high'}er is better",
-        )
+        held, points, better = run.finite(held_key), run.finite(key), "lower" if name == "loss" else "higher"
         if len(held) > 1:
-            return _held_out_change(run, held_key, name, better)
+            return _held_out_change(run, held_key, name, f"{better} is better")
         if len(points) > 1 and not held:
             window = min(5, len(points) // 2)
             start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
             means = f"means of the first and last {window} steps; " if window > 1 else ""
-            change = f"{_change(start, end)} by step {points[-1][0]:,} ({means}{better})"
+            change = f"{_change(start, end)} by step {points[-1][0]:,} ({means}{better} is better)"
             return f"Training {name} {change}; no held-out comparison."
         for step, value in held or points:
             name = f"Held-out {name}" if held else name.capitalize()
-            return f"{name} is {show(value)} at step {step} ({better}); it was measured once so far."
+            return f"{name} is {show(value)} at step {step} ({better} is better); it was measured once so far."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
 
 def _held_out_change(run: RunRecords, key: str, name: str, better: str) -> str:
     points, interval = run.finite(key), f"{key.removesuffix('_mean')}_ci"
     (first, start), (last, end) = points[0], points[-1]
-    before, after, seeds = (
-        run.interval(interval, first),
-        run.interval(interval, last),
-        run.interval(f"{key} range", last),
-    )
+    before, after = (run.interval(interval, step) for step in (first, last))
     few = after is None and isinstance(run.steps[last].get(interval), list)
     around = "not enough prompts for an interval; " if few else ""
-    if pair := after or seeds:
+    if pair := after or run.interval(f"{key} range", last):
         around = f"{'95 % interval' if after else 'seeds from'} {show(pair[0])} to {show(pair[1])}; "
     overlap = bool(before and after and before[0] <= after[1] and after[0] <= before[1])
     caution = ", too little to call because the intervals overlap" if overlap and start != end else ""

@@ -1,0 +1,197 @@
+"""`tinyrl export`: folders that transformers and PEFT load alone and that answer the same; a card that harms nobody."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import running
+from tests.tiny_models import tiny_model
+from tinyrl.config.schema import Config
+from tinyrl.evaluation.targets import policy_at
+from tinyrl.runs.launched import Options
+from tinyrl.tools import export as exporting
+from tinyrl.tools.chat import ChatSession
+from tinyrl.tools.export import Bundle, compared, curve, export, licence_of, model_card
+
+PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base; a run of LoRA on it, and one of every weight."""
+    folder = tmp_path_factory.mktemp("exports")
+    base = tiny_model(folder / "base", "llama")
+    written = (base / "tokenizer_config.json").read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    (base / "tokenizer_config.json").write_text(written)
+    for name, lora in (("lora", True), ("full", False)):
+        settings = running.config("grpo", base, lora={"enabled": lora}, optim={"learning_rate": 1e-2 if lora else 1e-3})
+        assert running.train(settings, folder, name=name)[0] == 0
+    return folder
+
+
+def merged(run: Path, out: Path, *, dtype: str = "float32", accept_changes: bool = False) -> Bundle:
+    return export(str(run), merge=True, dtype=dtype, output=str(out), accept_changes=accept_changes)
+
+
+def own_answers(run: Path) -> list[str]:
+    with ChatSession(policy_at(str(run), []), options=Options(device="cpu")) as session:
+        return [session(prompt, greedy=True) for prompt in PROMPTS]
+
+
+@torch.inference_mode()
+def library_answers(model, tokenizer) -> list[str]:
+    """Greedy completions by the library's own loop."""
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        drawn = model.generate(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False
+        )
+        found.append(tokenizer.decode(drawn[0, tokens.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def test_an_adapter_is_read_by_peft_alone_and_answers_the_same(folder: Path):
+    bundle = export(str(folder / "lora"))
+    out, base = bundle.folder, folder / "base"
+    names = {path.name for path in out.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md", "export.json"} <= names
+    assert not {"optimizer.safetensors", "state.json", "MANIFEST.json", "random.safetensors"} & names
+    bare, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(out)
+    without = library_answers(bare, tokenizer)
+    theirs = library_answers(PeftModel.from_pretrained(bare, str(out)), tokenizer)
+    assert theirs == own_answers(folder / "lora") != without
+    lines = bundle.commands
+    assert lines["serve"] == f"vllm serve {base} --enable-lora --max-lora-rank 16 --lora-modules lora={out}"
+    assert lines["llama.cpp"].endswith(f"{out} --base {base} --outfile lora.gguf")
+    assert lines["upload"] == f"hf upload OWNER/lora {out}"
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+@pytest.mark.wide
+def test_a_merged_model_is_read_by_transformers_alone_and_answers_the_same(folder: Path, name: str, tmp_path: Path):
+    bundle = merged(folder / name, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(bundle.folder)
+    assert model.dtype == torch.float32
+    assert library_answers(model, AutoTokenizer.from_pretrained(bundle.folder)) == own_answers(folder / name)
+    assert "0.00% of" in bundle.notes[0]
+    for written in (bundle.folder, folder / name / "checkpoints/step-000003"):  # older transformers know no other
+        facts = json.loads((written / "tokenizer_config.json").read_text())
+        assert facts["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_bfloat16_is_float32_rounded_and_a_4bit_run_is_merged_into_the_unquantised_base(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "lora", run := tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    assert "quantization: null" in config
+    (run / "config.yaml").write_text(config.replace("quantization: null", "quantization: 4bit"))
+    four = merged(run, tmp_path / "four")
+    assert any("4bit" in note and "unquantised" in note for note in four.notes)
+    exact = merged(folder / "lora", tmp_path / "exact").folder
+    rounded = merged(folder / "lora", tmp_path / "rounded", dtype="bfloat16", accept_changes=True).folder
+    a, b, c = (load_file(path / "model.safetensors") for path in (exact, rounded, four.folder))
+    assert a.keys() == b.keys() == c.keys()
+    assert all(torch.equal(a[name].bfloat16(), b[name]) and torch.equal(a[name], c[name]) for name in a)
+
+
+def test_a_model_that_is_not_the_policy_is_not_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where the merge loses the adapter, or rounding changes over 1 % of the tokens unless that is accepted."""
+    with monkeypatch.context() as patched:
+        patched.setattr(PeftModel, "merge_and_unload", lambda model: model.unload(), raising=False)
+        with pytest.raises(ValueError, match="is not the policy"):
+            merged(folder / "lora", tmp_path / "out")
+    monkeypatch.setattr(exporting, "compared", lambda wanted, saved: (0.3, 0.02))
+    with pytest.raises(ValueError, match=r"2\.00% of .* more than 1%"):
+        merged(folder / "lora", tmp_path / "out", dtype="bfloat16")
+    assert not list(tmp_path.iterdir())
+    assert "2.00% of" in merged(folder / "lora", tmp_path / "out", dtype="bfloat16", accept_changes=True).notes[0]
+
+
+def test_the_share_of_changed_tokens_and_the_gap_are_counted_over_positions():
+    wanted = [torch.tensor([[0.0, -1.0], [-1.0, 0.0]]), torch.tensor([[-2.0, -1.0], [0.0, -3.0]])]
+    saved = [torch.tensor([[0.0, -1.0], [-1.0, -0.5]]), torch.tensor([[-1.0, -2.0], [0.0, -3.0]])]
+    assert compared(wanted, saved) == (1.0, 0.25)
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path, tmp_path: Path):
+    (there := tmp_path / "there").mkdir()
+    (there / "mine.txt").write_text("mine")
+    cases = [
+        (folder / "lora", {"output": str(there)}, "exists"),
+        (folder / "lora", {"output": str(there), "overwrite": True}, "no exported folder"),
+        (folder / "lora", {"dtype": "bfloat16"}, "is for a whole model"),
+        (folder / "nowhere", {}, "is not a run"),
+    ]
+    for run, given, sentence in cases:
+        with pytest.raises(ValueError, match=sentence):
+            export(str(run), **given)
+    assert (there / "mine.txt").read_text() == "mine"
+
+
+def test_the_rank_is_that_of_the_adapter_whatever_the_configuration_has(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "lora", run := tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    assert "r: 16" in config
+    (run / "config.yaml").write_text(config.replace("r: 16", "r: 8").replace("alpha: 32.0", "alpha: 4.0"))
+    bundle = export(str(run), output=str(tmp_path / "out"))
+    assert "--max-lora-rank 16 " in bundle.render()
+    assert "- LoRA rank: 16\n- LoRA alpha: 32.0\n" in (bundle.folder / "README.md").read_text()
+
+
+# ---- the card ----
+
+STEPS: dict[int, dict[str, Any]] = {
+    0: {"eval/reward_mean": 0.25, "eval/reward_ci": [0.2, 0.3], "eval/kl": 0.0},
+    10: {"reward/mean": 0.5},
+    20: {"eval/reward_mean": 0.75, "eval/reward_ci": [0.7, 0.8], "eval/kl": 1.5},
+    30: {"eval/reward_mean": 0.9, "eval/reward_ci": [0.85, 0.95], "eval/kl": 2.0},
+}
+
+
+def card(**sections: Any) -> str:
+    config = Config.model_validate({"method": "grpo", "model": {"path": "Qwen/Qwen3-0.6B"}, **sections})
+    return model_card(config, STEPS, name="my-run", step=20, dtype=None, notes=[], picture=False)
+
+
+def test_the_card_has_base_data_rewards_and_the_curve_up_to_the_checkpoint():
+    reward = {"functions": [{"use": "/somewhere/private/rewards.py:score", "weight": 0.5}]}
+    text = card(task={"data": "openai/gsm8k:main", "name": "gsm8k"}, reward=reward)
+    assert text.startswith('---\nlibrary_name: "peft"\nbase_model: "Qwen/Qwen3-0.6B"\n')
+    assert 'datasets: ["openai/gsm8k"]' in text
+    assert "- rewards.py:score, weight 0.5" in text
+    assert "/somewhere" not in text  # a folder of this machine is nobody's business
+    assert "| 20 | 0.750 | 1.500 |" in text
+    assert "0.900" not in text
+    assert "| reward_mean | 0.750 (95 %: 0.700 to 0.800) |" in text
+    lines = curve({step: {"eval/reward_mean": step / 1000} for step in range(0, 1001, 5)}).splitlines()
+    assert (len(lines), lines[2][:5], lines[-1][:8]) == (2 + 12, "| 0 |", "| 1000 |")
+
+
+def test_the_lines_that_use_an_adapter_load_its_base():
+    assert 'from_pretrained("Qwen/Qwen3-0.6B")\nmodel = PeftModel' in card()
+    code = card(model={"path": "starter"}).partition("```python\n")[2].partition("model = PeftModel")[0]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["model"].num_parameters() > 0
+
+
+def test_the_licence_is_the_bases_own(tmp_path: Path):
+    assert licence_of("starter") == "apache-2.0"
+    assert licence_of("Qwen/Qwen3-0.6B") is None
+    (tmp_path / "LICENSE").write_text("\nMIT License\n\nCopyright")
+    assert licence_of(str(tmp_path)) == "MIT License"
+    (tmp_path / "README.md").write_text("---\nlicense: llama3.2\n---\n# a model")
+    assert licence_of(str(tmp_path)) == "llama3.2"
+
+
+def test_hostile_names_are_text():
+    text = card(task={"data": "<script>alert(1)<script>a\x1b[31mb\u202e[x](http:y)|.jsonl"})
+    assert not [part for part in ("<script", "\x1b", "\u202e", "[x](http", "y)|") if part in text]
