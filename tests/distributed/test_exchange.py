@@ -1,31 +1,34 @@
-"""What two processes exchange, and the gradient that they make together."""
+"""Two processes against one: what they exchange; the same samples, metrics and weights for every method."""
 
 from __future__ import annotations
 
 import json
 import math
+import string
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 from tests import running
 from tests.distributed.ranks import Ranks
 from tests.faults.children import Child
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_reward_model
+from tests.training.rows import write_rows
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.models import parallel
 from tinyrl.models.micro_batches import SequenceLengths
-from tinyrl.models.parallel import ALONE, World, check_alike, join, sum_step
+from tinyrl.models.parallel import World, check_alike, join, sum_step
 from tinyrl.runs.launched import Launched
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import _check_alike
-from tinyrl.training.step import RoleOptimizer
 
 
 def try_exchange(folder: Path) -> None:
@@ -95,14 +98,6 @@ def test_an_error_of_several_processes_is_printed_once(monkeypatch: pytest.Monke
         assert one.speaks("an error") == prints
 
 
-def test_a_process_by_itself_exchanges_nothing() -> None:
-    ALONE.sum(tensor := torch.tensor([1.0]))
-    assert tensor.tolist() == [1.0]
-    found = (ALONE.own("abc"), ALONE.merge(["a"]), ALONE.gather(2), ALONE.on_main(lambda: 3))
-    assert found == (["a", "b", "c"], ["a"], [2], 3)
-    assert sum_step(ALONE, metrics := {"a": 1.0}, []) is metrics
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_shares_are_even_and_keep_groups_together(packed: bool) -> None:
     """Eight groups of two on two processes: four groups each, where a prompt is read once for its group."""
@@ -116,55 +111,105 @@ def test_shares_are_even_and_keep_groups_together(packed: bool) -> None:
         assert {groups[row] for row in shares[0]}.isdisjoint(groups[row] for row in shares[1])
 
 
-def train_and_keep_gradients(settings: Config, folder: Path, name: str) -> None:
-    """Train, and write down every gradient before it is clipped."""
-    plain, kept = RoleOptimizer.clip, {}
-
-    def keeping(optimizer: RoleOptimizer, max_norm: float) -> float:
-        for parameter_name, p in optimizer.parameters.items():
-            if p.grad is not None:
-                kept[f"{len(kept)} {parameter_name}"] = p.grad.clone()
-        return plain(optimizer, max_norm)
-
-    setattr(RoleOptimizer, "clip", keeping)  # noqa: B010  pyright knows it as a method
-    code, *_ = running.train(settings, folder, name=name)
-    assert code == 0
-    save_file(kept, folder / f"{name}-{join(on_cpu=True).rank}.safetensors")
+def test_settings_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(Launched(0, 2, 0, 2))
+    config = Config.model_validate({"method": "grpo", "run": {"seed": 1}})
+    method: Any = SimpleNamespace(config=config, row_fingerprints={}, world=world)
+    for theirs, named in (({}, None), ({"run.seed": 7}, r"run\.seed \(1 and 7\)"), ({"method": "ppo"}, "method")):
+        monkeypatch.setattr(world, "gather", lambda value, theirs=theirs: [value, {**value, **theirs}])
+        with pytest.raises(ValueError, match=f"1 different settings or inputs: {named}") if named else nullcontext():
+            _check_alike(method, "")
 
 
-def test_the_gradient_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
-    """PPO's first step, policy and critic; relative to the gradient of all parameters."""
-    once = {"num_steps": 1, "eval_prompts": 0, "save_every": 0}
-    model = tiny_model(tmp_path / "model", "llama")
-    settings = running.config("ppo", model, ppo={"num_epochs": 1, "minibatch_size": 8}, run=once)
-    alone = Child(train_and_keep_gradients, settings, tmp_path, "one", output=tmp_path / "one.txt")
-    ranks = Ranks(train_and_keep_gradients, settings, tmp_path, "two", folder=tmp_path)
-    assert ranks.end() == [0, 0], ranks.said
+STEPS = 3
+RELATIVE, ABSOLUTE, OF_WEIGHTS = 1e-5, 1e-6, 1e-4
+OF_KL = 1e-5  # nats of a response: a difference of two sums of log-probabilities, a hundred times as large
+REPLY = """
+def respond(prompts, transcripts, **columns):
+    return [None if len(t) > 2 else f"{len(t[-1]['content']) % 3} more" for t in transcripts]
+
+def variety(prompts, completions, **columns):
+    return [float(len({c for message in messages for c in message["content"]})) for messages in completions]
+"""
+
+
+def cases(folder: Path) -> dict[str, Config]:
+    """Small runs, of every kind that exchanges something of its own; their files are made in `folder`."""
+    model, judge = tiny_model(folder / "model", "llama"), str(tiny_reward_model(folder / "judge", "llama"))
+    (folder / "env.py").write_text(REPLY)
+    pairs = ({"prompt": f"{n} of", "chosen": f" {n} and more", "rejected": " no" * (1 + n % 3)} for n in range(40))
+    data = str(write_rows(folder / "pairs.jsonl", pairs))
+    environment = {
+        "environment": {"name": f"{folder / 'env.py'}:respond"},
+        "generation": {"max_new_tokens": 24, "stop": list(string.ascii_letters)},
+        "reward": {"functions": [{"use": f"{folder / 'env.py'}:variety"}]},
+    }
+    several = {"num_prompts": 5, "group_size": 3, "num_epochs": 2, "minibatch_size": 5, "kl_coef": 0.05}
+    full = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-4}}
+    odd = {"preset": "a2c", "num_prompts": 7, "minibatch_size": 7}
+    teacher = {"path": str(tiny_model(folder / "other", "qwen2"))}
+    made: dict[str, tuple[str, dict[str, Any]]] = {
+        "grpo": ("grpo", {**environment, "grpo": {**several, "dynamic_sampling_rounds": 2}}),
+        "ppo": ("ppo", {"ppo": {"target_kl": 1.0}, "run": {"micro_batch_tokens": 60}}),
+        "ppo-judged": ("ppo", {**full, "reward": {"model": judge}, "critic": {"kind": "shared"}, "ppo": odd}),
+        "distill": ("distill", {"distill": {"num_prompts": 5, "group_size": 2}, "teacher": teacher}),
+        "kto": ("dpo", {"task": {"name": "rows", "data": data}, "dpo": {"batch_size": 7, "loss": "kto"}}),
+    }  # fmt: skip
+    rare = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 5}
+    for sections in (sections for _, sections in made.values()):
+        sections["run"] = rare | sections.get("run", {})
+        sections.setdefault("optim", {"learning_rate": 1e-3})
+    return {name: running.config(method, model, **sections) for name, (method, sections) in made.items()}
+
+
+SAMPLED = ("grpo", "ppo", "ppo-judged", "distill")
+
+
+def train_all(settings: dict[str, Config], folder: Path) -> None:
+    for name, config in settings.items():
+        code, *_ = running.train(config, folder, name=name)
+        if code:
+            sys.exit(code)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of the runs of one process, and of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = cases(folder)
+    assert set(settings) == {*SAMPLED, "kto"}
+    alone = Child(train_all, settings, folder / "one", output=folder / "one.txt")
+    together = Ranks(train_all, settings, folder / "two", folder=folder)
+    assert together.end() == [0, 0], together.said
     assert alone.end() == 0, alone.said
-    one, two, on_the_other = (load_file(tmp_path / f"{n}.safetensors") for n in ("one-0", "two-0", "two-1"))
-    assert len(one) > 20
+    return folder / "one", folder / "two"
+
+
+def samples(run: RunDir) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    kept = ("kind", "prompt_index", "sample", "completion", "finish_reason", "episode")
+    return [{key: line.get(key) for key in kept} for line in lines if line["step"] == 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SAMPLED, "kto"])
+def test_samples_metrics_and_weights_agree(name: str, both: tuple[Path, Path]) -> None:
+    runs = [RunDir(folder / name) for folder in both]
+    if name in SAMPLED:
+        one, two = map(samples, runs)
+        assert len(one) > 1
+        assert two == one
+    one, two = map(running.lasting, runs)
+    assert [line["step"] for line in two] == [*range(STEPS + 1)]
+    for ours, theirs in zip(one, two, strict=True):
+        assert set(ours) == set(theirs)
+        for key, value in ours.items():
+            if isinstance(value, float) and not math.isnan(value):
+                absolute = OF_KL if key.endswith("/kl") else ABSOLUTE
+                assert theirs[key] == pytest.approx(value, rel=RELATIVE, abs=absolute), (ours["step"], key)
+            elif not isinstance(value, list | float):
+                assert theirs[key] == value, (ours["step"], key)
+    one, two = (running.weights(run, STEPS) for run in runs)
     assert set(one) == set(two)
-    flat: list[Tensor] = [torch.cat([x[key].reshape(-1) for key in one]).double() for x in (one, two)]
-    assert float((flat[1] - flat[0]).norm() / flat[0].norm()) < 1e-6
-    assert all(torch.equal(two[key], on_the_other[key]) for key in two)
-
-
-class Two(World):
-    """Two processes, of which the other one has what `theirs` says."""
-
-    def __init__(self, theirs: dict[str, Any]) -> None:
-        super().__init__(Launched(0, 2, 0, 2))
-        self.theirs = theirs
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, {**value, **self.theirs}]
-
-
-def test_settings_that_differ_are_named() -> None:
-    trainer: Any = SimpleNamespace(config=Config.model_validate({"method": "grpo", "run": {"seed": 1}}))
-    trainer.row_fingerprints, trainer.world = {}, Two({})
-    _check_alike(trainer, "")
-    for theirs, named in (({"run.seed": 7}, r"run\.seed \(1 and 7\)"), ({"method": "ppo"}, "method")):
-        trainer.world = Two(theirs)
-        with pytest.raises(ValueError, match=f"1 different settings or inputs: {named}"):
-            _check_alike(trainer, "")
+    for key, tensor in one.items():
+        assert float((two[key].double() - tensor.double()).abs().max()) < OF_WEIGHTS, key

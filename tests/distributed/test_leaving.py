@@ -1,6 +1,4 @@
-"""How processes end: one is killed, signalled, slow, without memory, or has other weights. None is left behind, and
-what rank 0 leaves can be gone on with, by any number of processes.
-"""
+"""The command under a launcher, and how processes end: killed, signalled, slow, without memory, with other weights."""
 
 from __future__ import annotations
 
@@ -9,21 +7,28 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from tests import running
 from tests.distributed.ranks import Ranks
-from tests.faults.children import Child, before_call, workers_left
+from tests.faults.children import PATIENCE_S, ROOT, Child, before_call, workers_left
 from tests.tiny_models import tiny_model
 from tests.training.test_resume import assert_same
+from tinyrl.api import evaluate
+from tinyrl.cli.commands import app
+from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import out_of_memory
 from tinyrl.models.parallel import leave
@@ -35,7 +40,69 @@ from tinyrl.training import step
 from tinyrl.training.launch import resume
 from tinyrl.training.step import Updater
 
-pytestmark = pytest.mark.slow
+FOUR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+LAST = {"RANK": "3", "LOCAL_RANK": "3"}
+
+
+def test_what_takes_one_process_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinyrl", "chat", "runs/x"])
+    first, other = (CliRunner().invoke(app, ["chat", "runs/x"], env=FOUR | rank) for rank in ({}, LAST))
+    assert (first.exit_code, other.exit_code, other.output) == (2, 2, "")
+    assert "tinyrl chat runs/x" in first.stderr
+    words = ["train", "grpo", "generation.engine=server", "generation.url=http://127.0.0.1:8000"]
+    result = CliRunner().invoke(app, words, env=FOUR)
+    assert result.exit_code == 2
+    assert "generation.engine=server samples for one process, and 4 were launched" in result.stderr
+
+
+def launch(*words: str, **options: Any) -> subprocess.Popen[Any]:
+    """`accelerate launch` with two processes, which without GPUs connect by gloo."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": str(Path(sys.executable).parent)}
+    start = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "-m", "tinyrl", *words]
+    return subprocess.Popen([sys.executable, "-m", "accelerate.commands.launch", *start], env=environment, **options)
+
+
+@pytest.mark.slow
+def test_a_launched_run_is_stopped_and_evaluated(tmp_path: Path) -> None:
+    """SIGTERM to the launcher: the run is saved, no process is left, and two processes evaluate as one does."""
+    model = tiny_model(tmp_path / "model", "llama")
+    settings = running.config("grpo", model, run={"num_steps": 500, "eval_prompts": 4, "save_every": 0})
+    (tmp_path / "recipe.yaml").write_text(dump_config(settings))
+    with (tmp_path / "said.txt").open("w") as said:
+        words = ("train", "grpo", "recipe.yaml", "--name", "run", "--device", "cpu")
+        going = launch(*words, cwd=tmp_path, stdout=said, stderr=said)
+        run, until = RunDir(tmp_path / "runs/run"), time.monotonic() + PATIENCE_S
+        while not run.metrics.is_file() or len(running.metrics(run)) < 3:
+            assert going.poll() is None, (tmp_path / "said.txt").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        family = psutil.Process(going.pid).children(recursive=True)
+        going.send_signal(signal.SIGTERM)
+        assert going.wait(PATIENCE_S) != 0
+    assert (tmp_path / "said.txt").read_text().count("tinyrl train --resume runs/run") == 1
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert newest_sound(run.checkpoints)[0] is not None
+    asked = ("eval", "runs/run", "--vs", "start", "--num-prompts", "7", "--samples", "2", "--json", "--device", "cpu")
+    done = launch(*asked, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    (line,) = done.communicate(timeout=PATIENCE_S)[0].splitlines()
+    assert done.returncode == 0
+    wanted = evaluate(str(run.path), vs="start", num_prompts=7, samples=2, device="cpu")
+    assert_alike(json.loads(line), json.loads(json.dumps(wanted)))
+
+
+def assert_alike(ours: Any, wanted: Any) -> None:
+    """Numbers to 1e-5, all else the same."""
+    if isinstance(wanted, dict):
+        assert set(ours) == set(wanted)
+        for key in set(wanted) - {"target"}:
+            assert_alike(ours[key], wanted[key])
+    elif isinstance(wanted, list):
+        for mine, other in zip(ours, wanted, strict=True):
+            assert_alike(mine, other)
+    else:
+        assert ours == (pytest.approx(wanted, rel=1e-5, abs=1e-6) if isinstance(wanted, float) else wanted)
+
+
 STEPS = 3
 RARE = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 4}
 
@@ -107,6 +174,7 @@ def kill_rank_1(rank: int) -> None:
         before_call(torch.Tensor, "backward", 14, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_loses_nothing(model: Path, whole: RunDir, tmp_path: Path) -> None:
     undisturbed = Ranks(train, settings_for(model), tmp_path / "two", folder=tmp_path)
     ranks = Ranks(train, settings_for(model), tmp_path, kill_rank_1, folder=tmp_path)
@@ -122,7 +190,8 @@ def test_a_killed_process_ends_the_others_and_loses_nothing(model: Path, whole: 
     assert_like(whole, alone)
 
 
-@pytest.mark.parametrize("signalled", [(0, 1), (0,), (1,)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signalled", [(0, 1), (1,)])
 def test_a_signal_at_any_moment_to_any_of_them(model: Path, tmp_path: Path, signalled: tuple[int, ...]) -> None:
     ranks = Ranks(train, settings_for(model, num_steps=500, eval_prompts=0), tmp_path, folder=tmp_path)
     until = time.monotonic() + 60
@@ -142,23 +211,21 @@ def starve_rank_1(rank: int) -> None:
     """Memory runs out on rank 1 at the first micro-batch of more than a row; both print the budget at the end."""
     plain = Updater._accumulate
 
-    def starved(one: Any) -> Any:
-        def loss(batch: Any) -> Any:
-            if batch.num_rows > 1:
-                raise torch.OutOfMemoryError("planted")
-            return one.loss(batch)
-
-        return one._replace(loss=loss)
+    def starved(one: Any, batch: Any) -> Any:
+        if rank == 1 and batch.num_rows > 1:
+            raise torch.OutOfMemoryError("planted")
+        return one.loss(batch)
 
     def accumulate(self: Updater, passes: Any) -> Any:
         try:
-            return plain(self, [starved(one) for one in passes] if rank == 1 else passes)
+            return plain(self, [one._replace(loss=partial(starved, one)) for one in passes])
         finally:
             print(f"budget {self.policy.micro_batches.tokens}", flush=True)
 
     Updater._accumulate = accumulate
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_on_one_process(model: Path, whole: RunDir, tmp_path: Path) -> None:
     ranks = Ranks(train, settings_for(model, micro_batch_tokens=500), tmp_path, starve_rank_1, folder=tmp_path)
     assert ranks.end() == [0, 0], ranks.said
@@ -175,6 +242,7 @@ def leave_rank_1_no_memory(rank: int) -> None:
         setattr(Updater, "_accumulate", out)  # noqa: B010  pyright knows it as a method
 
 
+@pytest.mark.slow
 def test_a_process_without_any_memory_tells_the_others(model: Path, tmp_path: Path) -> None:
     ranks = Ranks(train, settings_for(model), tmp_path, leave_rank_1_no_memory, folder=tmp_path)
     assert ranks.end() == [75, 4], ranks.said
@@ -200,6 +268,7 @@ def change_a_bit(rank: int) -> None:
     training_run.Run.end_step = end_step
 
 
+@pytest.mark.slow
 def test_a_planted_difference_of_one_bit_is_found(model: Path, tmp_path: Path) -> None:
     ranks = Ranks(train, settings_for(model), tmp_path, change_a_bit, folder=tmp_path)
     assert ranks.end() == [3, 3], ranks.said
@@ -211,43 +280,29 @@ def test_a_planted_difference_of_one_bit_is_found(model: Path, tmp_path: Path) -
 # ---- dropout ----
 
 
-def train_with_dropout(settings: Config, folder: Path, *, stops_in: int = 0) -> None:
-    """Train; the gradients of each process before they are summed go into gradients-RANK.safetensors. stops_in: the
-    step whose update is stopped by a signal, after its passes.
-    """
+def train_with_dropout(settings: Config, folder: Path) -> None:
+    """Train; the gradients of each process before they are summed go into gradients-RANK.safetensors."""
     seen, sum_up = dict[str, torch.Tensor](), step.sum_step
 
     def noting(world: Any, totals: Any, parameters: Any) -> Any:
         seen[str(len(seen) + 1)] = torch.cat([p.grad.flatten().clone() for p in parameters])
-        if len(seen) == stops_in:
-            os.kill(os.getpid(), signal.SIGTERM)
         return sum_up(world, totals, parameters)
 
     step.sum_step = noting
-    with StopFlag():
-        code, *_ = running.train(settings, folder)
-        save_file(seen, folder / f"gradients-{os.environ['RANK']}.safetensors")
-        leave(code)
+    code, *_ = running.train(settings, folder)
+    save_file(seen, folder / f"gradients-{os.environ['RANK']}.safetensors")
+    leave(code)
 
 
-def test_each_process_drops_out_by_numbers_of_its_own_and_a_stopped_run_by_the_same(
-    model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_each_process_drops_out_by_numbers_of_its_own(model: Path, tmp_path: Path) -> None:
     """All rows are alike, so that without dropout the shares of a step have the same gradient."""
     (rows := tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "one and", "completion": " more"}) + "\n") * 16)
     sections = {"sft": {"batch_size": 4}, "lora": {"dropout": 0.5}, "optim": {"learning_rate": 1e-2}, "run": RARE}
     task = {"name": "rows", "data": str(rows), "eval_data": str(rows)}
-    settings = running.config("sft", model, task=task, **sections)
-    whole = Ranks(train_with_dropout, settings, tmp_path / "whole", folder=tmp_path)
-    stopped = Ranks(partial(train_with_dropout, stops_in=2), settings, tmp_path / "stopped", folder=tmp_path)
-    assert whole.end() == [0, 0], whole.said
-    ours, theirs = (load_file(tmp_path / f"whole/gradients-{rank}.safetensors") for rank in (0, 1))
+    ranks = Ranks(train_with_dropout, running.config("sft", model, task=task, **sections), tmp_path, folder=tmp_path)
+    assert ranks.end() == [0, 0], ranks.said
+    ours, theirs = (load_file(tmp_path / f"gradients-{rank}.safetensors") for rank in (0, 1))
     assert len(ours) == STEPS
     for key, gradient in ours.items():
         assert float((gradient - theirs[key]).norm()) > 0.1 * float(gradient.norm())
-    assert stopped.end() == [75, 75], stopped.said
-    run = RunDir(tmp_path / "stopped/run")
-    assert [line["step"] for line in running.metrics(run)] == [0, 1]
-    again = Ranks(go_on, run.path, folder=tmp_path)
-    assert again.end() == [0, 0], again.said
-    assert_same(RunDir(tmp_path / "whole/run"), run, STEPS)

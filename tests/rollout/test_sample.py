@@ -17,22 +17,22 @@ from tinyrl.runs.launched import Options
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory):
+def collector(tmp_path_factory: pytest.TempPathFactory):
     model = tiny_model(tmp_path_factory.mktemp("model"), "qwen2", pad_is_eos=True)
     loaded = load_collector(running.config("grpo", model), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 
 
-def collect(parts: Collector, **reward: Any) -> list[Sample]:
-    samples = parts.collect(parts.train_prompts[:3], group_size=2, step=0)
+def collect(collector: Collector, **reward: Any) -> list[Sample]:
+    samples = collector.collect(collector.train_prompts[:3], group_size=2, step=0)
     apply_length_rules(samples, RewardConfig(**reward), max_new_tokens=10)
     return samples
 
 
-def test_a_sample_is_written_whole(parts: Collector) -> None:
+def test_a_sample_is_written_whole(collector: Collector) -> None:
     """As that of a step without a finite gradient is."""
-    sample = collect(parts)[0]
+    sample = collect(collector)[0]
     sample.old = torch.tensor(sample.logprobs)
     back = json.loads(json.dumps(sample.plain()))
     assert (back["prompt"], back["response"], back["reward"]) == (sample.prompt, sample.response, sample.reward)
@@ -40,43 +40,43 @@ def test_a_sample_is_written_whole(parts: Collector) -> None:
     assert back["ref"] is None
 
 
-def test_mask_and_lengths_agree_when_pad_is_eos(parts: Collector) -> None:
-    samples = collect(parts)
+def test_mask_and_lengths_agree_when_pad_is_eos(collector: Collector) -> None:
+    samples = collect(collector)
     assert loss_mask(samples, "all").sum(1).tolist() == [len(sample.response) for sample in samples]
     assert [sample.row for sample in samples] == [0, 0, 1, 1, 2, 2]
 
 
-def test_truncated_responses_can_be_masked_or_penalised(parts: Collector) -> None:
-    kept = collect(parts)
+def test_truncated_responses_can_be_masked_or_penalised(collector: Collector) -> None:
+    kept = collect(collector)
     truncated = torch.tensor([sample.truncated for sample in kept])
     assert truncated.any(), "a random model should run into max_new_tokens"
-    masked = collect(parts, truncated="mask")
+    masked = collect(collector, truncated="mask")
     assert not loss_mask(masked)[truncated].any()
     assert [sample.in_loss for sample in masked] == (~truncated).tolist()
     assert torch.equal(loss_mask(masked, "all"), loss_mask(kept, "all"))  # what the policy chose is another matter
     torch.testing.assert_close(rewards_of(masked), rewards_of(kept))  # still in the group's statistics
-    penalised = collect(parts, truncated="penalize")
+    penalised = collect(collector, truncated="penalize")
     torch.testing.assert_close(rewards_of(penalised), rewards_of(kept) - 1.0 * truncated)
 
 
-def test_soft_overlong_penalty(parts: Collector) -> None:
+def test_soft_overlong_penalty(collector: Collector) -> None:
     """DAPO Eq. 13 with 10 tokens at most and a buffer of 4: nothing up to 6, then down by a quarter a token to -1."""
     samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, reward=0.0) for n in (3, 6, 7, 9, 10)]
     apply_length_rules(samples, RewardConfig(overlong_tokens=4), max_new_tokens=10)
     assert [sample.reward for sample in samples] == [0.0, 0.0, -0.25, -0.75, -1.0]
 
 
-def test_a_prompt_twice_in_a_step_gets_other_samples(parts: Collector) -> None:
-    prompt = parts.train_prompts[0]
-    samples = parts.collect([prompt, prompt], group_size=2, step=0)
+def test_a_prompt_twice_in_a_step_gets_other_samples(collector: Collector) -> None:
+    prompt = collector.train_prompts[0]
+    samples = collector.collect([prompt, prompt], group_size=2, step=0)
     assert len({tuple(sample.response) for sample in samples}) == 4
 
 
-def test_tokens_that_were_read_are_no_part_of_the_loss(parts: Collector) -> None:
+def test_tokens_that_were_read_are_no_part_of_the_loss(collector: Collector) -> None:
     """A tool's answer inside a response: the head lists only the other tokens, and token counts include only those."""
-    first, second, third, *_ = collect(parts)
+    first, second, third, *_ = collect(collector)
     first = replace(first, mask=[True, False, False, *first.mask[3:]])
-    batch = parts.policy.batch_of([replace(second, in_loss=False), first, third])
+    batch = collector.policy.batch_of([replace(second, in_loss=False), first, third])
     listed = [(row, column) for row, column in zip(batch.row.tolist(), batch.column.tolist(), strict=True)]
     count, other = len(first.response), len(third.response)
     assert listed == [(1, 0), *((1, t) for t in range(3, count)), *((2, t) for t in range(other))]

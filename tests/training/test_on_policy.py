@@ -1,29 +1,134 @@
-"""What a samples's metrics describe, and what a step without anything to learn from says."""
+"""Policy losses, advantages and metrics by hand; prompt samplers; steps without anything to learn from."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests import running
-from tests.tiny_models import TinyModels
+from tests.training.rows import trained, write_rows
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.models.batch import make_batch
-from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import load_collector, load_method
-from tinyrl.rollout.sample import Sample, kl, kl_per_response, loss_mask
+from tinyrl.rollout.load import load_method
+from tinyrl.rollout.sample import Sample, kl_per_response
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.grpo import group_relative, without_spread
+from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.training.grpo import Grpo, group_relative, without_spread
+from tinyrl.training.policy_loss import Counts, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
+from tinyrl.training.prompt_sampler import PassRates
 from tinyrl.training.run import Run
+from tinyrl.training.state import RunState
+
+LENGTHS = 8
+
+
+def batch_with(mask: torch.Tensor, **fields: torch.Tensor) -> Any:
+    """A batch whose samples have these fields (b, T); `old` stays None where it is not given."""
+    return SimpleNamespace(mask=mask, items=[SimpleNamespace(old=fields.get("old"))], padded=fields.__getitem__)
+
+
+def loss_of(
+    logprobs: torch.Tensor,
+    batch: Any,
+    counts: Counts,
+    preset: str,
+    *,
+    entropy: torch.Tensor | None = None,
+    **fields: Any,
+) -> Any:
+    section: Any = GrpoConfig.model_validate({"preset": preset, **fields})
+    how: Any = {"kl_coef": 0.0, "max_new_tokens": LENGTHS, "inexact": True}
+    return policy_loss(
+        logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, batch, counts, section, **how
+    )
+
+
+def stopping(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A policy that goes on with probability sigmoid(theta) and stops after at most LENGTHS tokens: log-probabilities
+    of the responses of every length (LENGTHS, LENGTHS), and which tokens they have.
+    """
+    go_on, stop = torch.nn.functional.logsigmoid(theta), torch.nn.functional.logsigmoid(-theta)
+    column, length = torch.arange(LENGTHS), torch.arange(1, LENGTHS + 1).unsqueeze(1)
+    logprobs = torch.where(column < length - 1, go_on, stop)
+    logprobs = torch.where((length == LENGTHS) & (column == LENGTHS - 1), torch.zeros(()), logprobs)  # no choice left
+    return logprobs, column < length
+
+
+def test_rloo_has_the_gradient_of_the_expected_reward() -> None:
+    """Every length once, weighted by its probability: the mean over sequences is then an expectation. A mean within
+    each sequence would weigh a token of a long response less, which is another gradient.
+    """
+    theta = torch.tensor(0.4, requires_grad=True)
+    logprobs, mask = stopping(theta)
+    probability = (logprobs * mask).sum(1).exp()
+    rewards = torch.arange(1.0, LENGTHS + 1).sqrt()
+    expected = (probability * rewards).sum()
+    (truth,) = torch.autograd.grad(expected, theta, retain_graph=True)
+    assert probability.sum().item() == pytest.approx(1.0)
+
+    weights = (probability * LENGTHS).detach()
+    batch = batch_with(mask, logprobs=logprobs.detach(), advantage=weights * (rewards - expected.detach()))
+    gradients = {}
+    for preset in ("rloo", "grpo"):
+        loss, _ = loss_of(logprobs, batch, Counts.of(mask), preset)
+        (gradients[preset],) = torch.autograd.grad(-loss, theta, retain_graph=True)
+    assert gradients["rloo"].item() == pytest.approx(truth.item(), rel=1e-5)
+    assert gradients["grpo"].item() < 0.5 * truth.item()
+
+
+@pytest.mark.parametrize(
+    ("fields", "weights", "capped"),
+    [
+        ({}, [2 / 3, 1.5, 2.0], 1 / 3),
+        ({"preset": "cispo"}, [2 / 3, 1.5, 2.0], 1 / 3),
+        ({"importance_correction": "none"}, [1.0, 1.0, 1.0], None),
+        ({"importance_correction": "token-mask"}, [2 / 3, 1.5, 0.0], 1 / 3),
+        ({"importance_correction": "sequence"}, [2.0, 2.0, 2.0], 1.0),
+        ({"importance_correction": "sequence-mask"}, [0.0, 0.0, 0.0], 1.0),
+    ],
+)
+def test_the_mismatch_is_corrected_as_configured(
+    fields: dict[str, Any], weights: list[float], capped: float | None
+) -> None:
+    """Old over sampling probability is 2/3, 3/2 and 4, of the sequence 4: the factor of each token's gradient."""
+    old = torch.tensor([[-1.0, -1.0, -1.0]])
+    logprobs = old.clone().requires_grad_()
+    sampled = old - torch.tensor([[2 / 3, 1.5, 4.0]]).log()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    batch = batch_with(mask, old=old, logprobs=sampled, advantage=torch.ones(1, 3))
+    loss, metrics = loss_of(logprobs, batch, Counts(3, 1, 1), **{"preset": "dapo", "aggregation": "token", **fields})
+    loss.backward()
+    assert logprobs.grad is not None
+    assert (-3 * logprobs.grad[0]).tolist() == pytest.approx(weights)
+    assert metrics.get("policy/capped_weights") == (None if capped is None else pytest.approx(capped))
+    gap = sampling_gap(logprobs, batch, Counts(3, 1, 1))["policy/sampling_gap"]
+    assert gap.item() == pytest.approx((math.log(1.5) * 2 + math.log(4)) / 3)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo"])
+def test_an_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation(preset: str) -> None:
+    """d loss / d entropy = -entropy_coef / tokens for each of the tokens of the step that count."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    entropy = torch.rand(2, 3, requires_grad=True)
+    zeros = torch.zeros(2, 3)
+    batch = batch_with(mask, logprobs=zeros, advantage=zeros)
+    loss, _ = loss_of(zeros, batch, Counts(12, 5, 6), preset, entropy=entropy, entropy_coef=0.3)
+    loss.backward()
+    assert entropy.grad is not None
+    torch.testing.assert_close(entropy.grad, torch.where(mask, -0.3 / 12, 0.0))
 
 
 def samples_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> list[Sample]:
@@ -98,35 +203,21 @@ def test_a_truncated_response_that_is_left_out_still_counts_in_its_group_with_it
 
 
 def test_the_kl_of_a_score_is_computed_also_for_responses_left_out(
-    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[Sample]] = []
-
-    def spy(samples: list[Sample], config: GrpoConfig, **weights: torch.Tensor) -> torch.Tensor:
-        seen.append(samples)
-        return group_relative(samples, config, **weights)
-
-    monkeypatch.setattr("tinyrl.training.grpo.group_relative", spy)
-    settings = running.config(
-        "grpo",
-        tiny("llama"),
-        grpo={"kl_coef": 0.1, "kl_estimator": "k1", "num_epochs": 2},
-        generation={"stop": [*"abcdefghijklm"]},
-        reward={"truncated": "mask"},
-        run={"num_steps": 2, "eval_every": 0},
-    )
-    assert running.train(settings, tmp_path)[0] == 0
-    for samples in seen:
-        left_out = [sample for sample in samples if not sample.in_loss]
-        assert 0 < len(left_out) < len(samples)
-        for sample in left_out:
-            assert sample.ref is not None
-            assert sample.old is not None
-            assert (sample.ref < 0).all()
-            assert (sample.old < 0).all()
-    first, second = (kl(samples, loss_mask(samples, "rewarded")).abs() for samples in seen)
-    assert first.max() < 1e-4  # nothing is learnt yet
-    assert second[[not sample.in_loss for sample in seen[1]]].max() > 1e-3
+    monkeypatch.setattr(Grpo, "record", lambda self, samples, *args: seen.append(samples))
+    in_score = {"kl_coef": 0.1, "kl_estimator": "k1", "num_epochs": 2}
+    cut = {"generation": {"stop": [*"abcdefghijklm"]}, "reward": {"truncated": "mask"}}
+    run = {"num_steps": 1, "eval_every": 0}
+    assert running.train(running.config("grpo", model, grpo=in_score, run=run, **cut), tmp_path)[0] == 0
+    left_out = [sample for sample in seen[0] if not sample.in_loss]
+    assert 0 < len(left_out) < len(seen[0])
+    for sample in left_out:
+        assert sample.ref is not None
+        assert sample.old is not None
+        assert (sample.ref < 0).all()
+        assert (sample.old < 0).all()
 
 
 def test_each_reward_is_compared_on_its_own() -> None:
@@ -156,15 +247,23 @@ def test_each_reward_is_compared_on_its_own() -> None:
 def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:
     """Two prompts, one easy: against their groups' means all that is left is which response is the better one."""
     samples = samples_of([0.0, 2.0, 10.0, 12.0], [[0.0, 0.0]] * 4)
-    std = math.sqrt(8 / 7)
-    assert group_relative(samples, grpo(preset="reinforce++-baseline"))[:, 0].tolist() == pytest.approx(
-        [-1 / std, 1 / std, -1 / std, 1 / std]
-    )
+    found = group_relative(samples, grpo(preset="reinforce++-baseline"))[:, 0]
+    assert found.tolist() == pytest.approx([-1 / math.sqrt(8 / 7), 1 / math.sqrt(8 / 7)] * 2)
 
 
-def write_reward(folder: Path, body: str) -> dict[str, object]:
-    (folder / "rewards.py").write_text(f"def score(prompts, completions, **columns):\n    return {body}\n")
-    return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
+def test_minibatches_are_of_episodes_with_all_their_conversations() -> None:
+    """Eight episodes, some with further conversations of an agent: two minibatches of four in each of two epochs."""
+    episodes = samples_of([0.0] * 8, [[0.0, 0.0]] * 8)
+    samples = episodes + [dataclasses.replace(episodes[i], row=1) for i in (0, 0, 3, 5, 5)]
+    run: Any = object.__new__(Run)
+    run.config, run.state, run.update = running.config("ppo", Path("m")), RunState(), 0
+    made = [(run.update, minibatch) for minibatch in run.minibatches(samples, num_epochs=2, size=4)]
+    assert [number for number, _ in made] == [0, 1, 2, 3]
+    for (_, first), (_, second) in ((made[0], made[1]), (made[2], made[3])):
+        assert len(first) + len(second) == 13
+        assert len({sample.episode for sample in first}) == len({sample.episode for sample in second}) == 4
+        assert {sample.episode for sample in first + second} == {*range(8)}
+    assert [s.episode for s in made[0][1]] != [s.episode for s in made[2][1]]  # another order in each epoch
 
 
 def varied_at_first(folder: Path) -> dict[str, object]:
@@ -180,65 +279,50 @@ def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
     return [load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in steps]
 
 
-def test_a_step_without_a_gradient_moves_nothing(tiny: TinyModels, tmp_path: Path) -> None:
+def test_a_step_without_a_gradient_moves_nothing(model: Path, tmp_path: Path) -> None:
     """Rewards vary in the first step alone; neither Adam's momentum nor weight decay goes on without them."""
-    settings = running.config(
-        "grpo",
-        tiny("llama"),
-        reward=varied_at_first(tmp_path),
-        optim={"weight_decay": 0.1},
-        run={"save_every": 1, "keep_checkpoints": 9, "eval_prompts": 0},
-    )
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
+    often = {"save_every": 1, "keep_checkpoints": 9, "eval_prompts": 0}
+    decay = {"optim": {"weight_decay": 0.1}, "reward": varied_at_first(tmp_path)}
+    run = trained(running.config("grpo", model, run=often, **decay), tmp_path)
     assert [line["optim/flat_steps"] for line in running.metrics(run)[1:]] == [0, 1, 2]
     start, first, second, third = adapters(run, range(4))
     assert any(not torch.equal(start[name], first[name]) for name in start)
     assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in start)
 
 
-def test_a_kl_in_the_loss_is_something_to_learn_from(tiny: TinyModels, tmp_path: Path) -> None:
+def test_a_kl_in_the_loss_is_something_to_learn_from(model: Path, tmp_path: Path) -> None:
     """Rewards that are equal once the policy has left the reference: the loss goes on to have a gradient."""
-    settings = running.config(
-        "grpo", tiny("llama"), grpo={"kl_coef": 0.1}, reward=varied_at_first(tmp_path), run={"eval_prompts": 0}
-    )
-    _, run, _ = running.train(settings, tmp_path)
+    sections: dict[str, Any] = {"grpo": {"kl_coef": 0.1}, "reward": varied_at_first(tmp_path)}
+    run = trained(running.config("grpo", model, run={"eval_prompts": 0}, **sections), tmp_path)
     assert running.metrics(run)[-1]["optim/flat_steps"] == 0
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_where_no_completion_counts_nothing_is_measured(method: str, tiny: TinyModels, tmp_path: Path) -> None:
-    settings = running.config(
-        method,
-        tiny("llama"),
-        **({"grpo": {"preset": "grpo"}} if method == "grpo" else {"critic": {"warmup_steps": 0}}),
-        generation={"max_new_tokens": 1},
-        reward={"truncated": "mask"},
-        run={"num_steps": 2, "save_every": 1, "eval_prompts": 0},
-    )
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
+def test_where_no_completion_counts_nothing_is_measured(method: str, model: Path, tmp_path: Path) -> None:
+    cut: dict[str, Any] = {"generation": {"max_new_tokens": 1}, "reward": {"truncated": "mask"}}
+    cut |= {"grpo": {"preset": "grpo"}, "critic": {"warmup_steps": 0}, "run": {"save_every": 3, "eval_prompts": 0}}
+    run = trained(running.config(method, model, **cut), tmp_path)
     for line in running.metrics(run)[1:]:
         assert line["completion/truncated"] == 1.0
         measured = {name for name in line if name.startswith(("policy/", "value/"))}
         assert measured <= {"value/grad_norm"}
         assert "objective/kl" not in line
-    assert running.metrics(run)[-1]["optim/flat_steps"] == 2
-    start, _, end = adapters(run, range(3))
+    assert running.metrics(run)[-1]["optim/flat_steps"] == 3
+    start, end = adapters(run, range(0, 4, 3))
     assert all(torch.equal(start[name], end[name]) for name in start)
 
 
-def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyModels, tmp_path: Path) -> None:
+def test_rewards_are_logged_as_they_were_before_groups_were_replaced(model: Path, tmp_path: Path) -> None:
     """Prompts whose first letter is an early one have rewards that vary; the groups of the others are replaced."""
     varied = "float(len(set(c))) if p[9] < 'm' else 5.0"
-    reward = write_reward(tmp_path, f"[{varied} for p, c in zip(prompts, completions)]")
-    once = {"num_steps": 1, "eval_every": 0}
+    body = f"    return [{varied} for p, c in zip(prompts, completions)]\n"
+    (tmp_path / "rewards.py").write_text(f"def score(prompts, completions, **columns):\n{body}")
+    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:score"}]}
+    few = {"task": {"max_samples": 10}, "run": {"num_steps": 1, "eval_every": 0}}
     lines = []
     for rounds in (0, 3):
-        settings = running.config(
-            "grpo", tiny("llama"), reward=reward, grpo={"dynamic_sampling_rounds": rounds}, run=once
-        )
-        _, run, _ = running.train(settings, tmp_path, name=f"rounds-{rounds}")
+        settings = running.config("grpo", model, reward=reward, grpo={"dynamic_sampling_rounds": rounds}, **few)
+        run = trained(settings, tmp_path, name=f"rounds-{rounds}")
         lines.append(running.metrics(run)[1])
     plain, refilled = lines
     assert 0 < plain["reward/zero_spread_groups"] < 1
@@ -246,14 +330,16 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyM
         assert refilled[name] == plain[name]
     assert refilled["reward/zero_spread_kept"] < plain["reward/zero_spread_groups"]
     assert "reward/zero_spread_kept" not in plain
+    tried = [entry[2] for entry in json.loads(run.prompts.read_text())["prompts"]]
+    assert len(tried) > 4 == max(tried)  # fresh prompts, none twice
 
 
 def test_exact_sampling_is_measured_anew_where_a_run_goes_on_in_another_precision(
-    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """model.dtype=auto is float32 on a CPU and half precision on a GPU: there old log-probabilities are rescored."""
-    settings = running.config("grpo", tiny("llama"), grpo={"num_epochs": 2}, run={"num_steps": 4, "eval_every": 0})
-    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"save_every": 1})})
+    once = {"num_steps": 4, "eval_every": 0, "save_every": 1}
+    settings = running.config("grpo", model, grpo={"num_epochs": 2}, run=once)
     code, run, looks = running.train(settings, tmp_path, name="whole")
     _, run, _ = running.train(settings, tmp_path, stop_at=looks // 2)
     for module in ("models.device", "rollout.load"):
@@ -273,46 +359,93 @@ def test_exact_sampling_is_measured_anew_where_a_run_goes_on_in_another_precisio
         assert not torch.equal(sample.old, torch.tensor(sample.logprobs))
 
 
-def test_a_reward_with_the_name_of_a_metric_is_refused(tiny: TinyModels, tmp_path: Path) -> None:
-    body = "    return [1.0] * len(prompts)\n"
-    (tmp_path / "rewards.py").write_text(f"def std(prompts, completions, **columns):\n{body}")
-    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:std"}]}
-    with pytest.raises(ValueError, match=r"reward\.functions.*`std`"):
-        running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
-    assert not (tmp_path / "run").exists()
-
-
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4,
-    "long_factor": [4.0, 4.0, 8.0, 8.0],
-}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-
-
-@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
-def test_rows_beyond_what_rotates_alike_are_refused(rope: dict[str, Any], tiny: TinyModels, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_rows_beyond_what_rotates_alike_are_refused(rope: str, model: Path, tmp_path: Path) -> None:
     """A row of more tokens would change the probabilities of the rows beside it."""
-    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     facts = json.loads((tmp_path / "config.json").read_text())
-    facts |= {"rope_parameters": rope, "max_position_embeddings": 512 if rope is LONGROPE else 64}
+    factors = {"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [4.0, 4.0, 8.0, 8.0]}
+    how = factors if rope == "longrope" else {"factor": 4.0}
+    facts["rope_parameters"] = {"rope_type": rope, "rope_theta": 1e4, **how}
+    facts["max_position_embeddings"] = 512 if rope == "longrope" else 64
     (tmp_path / "config.json").write_text(json.dumps(facts))
     options = Options(device="cpu")
     with pytest.raises(ValueError, match=r"generation\.max_new_tokens=64.* 64 positions"):
         load_method(running.config("grpo", tmp_path, generation={"max_new_tokens": 64}), options=options)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [*range(10, 30), 80]))
+    rows = write_rows(tmp_path / "rows.jsonl", ({"text": "a" * n} for n in [*range(10, 30), 80]))
     with pytest.raises(ValueError, match="64 positions"):
-        load_method(running.config("sft", tmp_path, task={"name": None, "data": str(rows)}), options=options)
-
-    parts = load_collector(running.config("grpo", tmp_path), options=options)
-    short, long = [5, 9, 30, 31], list(range(20, 84))  # 64 tokens in all
-    alone = logprobs_of(parts, [short])
-    torch.testing.assert_close(logprobs_of(parts, [short, long])[0], alone[0], atol=1e-6, rtol=1e-6)
-    parts.close()
+        load_method(running.config("sft", tmp_path, task={"name": "rows", "data": str(rows)}), options=options)
 
 
-def logprobs_of(parts: Collector, rows: list[list[int]]) -> list[torch.Tensor]:
-    batch = make_batch([row[:2] for row in rows], [row[2:] for row in rows])
-    with torch.no_grad(), parts.policy.acting("policy"):
-        found = parts.policy.logprobs("policy", batch, temperature=1.0)[0]
-    return [found[i, : len(row) - 2] for i, row in enumerate(rows)]
+PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]
+RATES = [0.0] * 30 + [1.0] * 20 + [0.5] * 10  # half impossible, a third trivial
+
+
+def of(record: dict[str, list[float]] | None = None, prompts: list[PreparedPrompt] = PROMPTS) -> PassRates:
+    return PassRates(prompts, num_prompts=10, seed=0, solved_reward=1.0, record={} if record is None else record)
+
+
+def see(rates: PassRates, step: int, prompts: list[PreparedPrompt], rewards: torch.Tensor) -> None:
+    """A step in which these prompts had such rewards; 1 is right."""
+    rates.look(prompts, rewards)
+    rates.take(step)
+
+
+def lived(rates: PassRates, *, steps: int, group_size: int = 8) -> Counter[int]:
+    """How often each prompt was drawn in steps whose completions are right by RATES."""
+    rng, drawn = np.random.default_rng(1), Counter[int]()
+    for step in range(steps):
+        places = rates.draw(step)
+        drawn.update(places)
+        won = rng.random((len(places), group_size)) < np.array([[RATES[i]] for i in places])
+        see(rates, step, [rates.prompts[i] for i in places], torch.tensor(won, dtype=torch.float32).flatten())
+    return drawn
+
+
+def test_those_near_a_half_come_more_often_and_none_is_forgotten() -> None:
+    drawn = lived(of(), steps=100)
+    share = sum(drawn[i] for i in range(50, 60)) / drawn.total()
+    assert share > 3.5 / 6  # uniformly it is a sixth
+    assert min(drawn[i] for i in range(60)) >= 100 * 2 // 60
+
+
+def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
+    rates = of({}, PROMPTS[:3])
+    assert [*rates.worth(5)] == [1.0] * 3
+    see(rates, 5, PROMPTS[:2], torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 1.0, 1.0, 1.0]))
+    assert [*rates.record.values()] == [[1.0, 2.0, 5.0], [4.0, 0.0, 5.0]]
+    samples = np.random.default_rng(0).beta([1.1, 4.1], [2.1, 0.1], size=(400_000, 2))
+    expected = (samples * (1 - samples)).mean(0)
+    assert rates.worth(5) == pytest.approx([*expected, expected.mean()], abs=1e-3)
+
+
+def test_what_was_seen_fades() -> None:
+    rates = of({}, PROMPTS[:1])
+    see(rates, 0, PROMPTS[:1], torch.zeros(8))
+    worths = [rates.worth(step)[0] for step in (0, 200, 400, 20_000)]
+    assert worths == sorted(worths)
+    assert worths[0] < 0.3 * worths[-1]
+    assert worths[-1] == pytest.approx(0.1 * 0.1 / (0.2 * 1.2), rel=0.01)  # nothing is known but that it was seen
+    see(rates, 200, PROMPTS[:1], torch.ones(8))
+    assert [*rates.record.values()] == [[8.0, 4.0, 200]]
+
+
+def test_a_probed_rate_is_where_it_begins() -> None:
+    rows = [{"prompt": "a", "pass_rate": rate} for rate in (0.0, 0.5, 1.0, None, "x", 7)]
+    prompts = [PreparedPrompt(i, row, "a", "a", [1], "") for i, row in enumerate(rows)]
+    zero, half, one, *unknown = of({}, prompts).worth(0)
+    assert zero == one < half
+    assert len({*unknown}) == 1
+    assert half > 5 * zero
+    assert unknown[0] == pytest.approx((zero + half + one) / 3)
+
+
+def test_a_draw_follows_from_seed_step_and_record() -> None:
+    rates = of()
+    lived(rates, steps=7)
+    again = of(json.loads(json.dumps(rates.record)))
+    assert again.draw(7) == rates.draw(7) == rates.draw(7)
+    assert rates.draw(8) != rates.draw(7)
+    assert len({*rates.draw(7)}) == 10
+    few = of({}, PROMPTS[:4])
+    assert Counter(few.draw(0) + few.draw(1)) == dict.fromkeys(range(4), 5)

@@ -1,4 +1,4 @@
-"""Stopping anywhere and resuming: to the bit the run that was not stopped (on a CPU)."""
+"""Stopping anywhere and resuming: to the bit the run that was not stopped (on a CPU), for every method."""
 
 import os
 import signal
@@ -9,43 +9,77 @@ import pytest
 import torch
 
 from tests import running
-from tests.tiny_models import tiny_model
+from tests.tiny_models import TinyModels, sharp_model
+from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import run as training_run
-from tinyrl.training.state import read_state
+from tinyrl.training.state import RunState, read_state
 from tinyrl.training.step import Updater
 
 TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl")}
-EVERY_WEIGHT = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo, epochs and minibatches": ("grpo", {"grpo": {"num_epochs": 2, "minibatch_size": 8, "kl_coef": 0.1}}),
-    "grpo, refilled groups, across an epoch of the data": (
+FULL = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
+ROWS = {"run": {"num_steps": 5, "micro_batch_tokens": 100}}
+SMALL = {"num_prompts": 4, "group_size": 2}
+# Kind of model, method, sections; data files are those of `folder`, a teacher without a path is another model.
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "grpo, epochs and minibatches": (
+        "llama",
         "grpo",
-        {"grpo": {"dynamic_sampling_rounds": 2}, "task": {"max_samples": 6}},
+        {"grpo": {"num_epochs": 2, "minibatch_size": 8, "kl_coef": 0.1, "dynamic_sampling_rounds": 2}},
     ),
-    "grpo, full": ("grpo", EVERY_WEIGHT),
+    "grpo, a hybrid inside a vision model": ("qwen3.5-vl", "grpo", {"generation": {"max_prompt_tokens": 128}}),
+    "grpo, float16": ("sharp", "grpo", {"model": {"dtype": "float16"}}),
     "ppo, adaptive KL, text, micro-batches": (
+        "llama",
         "ppo",
-        {
-            "ppo": {"target_kl": 6.0, **TEXT},
-            "critic": {"warmup_steps": 0},
-            "run": {"micro_batch_tokens": 40},
-        },
+        {"ppo": {"target_kl": 6.0, **TEXT}, "critic": {"warmup_steps": 0}, "run": {"micro_batch_tokens": 40}},
     ),
-    "ppo, full": ("ppo", {**EVERY_WEIGHT, "ppo": {"preset": "a2c"}}),
-}
+    "ppo, full, shared keys": ("gemma4", "ppo", {**FULL, "generation": {"max_prompt_tokens": 128}}),
+    "distill, hint": ("llama", "distill", {"distill": SMALL, "teacher": {"path": "self", "hint": "It is {answer}"}}),
+    "distill, half given": ("llama", "distill", {"distill": {**SMALL, "group_size": 1, "on_policy_fraction": 0.5}}),
+    "sft, dropout": ("llama", "sft", {**ROWS, "task": {"data": "texts.jsonl"}, "lora": {"dropout": 0.1}}),
+    "kto, dropout, behind an adapter": (
+        "llama",
+        "dpo",
+        {**ROWS, "task": {"data": "pairs.jsonl"}, "lora": {"dropout": 0.1}, "dpo": {"loss": "kto", "batch_size": 40},
+         "model": {"adapter": "before"}},
+    ),
+    "reward, pairs": ("llama", "reward", {**ROWS, "task": {"data": "pairs.jsonl"}}),
+    "reward, labels, full": ("llama", "reward", {**ROWS, **FULL, "task": {"data": "labels.jsonl"}}),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with rows for each method."""
+    names = [f"{a}{b}" for a in "abcdefghijklmnopqrstuvwxyz" for b in "abcd"]
+    write_rows(tmp_path / "texts.jsonl", ({"prompt": f"{n}:", "completion": n[0] * 3} for n in names))
+    write_rows(tmp_path / "labels.jsonl", ({"prompt": n, "completion": n, "label": n[1] == "a"} for n in names))
+    sides = ({"prompt": f"{n}:", "chosen": "yes yes" + n[0], "rejected": "no no no" + n[1], "margin": 1} for n in names)
+    write_rows(tmp_path / "pairs.jsonl", sides)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def assert_same(one: running.RunDir, other: running.RunDir, step: int) -> None:
+def config_of(name: str, tiny: TinyModels, folder: Path) -> Config:
+    kind, method, sections = VARIANTS[name]
+    if method == "distill":
+        sections = {**sections, "teacher": {"path": str(tiny("qwen2")), **sections.get("teacher", {})}}
+    if sections.get("task"):
+        sections = {**sections, "task": {"name": "rows", "max_samples": None, **sections["task"]}}
+    if sections.get("model") == {"adapter": "before"}:
+        started = running.config(method, tiny(kind), **{**sections, "model": {}, "run": {"num_steps": 1}})
+        before = trained(started, folder, name="before")
+        sections = {**sections, "model": {"adapter": str(before.checkpoints / "step-000001")}}
+    path = sharp_model(folder / "sharp") if kind == "sharp" else tiny(kind)
+    return running.config(method, path, **sections)
+
+
+def assert_same(one: RunDir, other: RunDir, step: int) -> None:
     assert running.lasting(one) == running.lasting(other)
-    assert one.samples.read_bytes() == other.samples.read_bytes()
-    for ours, theirs in ((one.tokens, other.tokens), (one.prompts, other.prompts)):
+    for record in ("samples", "tokens", "prompts"):
+        ours, theirs = getattr(one, record), getattr(other, record)
         assert ours.exists() == theirs.exists()
         assert not ours.exists() or ours.read_bytes() == theirs.read_bytes()
     mine, its = running.weights(one, step), running.weights(other, step)
@@ -54,21 +88,30 @@ def assert_same(one: running.RunDir, other: running.RunDir, step: int) -> None:
     assert not different
 
 
+def last_state(run: RunDir, step: int) -> RunState:
+    return read_state(run.checkpoints / f"step-{step:06d}").run
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.wide
-def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_bit_equal(name: str, tiny: TinyModels, folder: Path) -> None:
     """Stopped by SIGTERM at moments spread over the whole run: in sampling, in the update, in evaluations."""
-    method, sections = VARIANTS[name]
-    settings = running.config(method, model, **sections)
-    code, whole, looks = running.train(settings, tmp_path, name="whole")
+    settings = config_of(name, tiny, folder)
+    loading = running.SignalAt(None)
+    with loading:  # a stop before this is one before there is a run
+        method = loaded(settings)
+        method.check()
+        method.close()
+    begun = loading.looks
+    code, whole, looks = running.train(settings, folder, name="whole")
     assert code == 0
-    for number, share in enumerate((0.15, 0.62, 0.9)):
-        code, stopped, _ = running.train(
-            settings, tmp_path, name=f"stopped-{number}", stop_at=max(1, int(looks * share))
-        )
+    for share in (0.1, 0.62, 0.9):
+        stop_at = begun + max(1, int((looks - begun) * share))
+        code, stopped, _ = running.train(settings, folder, name=f"stopped-{share}", stop_at=stop_at)
         assert code == 75
         assert running.go_on(stopped) == 0
         assert_same(whole, stopped, settings.run.num_steps)
+        assert last_state(stopped, settings.run.num_steps) == last_state(whole, settings.run.num_steps)
 
 
 def test_stopped_inside_an_update(model: Path, tmp_path: Path) -> None:
@@ -77,7 +120,7 @@ def test_stopped_inside_an_update(model: Path, tmp_path: Path) -> None:
     task = {"sampler": "difficulty", "max_samples": 21}
     ppo = {"num_epochs": 3, **TEXT}
     settings = running.config("ppo", model, ppo=ppo, critic={"warmup_steps": 0}, task=task, reward=reward)
-    _, whole, _ = running.train(settings, tmp_path, name="whole")
+    whole = trained(settings, tmp_path, name="whole")
     code, stopped = stopped_in_the_update(settings, tmp_path)
     assert code == 75
     folder = sorted(stopped.checkpoints.iterdir())[-1]
@@ -86,9 +129,10 @@ def test_stopped_inside_an_update(model: Path, tmp_path: Path) -> None:
     assert running.go_on(stopped, stop_at=2) == 75
     assert running.go_on(stopped) == 0
     assert_same(whole, stopped, settings.run.num_steps)
+    assert running.lasting(whole)[-1]["reward/known_prompts"] >= 8
 
 
-def stopped_in_the_update(settings: Config, folder: Path, *, name: str = "stopped") -> tuple[int, RunDir]:
+def stopped_in_the_update(settings: Config, folder: Path) -> tuple[int, RunDir]:
     """A run that gets a SIGTERM before the second optimizer step of its second step."""
     plain, steps = Updater.step, [0]
 
@@ -100,7 +144,7 @@ def stopped_in_the_update(settings: Config, folder: Path, *, name: str = "stoppe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Updater, "step", step)
-        code, run, _ = running.train(settings, folder, name=name)
+        code, run, _ = running.train(settings, folder, name="stopped")
     return code, run
 
 
@@ -108,10 +152,8 @@ def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_run, "MOST_COPIED", 0)
-    settings = running.config(
-        "ppo", model, ppo={"num_epochs": 3}, lora={"enabled": False}, optim={"learning_rate": 1e-3}
-    )
-    _, whole, _ = running.train(settings, tmp_path, name="whole")
+    settings = running.config("ppo", model, ppo={"num_epochs": 3}, **FULL)
+    whole = trained(settings, tmp_path, name="whole")
     code, stopped = stopped_in_the_update(settings, tmp_path)
     assert code == 75
     folder = sorted(stopped.checkpoints.iterdir())[-1]
@@ -120,9 +162,30 @@ def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
     assert_same(whole, stopped, settings.run.num_steps)
 
 
-def test_a_finished_run_says_so(model: Path, tmp_path: Path) -> None:
-    settings = running.config("grpo", model, run={"num_steps": 1})
-    _, run, _ = running.train(settings, tmp_path)
+@pytest.mark.whole
+def test_a_finished_run_is_left_alone(model: Path, tmp_path: Path) -> None:
+    """Without held-out prompts, so without an evaluation, and with a report."""
+    settings = running.config("grpo", model, run={"num_steps": 1, "eval_prompts": 0})
+    run = trained(settings, tmp_path)
+    assert not [key for line in running.metrics(run) for key in line if key.startswith("eval/")]
+    assert (run.path / "report.html").is_file()
     before = run.metrics.read_bytes()
     assert running.go_on(run) == 0
     assert run.metrics.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_equal_commands_of_two_threads_are_equal(tmp_path: Path) -> None:
+    """On a model wide enough that threads share its work. The number of threads that auto came to is recorded."""
+    wide = sharp_model(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    threads = torch.get_num_threads()
+    run = {"num_steps": 2, "eval_every": 0, "save_every": 1, "threads": 2}
+    settings = running.config("ppo", wide, ppo={"num_prompts": 16}, critic={"warmup_steps": 0}, run=run)
+    one, two = (running.weights(running.train(settings, tmp_path, name=name)[1], 2) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    torch.set_num_threads(threads)
+    auto = settings.model_copy(update={"run": settings.run.model_copy(update={"threads": "auto"})})
+    third = trained(auto, tmp_path, name="auto")
+    assert third.read_config().run.threads == torch.get_num_threads()
+    assert running.go_on(third, config=auto) == 0
+    torch.set_num_threads(threads)

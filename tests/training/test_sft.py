@@ -1,22 +1,17 @@
-"""Supervised fine-tuning on conversations: what is learnt of each turn, how it is read, and what is said of rows."""
+"""Supervised fine-tuning: which tokens are learnt, the loss and gradient beside TRL's, rows that are left out."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from tests import running
-from tests.tiny_models import POSITIONS, tiny_model
-from tinyrl.config.schema import Config
-from tinyrl.rollout.load import load_method
-from tinyrl.runs.launched import Options
+from tests.tiny_models import POSITIONS, TinyModels, tiny_model
+from tests.training.rows import Row, chat_model, on_all, talk
 from tinyrl.training.ppo import text_of
 from tinyrl.training.rows import Example, joined, spans
-from tinyrl.training.sft import Sft, negative_log_likelihood
+from tinyrl.training.sft import Sft, negative_log_likelihood, turns_of
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -29,99 +24,69 @@ STRIPS = PLAIN.replace(
     "{% set earlier = loop.index0 < messages.index(last) %}"
     "{{ m.content.split('</think>')[-1] if earlier else m.content }}",
 )
-
-
-def talk(*turns: str) -> dict[str, Any]:
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": said} for i, said in enumerate(turns)]}
-
-
 TALKS = [
-    talk("2+2?", "4", "3+3?", "six", "sure?", "yes"),
-    talk("hi", "hello"),
-    talk("2+2?", "<think>2</think>4", "so?", "4"),
+    {"messages": talk("2+2?", "4", "3+3?", "six", "sure?", "yes")},
+    {"messages": talk("hi", "hello")},
+    {"messages": talk("2+2?", "<think>2</think>4", "so?", "4")},
 ]
 
 
-def chat_model(folder: Path, template: str = PLAIN, kind: str = "llama") -> Path:
-    tiny_model(folder, kind)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("model"))
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("model"), PLAIN)
 
 
-def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
-
-
-def settings(model: Path, data: str, *, lora: bool = False, **sections: Any) -> Config:
-    rate = {"learning_rate": 1e-2 if lora else 3e-3}
-    values: dict[str, Any] = {
-        "method": "sft",
-        "model": {"path": str(model)},
-        "lora": {"enabled": lora},
-        "optim": rate,
-        "run": {"num_steps": 20, "eval_every": 10, "save_every": 10, "threads": 1},
-        "task": {"data": data, "eval_data": data},
-    }
-    return Config.model_validate({**values, **{k: {**values.get(k, {}), **v} for k, v in sections.items()}})
-
-
-def loaded(model: Path, folder: Path, rows: list[dict[str, Any]], **sections: Any) -> Sft:
-    return load_method(settings(model, written(folder, rows), **sections), options=Options(device="cpu"))
-
-
-def shown(parts: Sft, example: Example) -> list[str]:
+def shown(method: Sft, example: Example) -> list[str]:
     """The pieces of an example as text, those that are learnt between stars."""
-    pieces = [(name, str(parts.policy.tokenizer.decode(tokens))) for name, tokens in spans(example)]
+    pieces = [(name, str(method.policy.tokenizer.decode(tokens))) for name, tokens in spans(example)]
     return [f"*{text}*" if name == "learnt" else text for name, text in pieces]
 
 
 # ---- what is learnt ----
 
 
-def test_turns_of_one_growing_text_are_read_once(model: Path, tmp_path: Path) -> None:
-    parts = loaded(model, tmp_path, TALKS[:1])
-    (row,) = parts.train_rows
+def test_turns_of_one_growing_text_are_read_once(chatty: Path, tmp_path: Path) -> None:
+    method = on_all("sft", chatty, tmp_path, TALKS[:1])
+    (row,) = method.train_rows
     (example,) = row
-    assert shown(parts, example) == [
+    assert shown(method, example) == [
         "[user]2+2?<eos>\n[assistant]", "*4<eos>*",
         "\n[user]3+3?<eos>\n[assistant]", "*six<eos>*",
         "\n[user]sure?<eos>\n[assistant]", "*yes<eos>*",
     ]  # fmt: skip
     assert sum(example.learnt) == 2 + 4 + 4
-
-
-def test_text_beside_ppo_is_read_in_the_same_way_and_without_the_system_prompt(model: Path, tmp_path: Path) -> None:
-    parts = loaded(model, tmp_path, TALKS[:1])
-    assert text_of(TALKS[0], parts.policy, place="") == parts.train_rows[0]
-    briefly = loaded(model, tmp_path, TALKS[:1], task={"system_prompt": "be brief"})
+    briefly = on_all("sft", chatty, tmp_path, TALKS[:1], task={"system_prompt": "be brief"})
     assert "be brief" in shown(briefly, briefly.train_rows[0][0])[0]
-    assert text_of(TALKS[0], briefly.policy, place="") == parts.train_rows[0]
+    assert text_of(TALKS[0], briefly.policy, place="") == row  # text beside PPO has none
 
 
 def test_turns_whose_thinking_is_stripped_later_are_read_apart(tmp_path: Path) -> None:
-    parts = loaded(chat_model(tmp_path, STRIPS), tmp_path, TALKS[2:])
-    (row,) = parts.train_rows
-    assert [shown(parts, example) for example in row] == [
+    method = on_all("sft", chat_model(tmp_path / "model", STRIPS), tmp_path, TALKS[2:])
+    (row,) = method.train_rows
+    assert [shown(method, example) for example in row] == [
         ["[user]2+2?<eos>\n[assistant]", "*<think>2</think>4<eos>*"],
         ["[user]2+2?<eos>\n[assistant]4<eos>\n[user]so?<eos>\n[assistant]", "*4<eos>*"],
     ]
 
 
-def test_loss_on_all_counts_every_token_of_a_conversation_once(model: Path, tmp_path: Path) -> None:
+def test_loss_on_all_counts_every_token_of_a_conversation_once(chatty: Path, tmp_path: Path) -> None:
     row = {"messages": [*TALKS[0]["messages"], {"role": "user", "content": "unanswered"}]}
-    parts = loaded(model, tmp_path, [row], sft={"loss_on": "all"})
-    ((example,),) = parts.train_rows
+    method = on_all("sft", chatty, tmp_path, [row], sft={"loss_on": "all"})
+    ((example,),) = method.train_rows
     first, last = "[user]2+2?<eos>\n[assistant]4<eos>\n[user]3+3?<eos>\n", "[user]sure?<eos>\n[assistant]yes<eos>"
-    assert shown(parts, example) == ["<eos>", f"*{first}[assistant]six<eos>\n{last}*"]
+    assert shown(method, example) == ["<eos>", f"*{first}[assistant]six<eos>\n{last}*"]
+
+
+def test_loss_on_all_keeps_separators_inside_a_text(tiny: TinyModels, tmp_path: Path) -> None:
+    """Where bos is eos, only the token in front is the sequence's start; the others end turns."""
+    method = on_all("sft", tiny("llama", pad_is_eos=True), tmp_path, [{"text": "a"}], sft={"loss_on": "all"})
+    tokenizer = method.policy.tokenizer
+    eos = tokenizer.eos_token_id
+    tokenizer.bos_token = tokenizer.eos_token
+    row = {"prompt": f"{tokenizer.eos_token}ab{tokenizer.eos_token}cd", "completion": "ef"}
+    [(start, (target,), *_)] = turns_of(row, method.policy, system_prompt=None)
+    ab, cd, ef = (tokenizer(c, add_special_tokens=False)["input_ids"] for c in ("ab", "cd", "ef"))
+    assert (start, target) == ([eos], [*ab, eos, *cd, *ef, eos])
 
 
 def test_joined_by_hand() -> None:
@@ -132,73 +97,30 @@ def test_joined_by_hand() -> None:
     assert joined([one]) == [one]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_reading_turns_at_once_changes_no_gradient(kind: str, tmp_path: Path) -> None:
-    """Against each turn alone behind its own prompt, in the library's model; whatever the layout of a batch is."""
-    folder = chat_model(tmp_path / "model", kind=kind)
-    parts = loaded(folder, tmp_path, TALKS)
-    examples = [example for row in parts.train_rows for example in row]
-    assert len(examples) == 3  # of six turns
-    causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    total = torch.zeros(())
-    for row in TALKS:
-        for end in range(2, len(row["messages"]) + 1, 2):
-            how: Any = {"tokenize": False}
-            asked = parts.policy.tokenizer.apply_chat_template(
-                row["messages"][: end - 1], add_generation_prompt=True, **how
-            )
-            whole = str(parts.policy.tokenizer.apply_chat_template(row["messages"][:end], **how)).removesuffix("\n")
-            prompt, both = (parts.policy.tokenizer(text)["input_ids"] for text in (str(asked), whole))
-            logprobs = causal(torch.tensor([both])).logits[0].log_softmax(-1)
-            for at in range(len(prompt), len(both)):
-                total = total - logprobs[at - 1, both[at]]
-    total.backward()
-    with parts.policy.acting("policy"):
-        loss = negative_log_likelihood(parts.policy, parts.policy.batch_of(examples))
-        loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
-    theirs = dict(causal.named_parameters())
-    for name, parameter in parts.policy.causal.named_parameters():
-        ours, wanted = parameter.grad, theirs[name].grad
-        assert ours is not None
-        assert wanted is not None
-        assert torch.allclose(ours, wanted, rtol=1e-4, atol=1e-4), name
-
-
-# ---- beside TRL ----
-
 EQUATIONS = [
     {"prompt": "Ann has 3 apples and buys 4. How many?", "completion": " 3 + 4 = 7\n#### 7"},
     {"prompt": "Half of 10?", "completion": " 10 / 2 = 5\n#### 5"},
     {"prompt": "9 - 2?", "completion": " #### 7"},
 ]
-OF_TRL: dict[str, dict[str, Any]] = {  # of a gradient: its norm, and the element [3, 5]
-    "completion": {
-        "tokens": 45,
-        "loss": 6.395014,
-        "gradients": {
-            "model.embed_tokens.weight": (2.643007, 0.0),
-            "model.layers.0.self_attn.q_proj.weight": (0.04948337, 0.001541818),
-            "model.layers.1.mlp.down_proj.weight": (1.119634, -0.001510517),
-            "lm_head.weight": (1.674552, -0.0002429374),
-        },
-    },
-    "talks": {
-        "tokens": 36,
-        "loss": 6.020006,
-        "gradients": {
-            "model.embed_tokens.weight": (1.57241, 0.0),
-            "model.layers.0.self_attn.q_proj.weight": (0.02902032, 0.0009076436),
-            "model.layers.1.mlp.down_proj.weight": (0.2980002, -0.0009925919),
-            "lm_head.weight": (1.031475, -0.001047069),
-        },
-    },
+NAMES = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
+# Tokens that are learnt, the loss, and of the gradient of each of NAMES its norm and the element [3, 5].
+OF_TRL: dict[str, tuple[int, float, list[tuple[float, float]]]] = {
+    "completion": (
+        45,
+        6.395014,
+        [(2.643007, 0.0), (0.04948337, 0.001541818), (1.119634, -0.001510517), (1.674552, -0.0002429374)],
+    ),
+    "talks": (
+        36,
+        6.020006,
+        [(1.57241, 0.0), (0.02902032, 0.0009076436), (0.2980002, -0.0009925919), (1.031475, -0.001047069)],
+    ),
 }
 
 
-def formula_model(folder: Path) -> Path:
+def formula_model(folder: Path, template: str | None) -> Path:
     """Weights that no random numbers decide: parameter k holds 0.3 sin(0.7 (k + 1) (i + 1)), norms 1 more than that."""
-    tiny_model(folder, "llama")
+    chat_model(folder, template) if template else tiny_model(folder, "llama")
     causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for k, parameter in enumerate(causal.parameters()):
@@ -216,45 +138,28 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
     around a turn's content and EOS.
     """
     rows = EQUATIONS if form == "completion" else TALKS
-    folder = formula_model(tmp_path)
-    if form == "talks":
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = PLAIN
-        tokenizer.save_pretrained(folder)
-    parts = loaded(folder, tmp_path, rows)
-    examples = [example for row in parts.train_rows for example in row]
-    wanted = OF_TRL[form]
-    assert sum(sum(example.learnt) for example in examples) == wanted["tokens"]
-    with parts.policy.acting("policy"):
-        loss = negative_log_likelihood(parts.policy, parts.policy.batch_of(examples)) / wanted["tokens"]
+    folder = formula_model(tmp_path / "model", PLAIN if form == "talks" else None)
+    method = on_all("sft", folder, tmp_path, rows)
+    examples = [example for row in method.train_rows for example in row]
+    count, wanted, gradients = OF_TRL[form]
+    assert sum(sum(example.learnt) for example in examples) == count
+    with method.policy.acting("policy"):
+        loss = negative_log_likelihood(method.policy, method.policy.batch_of(examples)) / count
         loss.backward()
-    assert float(loss.detach()) == pytest.approx(wanted["loss"], rel=1e-5)
-    parameters = dict(parts.policy.causal.named_parameters())
-    for name, (norm, element) in wanted["gradients"].items():
-        gradient = parameters[name].grad
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5)
+    parameters = dict(method.policy.causal.named_parameters())
+    for name, (norm, element) in zip(NAMES, gradients, strict=True):
+        gradient = parameters[f"{name}.weight"].grad
         assert gradient is not None
         assert float(gradient.norm()) == pytest.approx(norm, rel=1e-4), name
         assert float(gradient[3, 5]) == pytest.approx(element, rel=1e-4, abs=1e-7), name
 
 
-# ---- what it comes to ----
-
-
-def test_conversations_are_learnt(model: Path, tmp_path: Path) -> None:
-    rows = [talk(f"say {c}", c * 3, "again", c * 3) for c in "abcdefghijklmnopqrst"]
-    code, run, _ = running.train(settings(model, written(tmp_path, rows)), tmp_path)
-    assert code == 0
-    lines = [line for line in running.metrics(run) if "eval/loss" in line]
-    assert lines[-1]["eval/loss"] < 0.7 * lines[0]["eval/loss"]
-    assert lines[-1]["eval/perplexity"] == pytest.approx(math.exp(lines[-1]["eval/loss"]), rel=1e-5)
-    assert lines[-1]["eval/num_rows"] == 20
-
-
-def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(model: Path, tmp_path: Path) -> None:
-    parts = loaded(model, tmp_path, TALKS, run={"micro_batch_tokens": 40})
-    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(chatty: Path, tmp_path: Path) -> None:
+    method = on_all("sft", chatty, tmp_path, TALKS, run={"micro_batch_tokens": 40})
+    causal = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32).eval()
     total, count = 0.0, 0
-    for row in parts.held_out:
+    for row in method.held_out:
         for example in row:
             (tokens,), (answer,) = example.texts, example.responses
             (mask,) = example.masks or ([True] * len(answer),)
@@ -262,27 +167,31 @@ def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(model: Path, tmp_p
                 logprobs = causal(torch.tensor([tokens])).logits[0].log_softmax(-1)
             for at, counts in enumerate(mask, len(example.prompt)):
                 total, count = total - float(logprobs[at - 1, tokens[at]]) * counts, count + counts
-    metrics = parts.evaluate().metrics
+    metrics = method.evaluate().metrics
     assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     assert metrics["num_rows"] == 3
 
 
-# ---- what is said ----
+# ---- what is refused or left out ----
 
 
-def test_a_row_longer_than_the_models_positions_is_said(model: Path, tmp_path: Path) -> None:
+def test_a_row_longer_than_the_models_positions_is_refused_or_cut(chatty: Path, tmp_path: Path) -> None:
     """Its first turn fits and is kept; with the second it is too long."""
-    where = written(tmp_path, [TALKS[1], talk("hi", "hello", "more", "x" * POSITIONS)])
+    rows: list[Row] = [TALKS[1], {"messages": talk("hi", "hello", "more", "x" * POSITIONS)}]
     with pytest.raises(ValueError, match=rf"(?s)model's {POSITIONS} positions.*row 2.*task\.on_overlong_prompt=drop"):
-        load_method(settings(model, where), options=Options(device="cpu"))
-    parts = load_method(settings(model, where, task={"on_overlong_prompt": "drop"}), options=Options(device="cpu"))
-    assert [len(row) for row in parts.train_rows] == [1, 1]
-    assert sum(parts.train_rows[1][0].learnt) == len("hello") + 1
+        on_all("sft", chatty, tmp_path, rows)
+    method = on_all("sft", chatty, tmp_path, rows, task={"on_overlong_prompt": "drop"})
+    assert [len(row) for row in method.train_rows] == [1, 1]
+    assert sum(method.train_rows[1][0].learnt) == len("hello") + 1
     with pytest.raises(ValueError, match="1 of 1 examples have more tokens"):
-        loaded(model, tmp_path, [{"text": "x" * POSITIONS}], task={"on_overlong_prompt": "drop"})
+        on_all("sft", chatty, tmp_path, [{"text": "x" * POSITIONS}], task={"on_overlong_prompt": "drop"})
 
 
-def test_conversations_need_a_template(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the rows are chat messages, but this model's tokenizer has no chat template"):
-        loaded(tiny_model(tmp_path, "llama"), tmp_path, TALKS)
+@pytest.mark.parametrize(("loss_on", "kept"), [("completion", 2), ("all", 3)])
+def test_answers_that_are_empty_are_left_out(loss_on: str, kept: int, model: Path, tmp_path: Path) -> None:
+    """One with a prompt teaches the prompt where all counts."""
+    pairs: list[Row] = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}]
+    method = on_all("sft", model, tmp_path, [*pairs, {"text": ""}, {"text": "d"}], sft={"loss_on": loss_on})
+    assert len(method.train_rows) == len(method.held_out) == kept
+    assert len([note for note in method.notes if f"{4 - kept} of 4 rows" in note]) == 2

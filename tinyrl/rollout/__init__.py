@@ -1,1 +1,1 @@
-"""Rollouts: samples of a step as tensors (buffer), and how they are sampled and scored (collector)."""
+"""Rollouts: samples of a step (sample), how they are sampled and scored (collect), their records."""

@@ -53,13 +53,13 @@ class Collector:
 
     @property
     def longest_response(self) -> int:
-        """Tokens of a response, with what is read between its turns."""
+        """Return most tokens of a response, with those that are read between its turns."""
         return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
 
     def prepared(
-        self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None
+        self, rows: list[Row], *, limit: int = 1 << 30, openings: list[str | None] | None = None
     ) -> list[PreparedPrompt]:
-        """Prompts of rows, with what an environment, or `openings`, add to them; `limit`: tokens of a prompt."""
+        """Prepare prompts of rows, with openings of an environment or the given ones; limit: tokens of a prompt."""
         where, runner, tokenizer = self.config.task, self.runner, self.policy.tokenizer
         if openings is None and runner is not None:
             openings = runner.openings(self.task, rows)
@@ -70,7 +70,7 @@ class Collector:
             chat=where.chat,
             system_prompt=where.system_prompt,
             variables=where.chat_template_kwargs if runner is None else runner.variables,
-            max_prompt_tokens=1 << 30 if limit is None else limit,
+            max_prompt_tokens=limit,
             on_overlong_prompt=where.on_overlong_prompt,
             openings=openings,
         )
@@ -89,7 +89,7 @@ class Collector:
         rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
         warnings += template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
         if config.run.eval_prompts:
-            held_out, train = ({prompt_key(p.prompt) for p in of} for of in (self.eval_prompts, self.train_prompts))
+            train, held_out = ({prompt_key(p.prompt) for p in of} for of in (self.train_prompts, self.eval_prompts))
             warnings += few_held_out(len(held_out), trained_on=len(held_out) < FEW and held_out <= train)
         notes = [*layout_notes(self.train_prompts[0].row), *self.engine.start(prompts)]
         if isinstance(self.runner, AgentRunner):
@@ -125,11 +125,9 @@ class Collector:
         greedy: bool = False,
         role: SampledRole = "policy",
     ) -> list[Sample]:
-        """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
-
-        Where something answers in between, a response is an episode of turns, or what an agent asked for. A prompt that
-        is in the batch twice gets further samples, not the same ones again. Samples without a reward are not in the
-        loss: it failed, or none applies. Each process samples some of the prompts, and all of them get all samples.
+        """Sample `group_size` responses for each prompt and score them, in training and evaluation. A prompt that is in
+        the batch twice gets further samples. Samples without a reward are not in the loss. Each process samples some of
+        the prompts, and all of them get all samples.
         """
         options: SampleOptions = {"seed": self.config.run.seed, "step": step, "greedy": greedy, "role": role}
         seen: dict[int, int] = {}
@@ -170,9 +168,7 @@ class Collector:
         own, episodes = world.own(range(len(requests))), None
         prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
         if runner is None:
-            completions = [
-                completion for group in engine.sample(requests, group_size, **options) for completion in group
-            ]
+            completions = [one for group in engine.sample(requests, group_size, **options) for one in group]
         elif own:
             completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
         else:

@@ -34,9 +34,8 @@ from tinyrl.tasks import Task, load_splits, load_task
 
 
 def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
-    """Load the models of a run on its device: policy, reference, critic and, where it is wanted, the teacher.
-
-    Random weights (LoRA's A) are drawn from run.seed. Raises ValueError, in a sentence, for what a user can fix.
+    """Load the models of a run on its device: policy, reference, critic and, if wanted, the teacher. Random weights
+    (LoRA's A) are drawn from run.seed. Raises ValueError for what a user can fix.
     """
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
     model, trust = config.model, options.trust_remote_code
@@ -61,16 +60,16 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
 
 
 def _with_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
-    """Record the date of the run, where the chat template asks for one; a run that has one keeps it."""
-    kept, where = config.task.chat_template_kwargs, config.task
-    variables = {name: value for name, value in kept.items() if name != DATE}
-    if where.chat is not False and asks_for_date(tokenizer):
-        variables[DATE] = kept.get(DATE) or world().on_main(lambda: date.today().isoformat())
-    return config.model_copy(update={"task": where.model_copy(update={"chat_template_kwargs": variables})})
+    """Record the date of the run, where the chat template asks for one; a resume has that of the start."""
+    before, task = config.task.chat_template_kwargs, config.task
+    variables = {name: value for name, value in before.items() if name != DATE}
+    if task.chat is not False and asks_for_date(tokenizer):
+        variables[DATE] = before.get(DATE) or world().on_main(lambda: date.today().isoformat())
+    return config.model_copy(update={"task": task.model_copy(update={"chat_template_kwargs": variables})})
 
 
 def resolve_threads(policy: Policy) -> str:
-    """Set torch's thread count (CPU only), by the model's width where run.threads is auto; returns a line with it."""
+    """Set torch's thread count (CPU only), by the model's width where run.threads is auto; returns a note."""
     wanted, device, processes = policy.config.run.threads, policy.accelerator.device, policy.world
     if device.type != "cpu":
         return f"device {device} ({torch.cuda.get_device_name(device)})"
@@ -110,12 +109,12 @@ def load_collector(
     limit = min(generation.max_prompt_tokens, positions - longest)
     collector.train_prompts, collector.eval_prompts = (collector.prepared(split, limit=limit) for split in rows)
     collector.owns_scorer = judge is None
-    collector.scorer = (
-        load_scorer(config, task, policy=policy, options=options, runner=runner)
-        if judge is None
-        else judge.with_tokenizer(policy.tokenizer)
-    )
-    prompts = [len(p.tokens) for p in (*collector.train_prompts, *collector.eval_prompts)]
+    if judge is None:
+        collector.scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
+    else:
+        collector.scorer = judge.with_tokenizer(policy.tokenizer)
+    splits = collector.train_prompts, collector.eval_prompts
+    longest_prompt = max((len(prompt.tokens) for split in splits for prompt in split), default=0)
     by_agents = isinstance(runner, AgentRunner)  # which write their own prompts
     collector.engine, collector.engine_reason = engine_of(
         generation,
@@ -123,12 +122,10 @@ def load_collector(
         policy.tokenizer,
         stop=[*generation.stop, *(runner.environment.stop if runner else ())],
         longest_response=longest,
-        longest_prompt=generation.max_prompt_tokens if by_agents else max(prompts, default=0),
+        longest_prompt=generation.max_prompt_tokens if by_agents else longest_prompt,
     )
     policy.micro_batches.make_room = collector.engine.release
-    collector.row_fingerprints = fingerprints(
-        [p.row for p in collector.train_prompts], [p.row for p in collector.eval_prompts]
-    )
+    collector.row_fingerprints = fingerprints(*([prompt.row for prompt in split] for split in splits))
     return collector
 
 

@@ -25,7 +25,7 @@ def completion_text(sample: Sample, scorer: Scorer) -> str:
 
 
 def sample_key(sample: Sample, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
-    """The prompt of a sample and its number in the group; prompts: their texts, by index."""
+    """Return the prompt of a sample and its number in the group; prompts: their texts, by index."""
     return {"prompt_index": sample.row, "sample": sample.episode % group_size, "prompt": prompts[sample.row]}
 
 
@@ -39,10 +39,7 @@ def sample_lines(
     names: list[str],
     advantages: Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl, without their step, of the first samples: those whose texts are given.
-
-    prompts: their texts, by index; advantages (B,).
-    """
+    """Make lines of samples.jsonl, without their step, of the samples whose texts are given; advantages (B,)."""
     return [
         {
             "kind": kind,
@@ -62,7 +59,7 @@ def sample_lines(
 
 
 def shown_samples(samples: list[Sample], *, group_size: int) -> list[Sample]:
-    """Those shown token by token: of each prompt those with the highest and lowest reward, then others in the loss."""
+    """Choose those for tokens.jsonl: of each prompt those with highest and lowest reward, then others in the loss."""
     first: dict[int, Sample] = {}
     for start in range(0, num_episodes(samples), group_size):
         group = [sample for sample in samples[start : start + group_size] if sample.in_loss]
@@ -82,10 +79,9 @@ def token_lines(
     prompts: dict[int, str],
     group_size: int,
 ) -> Iterator[dict[str, Any]]:
-    """Lines of tokens.jsonl: each token with its advantage in the loss, its log-probability before the update, after it
-    and under the reference, its value, and the reward that stands on it. Tokens that were only read have none of these.
-
-    new_logprobs (B, T); rewards (B, T) of tokens, None: the score is on the last one.
+    """Make lines of tokens.jsonl: each token with its advantage, its log-probability before the update, after it
+    (new_logprobs (B, T)) and under the reference, its value and reward (rewards (B, T); None: the score, on the last).
+    Tokens that were only read have none of these.
     """
     if rewards is None:
         rewards = token_rewards_of(samples, torch.zeros(new_logprobs.shape), kl_coef=0.0)
@@ -115,7 +111,7 @@ def token_lines(
 
 
 def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:
-    """The text each token adds behind `before`; a character of several tokens is the last one's."""
+    """Return the text that each token adds behind `before`; a character of several tokens is the last one's."""
     out: list[str] = []
     ids, known, read = [*before, *tokens], 0, len(before)
 

@@ -27,46 +27,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """One sampled conversation. The samples of a prompt, its group, stand together.
-
-    prompt, response    tokens; mask: which of the response the policy chose; logprobs: recorded while sampling
-    row                 of the prompt in the data
-    episode             number among the step's episodes; further conversations of an agent share their episode's
-    scores              of each reward function, NaN = does not apply
-    reward              weighted sum of the scores, less length penalties; NaN = none
-    comment, failures   texts that rewards gave beside their scores; why they failed
-    in_loss             it has a reward and is not left out as truncated
-    played              what an environment recorded; None: one turn
-    further             more conversations of an agent's episode, until `conversations` lists them
-    old                 (T,) under the policy before the update, the ratio's denominator; None: the training pass's own
-    rescored            (T,) of a pass like the reference's, for the KL, where sampling is inexact and there is no `old`
-    ref, values         (T,) under the reference; of the critic before the update
-    teacher, teaching   (T,) log-probabilities under the teacher; its distributions at the tokens in the loss
-    taught              the teacher has read it; without `teacher.hint`'s text it has not
-    advantage, returns  () or (T,), and (T,)
-    """
+    """One sampled conversation. The samples of a prompt, its group, stand together. Shapes: () or (T,)."""
 
     prompt: list[int]
     response: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-    row: int
-    episode: int = 0
+    mask: list[bool]  # tokens of the response that the policy chose
+    logprobs: list[float]  # recorded while sampling
+    row: int  # of the prompt in the data
+    episode: int = 0  # number among the step's; further conversations of an agent share their episode's
     finish: FinishReason = "eos"
-    scores: list[float] = field(default_factory=list)
-    reward: float = math.nan
-    comment: str = ""
-    failures: list[str] = field(default_factory=list)
-    in_loss: bool = True
-    played: Episode | None = None
-    further: list[Sample] = field(default_factory=list)
-    old: Tensor | None = None
-    rescored: Tensor | None = None
-    ref: Tensor | None = None
-    values: Tensor | None = None
-    teacher: Tensor | None = None
-    teaching: Teaching | None = None
-    taught: bool = True
+    scores: list[float] = field(default_factory=list)  # of each reward function; NaN: does not apply
+    reward: float = math.nan  # weighted sum of the scores, less length penalties; NaN: none
+    comment: str = ""  # text that rewards gave beside their scores
+    failures: list[str] = field(default_factory=list)  # why rewards failed
+    in_loss: bool = True  # it has a reward and is not left out as truncated
+    played: Episode | None = None  # what an environment recorded; None: one turn
+    further: list[Sample] = field(default_factory=list)  # an agent's other conversations, until `conversations`
+    old: Tensor | None = None  # under the policy before the update, the ratio's denominator; None: the pass's own
+    rescored: Tensor | None = None  # by a pass like the reference's, for the KL, where sampling is inexact without old
+    ref: Tensor | None = None  # under the reference
+    values: Tensor | None = None  # of the critic before the update
+    teacher: Tensor | None = None  # under the teacher
+    teaching: Teaching | None = None  # the teacher's distributions at the tokens in the loss
+    taught: bool = True  # the teacher has scored it; without the text of `teacher.hint` it has not
     advantage: Tensor | None = None
     returns: Tensor | None = None
 
@@ -90,7 +73,6 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Return whether the response was cut off at max_new_tokens."""
         return self.finish == "length"
 
     @property
@@ -98,19 +80,15 @@ class Sample:
         return sum(self.mask)
 
     def plain(self) -> dict[str, Any]:
-        """Everything as JSON has it, of a batch that is not finite."""
-        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(self).items() if k not in _APART} | {
-            "further": [sample.plain() for sample in self.further],
-            "played": None if self.played is None else asdict(self.played),
-        }
-
-
-_APART = ("further", "played", "teaching")
+        """Convert to JSON, for the record of a batch that is not finite."""
+        apart = {"teaching": None, "further": [sample.plain() for sample in self.further]}
+        apart["played"] = None if self.played is None else asdict(self.played)
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in (vars(self) | apart).items()}
 
 
 def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> list[Sample]:
-    """List the first conversation of each episode, then the further ones, which have the episode's reward. A further
-    one that was cut off is left out of the loss with `mask_truncated`.
+    """List the first conversation of each episode, then the further ones, with the episode's reward; those that were
+    cut off are left out of the loss with `mask_truncated`.
     """
     for number, first in enumerate(episodes):
         first.episode = number
@@ -121,7 +99,7 @@ def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> li
 
 
 def loss_mask(samples: Sequence[Sample], tokens: Tokens = "loss") -> Tensor:
-    """(B, T) bool: the chosen tokens that count."""
+    """Return (B, T) bool: the chosen tokens that count."""
     rows = [torch.tensor(sample.listed(tokens)[0], dtype=torch.bool) for sample in samples]
     return pad_sequence(rows, batch_first=True)
 
@@ -133,23 +111,23 @@ def fill(samples: Sequence[Sample], name: str, values: Tensor) -> None:
 
 
 def rewards_of(samples: Sequence[Sample]) -> Tensor:
-    """(B,) rewards; NaN: none."""
+    """Return (B,) rewards; NaN: none."""
     return torch.tensor([sample.reward for sample in samples])
 
 
 def by_episode(samples: Sequence[Sample], x: Tensor) -> Tensor:
-    """(E,) sums over the conversations of each episode of a (B,) tensor."""
+    """Return (E,) sums over the conversations of each episode of a (B,) tensor."""
     numbers = torch.tensor([sample.episode for sample in samples])
     return x.new_zeros(num_episodes(samples)).index_add(0, numbers, x)
 
 
 def num_episodes(samples: Sequence[Sample]) -> int:
-    """How many of the samples are first conversations; those stand first."""
+    """Count the first conversations; they come first."""
     return 1 + max(sample.episode for sample in samples)
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
-    """(B, T) what the environment gave, on the last token of each turn; it is in `reward` too. None without one."""
+    """Return (B, T) rewards of turns, on the last token of each; `reward` has them too. None without an environment."""
     if not any(sample.played for sample in samples):
         return None
     out = torch.zeros(len(samples), max(len(sample.response) for sample in samples))
@@ -160,7 +138,7 @@ def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
 
 
 def kl(samples: Sequence[Sample], mask: Tensor) -> Tensor:
-    """k1 of each token against the reference, (B, T); 0 outside of `mask`, and without a reference."""
+    """Compute k1 of each token against the reference, (B, T); 0 outside of `mask`, and without a reference."""
     if samples[0].ref is None:
         return torch.zeros(mask.shape)
     first = samples[0]
@@ -169,15 +147,15 @@ def kl(samples: Sequence[Sample], mask: Tensor) -> Tensor:
 
 
 def kl_per_response(samples: Sequence[Sample]) -> tuple[float, int]:
-    """Mean over the episodes in the loss of their summed KL, in nats (0 if there is none), and their number."""
+    """Average over the episodes in the loss their summed KL, in nats (0 for none); return it and their number."""
     counted = by_episode(samples, torch.tensor([int(sample.in_loss) for sample in samples])) > 0
     found = by_episode(samples, kl(samples, loss_mask(samples)).sum(1))[counted]
     return float(found.mean()) if len(found) else 0.0, len(found)
 
 
 def token_rewards_of(samples: Sequence[Sample], kl: Tensor, *, kl_coef: float, scores: Tensor | None = None) -> Tensor:
-    """(B, T): the score (None: the reward) on the last token, the environment's rewards on each turn's last in its
-    place where there are some, less kl_coef * kl.
+    """Compute (B, T): the score (None: the reward) on the last token, less kl_coef * kl. An environment's rewards of
+    turns are on the last token of each, and the reward's rest on the last of all.
     """
     mask, turns = loss_mask(samples), turn_rewards(samples)
     if scores is not None:
@@ -215,9 +193,7 @@ def _mean(values: Iterable[float] | Tensor) -> float:
 
 
 def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over episodes: turns, turns that asked for what does not exist, tokens that were read; the share that had
-    no more turns. Nothing where no environment answers.
-    """
+    """Average over episodes: turns, invalid calls, observed tokens, share out of turns; {} without an environment."""
     firsts = samples[: num_episodes(samples)]
     played = [sample.played for sample in firsts if sample.played is not None]
     if not played:
@@ -232,7 +208,7 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over episodes: tokens that the policy chose, and the share with a response that was cut off."""
+    """Average over episodes: chosen tokens, and the share with a response that was cut off."""
     chosen = torch.tensor([sample.num_actions for sample in samples])
     cut = torch.tensor([int(sample.truncated) for sample in samples])
     return {

@@ -1,5 +1,3 @@
-"""Trainers, one file for each method. grpo, ppo and distill are complete loops, read from top to bottom; sft, dpo and
-reward_model say what a batch of rows is and its loss, in the one loop of rows.py.
-
-The other files are what loops are made of.
+"""Training methods. grpo, ppo and distill are complete loops; sft, dpo and reward give examples and a loss to the loop
+of rows.py. The other files are what loops are made of.
 """

@@ -67,15 +67,11 @@ class Distill(OnPolicy):
         return samples + [self.given(prompt) for prompt in prompts[count:]]
 
     def given(self, prompt: PreparedPrompt) -> Sample:
-        """A row's own answer: its `completion`, or what the task knows to be right. Raises ValueError for a row that
-        has none.
-        """
+        """Take a row's `completion`, or the task's gold answer. Raises ValueError for a row that has none."""
         where, text = self.config.task, prompt.row.get("completion", self.collector.task.gold(prompt.row))
         if not isinstance(text, str) or not text:
             raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
-        tokens = answer_tokens(
-            self.policy.tokenizer, prompt, text, chat=where.chat, variables=where.chat_template_kwargs
-        )
-        none = [torch.nan] * len(self.collector.scorer.names)
-        count = len(tokens)
+        how = {"chat": where.chat, "variables": where.chat_template_kwargs}
+        tokens = answer_tokens(self.policy.tokenizer, prompt, text, **how)
+        none, count = [torch.nan] * len(self.collector.scorer.names), len(tokens)
         return Sample(prompt.tokens, tokens, [True] * count, [0.0] * count, prompt.index, scores=none)

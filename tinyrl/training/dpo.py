@@ -6,10 +6,10 @@ DPO (2305.18290) Eq. 7. IPO, KTO, ORPO and SimPO are other losses of the same lo
     for each step: a batch of pairs; log-probabilities of both answers under the reference, at a pair's first use,
     and under the policy; the loss; an optimizer step
 
-Both answers stand behind one prompt, which is read once. The reference is what training starts from: the base with
-adapters off, a frozen copy of the start adapter, or of the model. Its log-probabilities of a row are kept in the
-checkpoint, so nothing waits for them before the first step, no epoch computes them again, and a resume is exact. KTO is
-learnt from pairs here, each a desirable and an undesirable example; rows with a single labelled answer are not read.
+Both answers share one prompt, which is read once. The reference is the start of training: the base with adapters off, a
+frozen copy of the start adapter, or of the model. Its log-probabilities of a row are computed at first use and saved in
+the checkpoint. KTO is learnt from pairs here, each a desirable and an undesirable example; rows with a single labelled
+answer are not read.
 """
 
 from __future__ import annotations
@@ -40,25 +40,19 @@ Split = Literal["training", "held-out"]
 
 
 class Dpo(RowMethod):
-    """Preference optimization. A row has one example, a pair.
-
-    State: `reference`, for each split (N, 3): the reference's log-probabilities of chosen and rejected, and 1 where
-    they are known.
+    """Preference optimization. A row has one example, a pair. State: `reference`, for each split (N, 3) the
+    log-probabilities of chosen and rejected, and 1 where they are known.
     """
 
     def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
         super().__init__(policy, rows, held_out, notes)
         if self.config.dpo.loss == "kto" and len(self.train_rows) < 2:
-            raise ValueError(
-                "dpo.loss=kto estimates a KL from the answers to other prompts, so it needs 2 pairs or more"
-            )
+            raise ValueError("dpo.loss=kto estimates a KL from the answers to other prompts: it needs 2 pairs or more")
         self.forget()
 
     def forget(self) -> None:
-        self.reference: dict[Split, Tensor] = {
-            "training": torch.zeros(len(self.train_rows), 3),
-            "held-out": torch.zeros(len(self.held_out), 3),
-        }
+        train, held_out = torch.zeros(len(self.train_rows), 3), torch.zeros(len(self.held_out), 3)
+        self.reference: dict[Split, Tensor] = {"training": train, "held-out": held_out}
 
     @property
     def limit(self) -> tuple[int, str]:
@@ -66,7 +60,7 @@ class Dpo(RowMethod):
         return (most, f"dpo.max_tokens={most}") if most and most <= self.policy.positions else super().limit
 
     def examples(self, row: Row) -> list[Example]:
-        """Both sides behind what their prompts have in common: all, unless a side begins with other messages."""
+        """Put both sides behind what their prompts have in common: all, unless a side begins with other messages."""
         pair = preference(row)
         sides = [answered(self.policy, pair.prompt, answer) for answer in pair.answers]
         at = common_length([side.prompt for side in sides])
@@ -83,7 +77,6 @@ class Dpo(RowMethod):
         if self.policy.has_reference:
             with run.timed("reference"):
                 reference, kl = self.reference_logprobs("training", rows), reference_point(self, examples)
-
         places = {id(pair): place for place, pair in enumerate(examples)}
 
         # 2. The loss that the optimizer step descends.
@@ -98,18 +91,17 @@ class Dpo(RowMethod):
         return loss_of, {"completion/tokens": float(sum(sum(pair.learnt) for pair in examples)), **more}
 
     def evaluate(self) -> Evaluation:
-        """Accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
+        """Return accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
         pairs = [pair for row in self.held_out[: self.config.run.eval_prompts] for pair in row]
         policy = logprobs_of(self.policy, "policy", pairs)
-        reference = self.reference_logprobs("held-out", range(len(pairs)))
-        kl = reference_point(self, pairs)
+        reference, kl = self.reference_logprobs("held-out", range(len(pairs))), reference_point(self, pairs)
         loss, metrics = preference_loss(self.config.dpo, policy, reference, pairs, kl=kl)
         named = {name: float(metrics[f"rewards/{name}"]) for name in ("accuracy", "margin")}
         sides = {name: float(metrics[name]) for name in ("rewards/chosen", "rewards/rejected")}
         return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)}, [], [])
 
     def reference_logprobs(self, split: Split, rows: Sequence[int]) -> Tensor | None:
-        """(B, 2) of chosen and rejected, computed at first use and kept; None where the loss needs no reference."""
+        """Return (B, 2) of chosen and rejected, computed at first use; None where the loss needs no reference."""
         if not self.policy.has_reference:
             return None
         pairs, known = self.train_rows if split == "training" else self.held_out, self.reference[split]
@@ -139,9 +131,7 @@ class Dpo(RowMethod):
 
 
 def answered(policy: Policy, prompt: Prompt | None, answer: Side) -> Example:
-    """A side of a pair behind its prompt. Of several messages each turn of the assistant is learnt. Raises ValueError
-    where it cannot be rendered.
-    """
+    """Tokenise a side of a pair behind its prompt. Of several messages each turn of the assistant is learnt."""
     system_prompt = policy.config.task.system_prompt
     if isinstance(answer, str) or len(answer) == 1:
         return rendered(policy, prompt, answer, system_prompt=system_prompt)
@@ -169,7 +159,7 @@ def preference_loss(
     kl: float,
     denominator: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of `pairs` that `dpo` names. logprobs, reference: (B, 2), summed over tokens, of chosen and rejected."""
+    """Compute the loss of pairs. logprobs, reference: (B, 2), summed over tokens, of chosen and rejected."""
     lengths = torch.tensor([pair.learnt for pair in pairs]).to(logprobs)
     if reference is None:
         chosen, rejected = (logprobs / lengths).unbind(1)
@@ -191,8 +181,8 @@ def preference_loss(
 
 
 def reference_point(dpo: Dpo, pairs: list[Example]) -> float:
-    """KTO's z_0: the mean log-ratio, at least 0, of each answer behind the next pair's prompt, where that is another
-    prompt and both are short enough; 0 for other losses.
+    """Estimate KTO's z_0: the mean log-ratio, at least 0, of each answer behind the next pair's prompt, where that is
+    another prompt and both are short enough; 0 for other losses.
     """
     if dpo.config.dpo.loss != "kto":
         return 0.0
@@ -205,10 +195,10 @@ def reference_point(dpo: Dpo, pairs: list[Example]) -> float:
 
 
 def pair_logprobs(policy: Policy, role: Literal["policy", "reference"], batch: Batch) -> Tensor:
-    """(B, 2): log-probabilities of chosen and rejected, summed over their tokens; the role must be acting."""
+    """Sum the log-probabilities (B, 2) of chosen and rejected over their tokens; the role must be acting."""
     return policy.logprobs(role, batch, temperature=1.0)[0].sum(1).view(2, -1).T
 
 
 def logprobs_of(policy: Policy, role: Literal["policy", "reference"], pairs: list[Example]) -> Tensor:
-    """`pair_logprobs` of any number of pairs, without gradient, on the CPU."""
+    """Compute `pair_logprobs` of any number of pairs, without gradient, on the CPU."""
     return policy.map_samples(lambda batch: (pair_logprobs(policy, role, batch),), pairs, role=role, width=2)[0]

@@ -23,16 +23,7 @@ from tinyrl.algorithms.advantages import decoupled_advantages, discounted_return
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.data.rows import keyed_order
-from tinyrl.rollout.sample import (
-    Sample,
-    conversations,
-    fill,
-    kl,
-    loss_mask,
-    num_episodes,
-    rewards_of,
-    token_rewards_of,
-)
+from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of, token_rewards_of
 from tinyrl.training.on_policy import OnPolicy
 
 if TYPE_CHECKING:
@@ -102,9 +93,8 @@ def kl_in_score(config: GrpoConfig) -> bool:
 
 
 def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:
-    """Advantages (B,) or (B, T) of whole groups, by `grpo.advantage`. The returns of REINFORCE++ are whitened over the
-    step; others compare score - kl_coef * summed k1 with the group, or each reward on its own, by its one of the
-    `weights`.
+    """Compute advantages (B,) or (B, T) of whole groups, by `grpo.advantage`. The returns of REINFORCE++ are whitened
+    over the step; others compare score - kl_coef * summed k1 with the group; GDPO each reward, with its weight.
 
     Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: normalised
     together, as in verl, a group of equal rewards would be driven by the KL alone, whatever kl_coef is.
@@ -132,7 +122,7 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
 
 
 def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
-    """(B, 1) or (B, R) what the responses of a group are compared by: the sum of their rewards, or each; NaN: none."""
+    """Return (B, 1) the sum of the rewards, or of GDPO (B, R) each, that a group is compared by; NaN: none."""
     rewards = rewards_of(samples).unsqueeze(1)
     if config.preset != "gdpo":
         return rewards
@@ -140,9 +130,7 @@ def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
 
 
 def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -> list[int]:
-    """Groups whose valid scores are all the same, so that they teach nothing. A reward of weight 0 among the `weights`
-    (R,) is compared in nothing.
-    """
+    """Return groups whose valid scores are all the same, so that they teach nothing; weights (R,) of the rewards."""
     scores = compared_scores(samples, config)
     if config.preset == "gdpo":
         scores = scores[:, weights != 0]

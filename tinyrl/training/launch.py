@@ -52,14 +52,9 @@ def start(
         if world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
             checkpoints.check_room(Path(output_dir), needed=policy.checkpoint_bytes(), copies=copies)
-        made: list[RunDir] = []  # by rank 0, which holds it; the other processes write nothing into it
-
-        def make() -> str:
-            made.append(create_run(output_dir, name=name, config=config, overwrite=overwrite))
-            return str(made[0].path)
-
-        path = world.on_main(make)
-        folder = made[0] if made else RunDir(Path(path), writes=False)
+        own = create_run(output_dir, name=name, config=config, overwrite=overwrite) if world.is_main else None
+        path = world.on_main(lambda: str(own.path) if own else "")
+        folder = own or RunDir(Path(path), writes=False)  # rank 0 holds it; the other processes write nothing into it
         undo.callback(folder.lock.release)
         folder.write_config(config)
         write_environment(folder, method, options=options, command=command)
@@ -80,8 +75,7 @@ def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also:
     with out_of_memory_stops("before the first step"):
         method: Method = load_method(config, options=options)
         undo.callback(method.close)
-        if method.world.size > 1:
-            _check_alike(method, also)
+        _check_alike(method, also)
     return method
 
 
@@ -125,9 +119,9 @@ def resume(
 ) -> Run | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
-    `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
-    with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
-    and config.yaml only when a checkpoint has been written under another configuration.
+    `config` (default: the run's config.yaml) and the files it names may differ from the checkpoint's only with
+    `allow_config_change`, else ValueError. Nothing of the run is changed before all of it is loaded, and config.yaml
+    only with a checkpoint under another configuration.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(folder.lock)
@@ -178,7 +172,7 @@ def resume(
 
 
 def started_with(folder: RunDir, given: Options) -> tuple[Options, list[str]]:
-    """The device that a run was started on, where the command line names none, and a note for another one.
+    """Return the options of a resume: the device of the start, where the command line names none; a note for another.
 
     Raises ValueError for a run started with --trust-remote-code that is resumed without: a run's folder may come from
     anybody, so only the command line lets code of a model run.
@@ -219,11 +213,10 @@ def _check_beginning(folder: RunDir) -> None:
 def fork(
     origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
 ) -> Run:
-    """A new run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
-    laid over its settings. Its records begin with the other run's, up to there, and run.forked_from names it.
-
-    An unchanged fork goes on to the same weights, to the bit, as the other run did. output_dir: default the folder that
-    `origin` is in. Raises ValueError, and leaves no folder, where it cannot go on.
+    """Make a run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
+    laid over its settings; unchanged, to the same weights to the bit. Its records begin with the other run's, up to
+    there, and run.forked_from names it. output_dir: default the folder that `origin` is in. Raises ValueError, and
+    leaves no folder, where it cannot go on.
     """
     old, checkpoint = _origin_of(origin)
     kept = read_state(checkpoint)
@@ -241,10 +234,8 @@ def fork(
         for each in {checkpoint, *filter(Path.is_dir, best)}:
             copy = checkpoints.checkpoint_name(checkpoints.checkpoint_step(each))
             shutil.copytree(each, new.checkpoints / copy)
-        for record, length in kept.records.items():
-            if (old.path / record).is_file():
-                with (old.path / record).open("rb") as file:
-                    (new.path / record).write_bytes(file.read(length))
+        for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
+            shutil.copyfile(record, new.path / record.name)  # which the resume cuts
         run = resume(new, options=options, config=config, allow_config_change=True)
         assert run is not None
         undo.callback(run.method.close)
@@ -255,9 +246,7 @@ def fork(
 
 
 def _origin_of(origin: str) -> tuple[RunDir, Path]:
-    """The run and the sound checkpoint that an origin means; of RUN the newest one. Raises ValueError, with the steps
-    there are, where it is none.
-    """
+    """Find the run and the sound checkpoint of an origin; of RUN the newest one. Raises ValueError for no such step."""
     name, at, step = origin.rpartition("@")
     if not at or Path(origin).exists() or not re.fullmatch("[0-9]+", step):
         path = Path(origin)
@@ -278,9 +267,7 @@ def _origin_of(origin: str) -> tuple[RunDir, Path]:
 
 def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
     """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
-
-    Raises ValueError when there are some besides more steps and `allowed` is false, and always when the method is
-    another one.
+    Raises ValueError for another method, and for differences, besides more steps, that are not `allowed`.
     """
     method = before.get("method")
     if method != config.method:
@@ -294,7 +281,7 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
 
 
 def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
-    """The changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
+    """Return the changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
     if not changes or allowed:
         return changes
     more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
@@ -304,7 +291,7 @@ def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:
-    """A line for each setting with two values. One that only one side has is left out: another version wrote it."""
+    """List settings with two values. One that only one side has is left out: another version wrote it."""
     changes = []
     for key in sorted(before.keys() & now.keys()):
         old, new = before[key], now[key]

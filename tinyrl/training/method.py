@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class Pass(NamedTuple):
     """A forward and backward pass of a role: the loss of each micro-batch of items, divided by counts of all of them.
-    last_tokens: the state of each row's last token is read too, for scores.
+    last_tokens: compute the state of each row's last token too, for scores.
     """
 
     role: Role
@@ -45,7 +45,7 @@ class Method:
         raise NotImplementedError
 
     def evaluate(self) -> Evaluation:
-        """Its numbers on the first run.eval_prompts held-out rows."""
+        """Measure on the first run.eval_prompts held-out rows."""
         raise NotImplementedError
 
     def check(self) -> list[str]:

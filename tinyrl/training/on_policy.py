@@ -15,7 +15,7 @@ from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.rewards.functions import count_bad_batches, describe_failure
-from tinyrl.rollout.records import SAMPLES_BYTES, completion_text, sample_lines, shown_samples, token_lines
+from tinyrl.rollout.records import SAMPLES_BYTES, completion_text, sample_key, sample_lines, shown_samples, token_lines
 from tinyrl.rollout.sample import (
     Sample,
     apply_length_rules,
@@ -30,7 +30,7 @@ from tinyrl.rollout.sample import (
 from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method, Pass
 from tinyrl.training.policy_loss import Counts, policy_loss, sampling_gap
-from tinyrl.training.prompt_sampler import PassRates, PromptSampler, PromptStats
+from tinyrl.training.prompt_sampler import PassRates, PromptSampler
 
 if TYPE_CHECKING:
     from tinyrl.rollout.collect import Collector
@@ -53,12 +53,14 @@ class OnPolicy(Method):
     def __init__(self, collector: Collector) -> None:
         super().__init__(collector.policy)
         self.collector, self.row_fingerprints = collector, collector.row_fingerprints
+        self.by_index = {prompt.index: prompt for prompt in collector.train_prompts}
+        self.texts = {prompt.index: prompt.text for prompt in collector.train_prompts}
         self.temperature, self.group_size = self.config.generation.temperature, self.config.on_policy.group_size
         self.teacher: Teacher | None = None
         if self.config.learns_from_teacher:
-            from tinyrl.training.teacher import teacher_of  # which brings the client of servers
+            from tinyrl.training.teacher import LocalTeacher, ServerTeacher  # with the client of servers
 
-            self.teacher = teacher_of(self)
+            self.teacher = (ServerTeacher if self.config.teacher.kind == "server" else LocalTeacher)(self)
 
     def check(self) -> list[str]:
         notes = [] if self.teacher is None else self.teacher.start()
@@ -78,7 +80,6 @@ class OnPolicy(Method):
 
     @property
     def reads_reference(self) -> bool:
-        """Return whether each step's samples need log-probabilities under the reference."""
         return self.config.on_policy.kl_coef > 0
 
     @property
@@ -93,28 +94,27 @@ class OnPolicy(Method):
         """Collect samples for a run from now on."""
         self.run, self.state = run, run.state
         self._warned: set[str] = set()
-        controllers, here = self.state.controllers, self.policy.accelerator
-        here = f"{self.collector.engine.name} on {here.device.type}, mixed precision {here.mixed_precision}"
+        controllers, accelerator = self.state.controllers, self.policy.accelerator
+        device, precision = accelerator.device.type, accelerator.mixed_precision
+        here = f"{self.collector.engine.name} on {device}, mixed precision {precision}"
         if controllers.measured_on != here:
             controllers.measured_on, controllers.exact_sampling = here, None
-        self._texts = {prompt.index: prompt.text for prompt in self.collector.train_prompts}
-        self.tried = PromptStats(self.config.task.solved_reward)
-        task, how = self.config.task, (self.config.on_policy.num_prompts, self.config.run.seed)
+        kind, task = PromptSampler, self.config.task
         if task.sampler == "difficulty":
-            self.choice = PassRates(task, self.collector.train_prompts, *how, self.state.controllers.pass_rates)
-        else:
-            self.choice = PromptSampler(task, self.collector.train_prompts, *how)
+            kind = partial(PassRates, record=controllers.pass_rates)
+        prompts, size = self.collector.train_prompts, self.config.on_policy.num_prompts
+        self.sampler = kind(prompts, size, self.config.run.seed, task.solved_reward)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """Return the prompts of a step, a function of (seed, step), and of what was seen so far where task says so."""
-        return [self.collector.train_prompts[i] for i in self.choice.draw(step)]
+        return [self.collector.train_prompts[i] for i in self.sampler.draw(step)]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
         self.run.display.phase("sampling")
         samples = self.collector.collect(prompts, group_size=self.group_size, step=step)
         apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
-        self.tried.look(prompts, rewards_of(samples))
+        self.sampler.look(prompts, rewards_of(samples))
         self._report_failures(samples, step)
         self.state.completions += len(samples)
         self.state.tokens += sum(sample.num_actions for sample in samples)
@@ -133,8 +133,7 @@ class OnPolicy(Method):
         failed = [sample for sample in samples if sample.failures]
         lost, sentence = sum(not sample.rewarded for sample in failed), ""
         if failed:
-            prompts = {prompt.index: prompt for prompt in self.collector.train_prompts}
-            sentence = describe_failure(prompts[failed[0].row].prompt, failed[0].failures[0])
+            sentence = describe_failure(self.by_index[failed[0].row].prompt, failed[0].failures[0])
             dropped = "their rows are" if lost == len(failed) else f"{lost} of their rows are"
             self.run.display.note(
                 f"warning: {len(failed)} of {len(samples)} rewards failed and {dropped} dropped "
@@ -143,9 +142,7 @@ class OnPolicy(Method):
             lines = [
                 {
                     "step": step + 1,
-                    "prompt_index": sample.row,
-                    "sample": sample.episode % self.group_size,
-                    "prompt": self._texts[sample.row],
+                    **sample_key(sample, prompts=self.texts, group_size=self.group_size),
                     "completion": completion_text(sample, self.collector.scorer),
                     **({} if sample.played is None else {"episode": sample.played.transcript}),
                     "reason": reason,
@@ -165,9 +162,8 @@ class OnPolicy(Method):
 
     def record_prompts(self, step: int) -> dict[str, float]:
         """Log which prompts of a step were solved; return metrics of the sampler."""
-        metrics = self.choice.keep(step, self.tried)
-        folder, prompts = self.run.folder, self.tried.take()  # of each its index, key, how often tried and solved
-        folder.append(folder.prompts, [{"step": step + 1, "prompts": prompts}])
+        prompts, metrics = self.sampler.take(step)  # of each its index, key, how often tried and solved
+        self.run.folder.append(self.run.folder.prompts, [{"step": step + 1, "prompts": prompts}])
         return metrics
 
     # ---- passes without gradient ----
@@ -205,7 +201,7 @@ class OnPolicy(Method):
         tokens: Tokens = "loss",
         among: World | None = None,
     ) -> Tensor:
-        """(B, T) log-probabilities of the tokens that count, under a role."""
+        """Compute the log-probabilities (B, T) of the tokens that count, under a role."""
         self.run.display.phase(role)
         compute = partial(self.policy.logprobs, role, temperature=self.temperature)
         return self.policy.map_samples(lambda b: compute(b)[:1], samples, role=role, tokens=tokens, among=among)[0]
@@ -250,18 +246,11 @@ class OnPolicy(Method):
         section, counts = config.on_policy, Counts.of(loss_mask(minibatch))
         kl_coef = 0.0 if section.kl_in_reward or not self.policy.has_reference else kl_coef
         teacher_coef = config.teacher.kl_coef if config.method != "distill" else 0.0
-        distance = None
-        if teacher_coef > 0:
-            assert self.teacher is not None
-            distance = self.teacher.distance_loss(minibatch)
+        distance = self.teacher.distance_loss(minibatch) if self.teacher and teacher_coef > 0 else None
 
         def loss(batch: Batch, states: Tensor) -> tuple[Tensor, Metrics]:
             logprobs, entropy = self.policy.logprobs(
-                "policy",
-                batch,
-                temperature=self.temperature,
-                states=states,
-                entropy_grad=section.entropy_coef > 0,
+                "policy", batch, temperature=self.temperature, states=states, entropy_grad=section.entropy_coef > 0
             )
             total, metrics = policy_loss(
                 logprobs,
@@ -307,19 +296,17 @@ class OnPolicy(Method):
     def record(self, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
         """Append some of the samples to samples.jsonl, with each one's mean advantage (before any whitening, so that it
         reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens have
-        them. No signal stops it: what comes before and after it in a step is not to be done twice. Rank 0 does it, and
-        waits for nobody.
+        them. Rank 0 does it, and waits for nobody; no signal stops it, as a step's records are written once.
         """
         if not self.world.is_main:
             return
         folder, settings = self.run.folder, self.config.run
-        how: dict[str, Any] = {"prompts": self._texts, "group_size": self.group_size}
+        how: dict[str, Any] = {"prompts": self.texts, "group_size": self.group_size}
         if self.run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
             with stop_held(), self.run.timed("evaluation"):
                 now = self.logprobs(shown, "policy", among=ALONE)
                 if rewards is not None:
-                    places = {id(sample): place for place, sample in enumerate(samples)}
-                    rewards = rewards[[places[id(sample)] for sample in shown]]
+                    rewards = rewards[[next(i for i, one in enumerate(samples) if one is sample) for sample in shown]]
                 lines = token_lines(shown, new_logprobs=now, rewards=rewards, tokenizer=self.policy.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 every = settings.eval_every or settings.num_steps
@@ -342,7 +329,7 @@ class OnPolicy(Method):
         )
 
     def reward_metrics(self, samples: list[Sample]) -> dict[str, float]:
-        """Mean and spread of the rewards, the mean of each by name, samples without one."""
+        """Measure mean and spread of the rewards, the mean of each by name, samples without one."""
         rewards = rewards_of(samples)
         valid = rewards[~rewards.isnan()]
         out: dict[str, float] = {}
@@ -358,8 +345,8 @@ class OnPolicy(Method):
         return out | self.collector.scorer.metrics()
 
     def metrics(self, samples: list[Sample]) -> dict[str, float]:
-        """Metrics of the samples besides their rewards: lengths, truncation, turns, KL in nats per response (the update
-        measures it where the KL is in the loss of a single optimizer step).
+        """Measure the samples besides their rewards: lengths, truncation, turns, KL in nats per response (by the update
+        where the KL is in the loss of a single optimizer step).
         """
         out = {**environment_metrics(samples), **length_metrics(samples)}
         measured = self.several_steps or self.config.on_policy.kl_in_reward

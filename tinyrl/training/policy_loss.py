@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinyrl.algorithms.kl import ESTIMATORS, k1
-from tinyrl.algorithms.losses import (
-    Metrics,
-    cispo_loss,
-    clipped_policy_loss,
-    entropy_bonus,
-    kl_loss,
-    mismatch_weights,
-)
+from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_policy_loss, entropy_bonus, kl_loss, mismatch_weights
 from tinyrl.algorithms.masking import Aggregation, masked_sum
 
 if TYPE_CHECKING:
@@ -45,7 +38,7 @@ class Counts:
         return cls(max(1, int(mask.sum())), max(1, int(mask.any(1).sum())), len(mask))
 
     def denominator(self, aggregation: Aggregation, *, max_new_tokens: int) -> int:
-        """The divisor of the aggregation: tokens, sequences, or Dr. GRPO's constant."""
+        """Return the divisor of the aggregation: tokens, sequences, or Dr. GRPO's constant."""
         if aggregation == "constant":
             return self.rows * max_new_tokens
         return self.tokens if aggregation == "token" else self.sequences
@@ -62,7 +55,7 @@ def policy_loss(
     max_new_tokens: int,
     inexact: bool,
 ) -> tuple[Tensor, Metrics]:
-    """(loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
+    """Compute (loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
 
     logprobs, entropy (b, T) are the policy's, with a gradient; kl_coef is the weight of a KL in the loss (0: none);
     inexact: tokens are sampled with other numerics than training uses (bfloat16, other kernels), which
@@ -110,6 +103,6 @@ def policy_loss(
 
 
 def sampling_gap(logprobs: Tensor, batch: Batch, counts: Counts) -> Metrics:
-    """policy/sampling_gap, the mean |training - sampling| log-probability of a token under the policy that sampled."""
+    """Compute policy/sampling_gap, the mean |training - sampling| log-probability of a token before an update."""
     gap = masked_sum((logprobs.detach() - batch.padded("logprobs")).abs(), batch.mask)
     return {"policy/sampling_gap": gap / counts.tokens}

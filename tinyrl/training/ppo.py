@@ -24,11 +24,9 @@ not rewarded for (InstructGPT, Eq. 2):
 
     loss = PPO's + ptx_coef * mean of -log pi(token | tokens before) over the tokens of a text batch
 
-The batch is the next PTX_ROWS rows of a stream of shuffled epochs: a function of (seed, step, optimizer step).
-While only the critic trains there is none. What differs from the paper: the loss is a mean over the tokens of the
-batch, whatever its size, so ptx_coef is not on the scale of the paper's 27.8. The temperature is 1, whatever sampling
-has. Which tokens count is sft's rule: those of a completion or of an assistant's turn, and all of `text`;
-task.system_prompt is the prompts' and not put before it.
+The batch is the next PTX_ROWS rows of a stream of shuffled epochs. What differs from the paper: the loss is a mean over
+the tokens of the batch, so ptx_coef is not on the scale of the paper's 27.8. The temperature is 1, whatever sampling
+has. The tokens that count are sft's; task.system_prompt is not put before them.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Ppo(OnPolicy):
         self.text_notes: list[str] = []
 
     def read_text(self, placed: list[tuple[str, Row]]) -> None:
-        """Tokenise the rows of ppo.ptx_data, each with its place. Raises ValueError, quoting it, for one it cannot."""
+        """Tokenise the rows of ppo.ptx_data, each with its place, which errors quote."""
         rows = [row for _, row in placed]
         self.text = [text_of(row, self.policy, place=place) for place, row in watched(placed)]
         texts = (text for row in self.text for one in row for text in one.texts)
@@ -84,9 +82,7 @@ class Ppo(OnPolicy):
         return [*super().check(), *self.text_notes]
 
     def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool = False) -> list[Pass]:
-        """Return passes of policy and critic, on a shared backbone or one after the other; of the critic alone while it
-        warms up; and over text, where there is any.
-        """
+        """Return passes of policy and critic (of the critic alone while it warms up), and over text, if any."""
         policy, config = self.policy, self.config.ppo
         tokens, loss = Counts.of(loss_mask(minibatch)).tokens, self.policy_loss(minibatch, kl_coef=kl_coef)
 
@@ -96,7 +92,7 @@ class Ppo(OnPolicy):
             return clipped_value_loss(values, old, returns, batch.mask, value_clip_eps=clip, denominator=tokens)
 
         def on_one_backbone(batch: Batch) -> tuple[Tensor, Metrics]:
-            """No gradient of a detached, or warming up, value reaches the backbone."""
+            """Compute both losses; no gradient of a detached, or warming up, value reaches the backbone."""
             states = policy.policy_states(batch)
             shared = policy.critic_kind == "shared" and not warming_up
             values = policy.values(batch, states=states if shared else states.detach())
@@ -119,7 +115,7 @@ class Ppo(OnPolicy):
 
     @property
     def several_steps(self) -> bool:
-        """Also with one epoch of one minibatch: the ratio is always to the policy before the update."""
+        """Return True: the ratio is to the policy before the update, also with one epoch of one minibatch."""
         return True
 
     def train(self, run: Run) -> None:
@@ -177,7 +173,7 @@ class Ppo(OnPolicy):
 
 
 def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) -> float:
-    """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
+    """Return the weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
     observed, count = kl_per_response(samples)
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
@@ -185,7 +181,7 @@ def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) 
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over tokens that count; 0 when the returns do not vary."""
+    """Compute 1 - Var(returns - values) / Var(returns) over the mask; 0 when the returns do not vary."""
     chosen, predicted = returns[mask], values[mask]
     variance = chosen.var() if len(chosen) > 1 else torch.zeros(())
     return float(1.0 - (chosen - predicted).var() / variance) if variance > 0 else 0.0
@@ -208,7 +204,7 @@ def text_of(row: Row, policy: Policy, *, place: str) -> list[Example]:
 
 
 def ptx_pass(ppo: Ppo, run: Run) -> Pass:
-    """The policy's pass over the text batch of an optimizer step. Metric: policy/ptx_loss, before the coefficient."""
+    """Make the policy's pass over the text batch of an optimizer step. Metric: policy/ptx_loss, without coefficient."""
     config, seed = ppo.config.ppo, ppo.config.run.seed
     size = min(PTX_ROWS, len(ppo.text))  # none twice in a batch, but where an epoch ends in it
     minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))

@@ -18,7 +18,6 @@ from torch import Tensor
 from tinyrl.data.rows import PASS_RATE, batch_indices, row_key
 
 if TYPE_CHECKING:
-    from tinyrl.config.sections import TaskConfig
     from tinyrl.tasks.prompts import PreparedPrompt
 
 UNIFORM = 0.1  # share of a step's prompts that comes in epochs
@@ -27,12 +26,30 @@ PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
 
 
-class PromptStats:
-    """Count each prompt's completions in a step: those with a reward, and those that were right."""
+Counts = tuple[str, int, int]  # of a prompt in a step: its row's fingerprint, completions with a reward, right ones
 
-    def __init__(self, solved_reward: float) -> None:
-        self.solved_reward = solved_reward
-        self.counts: dict[int, tuple[str, int, int]] = {}
+
+@dataclass
+class PromptSampler:
+    """Draw the training prompts of each step, in shuffled epochs, and count each one's completions in a step.
+
+    record: state of the run, which only `take` changes.
+    """
+
+    prompts: list[PreparedPrompt]
+    num_prompts: int
+    seed: int
+    solved_reward: float
+    record: dict[str, Any] = field(default_factory=dict)
+    counts: dict[int, Counts] = field(default_factory=dict)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return [row_key(p.row) for p in self.prompts]
+
+    def draw(self, step: int) -> list[int]:
+        """Return the places of a step's prompts; a function of (seed, step) and the record."""
+        return batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
 
     def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
         """Add a group of rewards for each of `prompts`, one after another; NaN: none."""
@@ -42,40 +59,19 @@ class PromptStats:
             _, before, before_right = self.counts.get(prompt.index, ("", 0, 0))
             self.counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
 
-    def take(self) -> list[list[Any]]:
-        """Return the counts for a line of prompts.jsonl, by index, and reset them."""
+    def take(self, step: int) -> tuple[list[list[Any]], dict[str, float]]:
+        """Reset the counts; return them for a line of prompts.jsonl, by index, and metrics."""
         counts, self.counts = self.counts, {}
-        return [[index, *counts[index]] for index in sorted(counts)]
+        return [[index, *counts[index]] for index in sorted(counts)], self.learn(step, [*counts.values()])
 
-
-@dataclass
-class PromptSampler:
-    """Which places in the list of training prompts each step takes: shuffled epochs. `record` is the run's state, which
-    changes only in `keep`, by fingerprints of rows.
-    """
-
-    task: TaskConfig
-    prompts: list[PreparedPrompt]
-    num_prompts: int
-    seed: int
-    record: dict[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def keys(self) -> list[str]:
-        return [row_key(p.row) for p in self.prompts]
-
-    def draw(self, step: int) -> list[int]:
-        """The places of a step's prompts; a function of (seed, step) and of what was kept."""
-        return batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
-
-    def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
-        """Put what a step showed on record, once its sampling is done; its metrics."""
+    def learn(self, step: int, counts: list[Counts]) -> dict[str, float]:
+        """Record a step's counts; return metrics."""
         return {}
 
 
 class PassRates(PromptSampler):
-    """Prompts by the pass rate that they are believed to have. On record is of rows how many completions were right and
-    wrong, and the step that was; older ones count for less, as the policy moves.
+    """Sample prompts by estimated pass rate. record: of rows by fingerprint how many completions were right and wrong,
+    and in which step; older ones count for less, as the policy moves.
 
     Of a step's prompts the share UNIFORM comes from shuffled epochs, so that every prompt is tried again.
     The others are drawn without replacement in proportion to the expectation of p (1 - p) under Beta(right + PRIOR,
@@ -118,8 +114,8 @@ class PassRates(PromptSampler):
         score[places] = -np.inf
         return [*places, *(int(i) for i in np.argsort(-score, kind="stable")[: count - uniform])]
 
-    def keep(self, step: int, tried: PromptStats) -> dict[str, float]:
-        for key, count, right in tried.counts.values():
+    def learn(self, step: int, counts: list[Counts]) -> dict[str, float]:
+        for key, count, right in counts:
             was_right, was_wrong = self._known(key, step)
             self.record[key] = [was_right + right, was_wrong + count - right, step]
         return {"reward/known_prompts": float(len(self.record))}

@@ -72,21 +72,18 @@ class RewardModel(RowMethod):
 
     @property
     def room(self) -> int:
-        """Most tokens that the model reads."""
-        with_adapter = self.policy.peft is not None
-        return (
-            self.policy.positions if with_adapter else classifier_max_tokens(self.policy.causal.config, self.tokenizer)
-        )
+        """Return most tokens that the model reads."""
+        if self.policy.peft is not None:
+            return self.policy.positions
+        return classifier_max_tokens(self.policy.causal.config, self.tokenizer)
 
     @property
     def text_format(self) -> TextFormat:
-        """How prompts are written; kept with the weights, so that scoring writes them the same way."""
+        """Return how prompts are written; saved with the weights, so that scoring writes them the same way."""
         return TextFormat.of_run(self.config)
 
     def examples(self, row: Row) -> list[Example]:
-        """Tokenise each answer behind its prompt, by the functions that score completions later. Raises ValueError
-        where no policy writes such.
-        """
+        """Tokenise each answer behind its prompt, by the functions that score completions later."""
         one, room, texts = judged(row, self.objective), self.room, []
         how = {"text_format": self.text_format, "adapter": self.policy.peft is not None}
         for answer in one.answers:
@@ -116,16 +113,16 @@ class RewardModel(RowMethod):
         return Evaluation(metrics, [], [])
 
     def scores(self, batch: Batch) -> Tensor:
-        """Scores (n, 2) of chosen and rejected, or (n, 1); a packed batch reads what two sides begin with once."""
+        """Score a batch: (n, 2) of chosen and rejected, or (n, 1)."""
         return self.policy.scores(batch).view(-1, len(batch.items)).T
 
     def scores_of(self, examples: list[Example], *, among: World | None = None) -> Tensor:
-        """`scores` of any number of examples, without gradient, on the CPU."""
+        """Score any number of examples, without gradient, on the CPU."""
         how: Any = {"role": "policy", "width": len(examples[0].responses), "last_tokens": True, "among": among}
         return self.policy.map_samples(lambda batch: (self.scores(batch),), examples, **how)[0]
 
     def save(self, folder: Path) -> None:
-        """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
+        """Save adapter and centred head, or a sequence-classification model whose config holds the centre."""
         head = self.policy.score_head
         assert head is not None
         first = [one for row in self.train_rows[:CENTERED_ON] for one in row]
@@ -159,7 +156,6 @@ class RewardModel(RowMethod):
             tensors = load_file(folder / "model.safetensors")
             weight = tensors.pop("score.weight")
             prefix = self.policy.causal.base_model_prefix
-            backbone_of(self.policy.causal).load_state_dict(
-                {k.removeprefix(f"{prefix}."): v for k, v in tensors.items()}
-            )
+            states = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items()}
+            backbone_of(self.policy.causal).load_state_dict(states)
         head.load_state_dict({"weight": weight, **load_file(folder / SCORE_BIAS)})

@@ -47,9 +47,7 @@ BatchLoss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
 class RowMethod(Method):
     """A method that learns from rows of task.data. A subclass gives the examples of a row and the loss of a batch.
-
-    train_rows, held_out: the examples of each row; notes: what the rows were taken for, and which are left out;
-    last_tokens: whether the loss reads the state of each text's last token.
+    train_rows, held_out: the examples of each row; last_tokens: whether the loss needs the state of each last token.
     """
 
     last_tokens = False
@@ -67,30 +65,24 @@ class RowMethod(Method):
             trained_on = {*map(id, held_out)} <= {*map(id, rows)}
             different = {prompt_key(shared_prompt(row)) for row in held_out}
             self.notes += few_held_out(len(different), trained_on=trained_on)
-        check_ids(
-            (text for row in self.train_rows + self.held_out for one in row for text in one.texts),
-            self.tokenizer,
-            policy.causal,
-        )
+        texts = (text for row in self.train_rows + self.held_out for one in row for text in one.texts)
+        check_ids(texts, self.tokenizer, policy.causal)
 
     def examples(self, row: Row) -> list[Example]:
         """Tokenise a row. Raises ValueError where it cannot be rendered."""
         raise NotImplementedError
 
     def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
-        """Return the loss of a step's examples, micro-batch by micro-batch, and metrics; rows: their places in
-        train_rows.
-        """
+        """Return the loss of each micro-batch of a step's examples, and metrics; rows: places in train_rows."""
         raise NotImplementedError
 
     @property
     def limit(self) -> tuple[int, str]:
-        """Most tokens of an example, and what limits them."""
+        """Return most tokens of an example, and what limits them."""
         return self.policy.positions, f"the model's {self.policy.positions} positions"
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step: at most all there are."""
         size: int = self.config.own.batch_size
         return min(size, len(self.train_rows))
 
@@ -114,8 +106,7 @@ class RowMethod(Method):
 
     def tokenised(self, rows: list[Row]) -> list[list[Example]]:
         """Tokenise rows. Those with two equal answers are left out, and examples that are too long under
-        task.on_overlong_prompt=drop. Raises ValueError, quoting the row, for others that are too long or cannot be
-        rendered.
+        task.on_overlong_prompt=drop. Raises ValueError, quoting the row, for others.
         """
         read: list[list[Example]] = []
         for row in watched(rows):
@@ -139,11 +130,9 @@ class RowMethod(Method):
         return [joined(row) for row, same in zip(fitting, equal, strict=True) if row and not same]
 
     def shown(self, row: list[Example]) -> list[str]:
-        """The first example of a row as text, piece by piece."""
-        return [
-            f"{name} ({len(tokens)} tokens): {shortened(readable(self.tokenizer, tokens), SHOWN)}"
-            for name, tokens in spans(row[0])
-        ]
+        """Show the first example of a row as text, piece by piece."""
+        texts = ((name, tokens, readable(self.tokenizer, tokens)) for name, tokens in spans(row[0]))
+        return [f"{name} ({len(tokens)} tokens): {shortened(text, SHOWN)}" for name, tokens, text in texts]
 
 
 def rendered(
@@ -157,10 +146,8 @@ def rendered(
 
 
 def joined(turns: list[Example]) -> list[Example]:
-    """The same examples in fewer passes: one whose prompt begins with all of the one before goes on behind it.
-
-    What a token is predicted from stays the same, so no number changes; a conversation of n turns is read once instead
-    of n times. Where a template strips the thinking of earlier turns, the prompt differs and the turns stay apart.
+    """Join turns: one whose prompt begins with all of the one before goes on behind it, so that a conversation of n
+    turns is read once and no number changes. Where a template strips earlier thinking, the turns stay apart.
     """
     out: list[Example] = []
     for turn in turns:
@@ -176,9 +163,7 @@ def joined(turns: list[Example]) -> list[Example]:
 
 
 def spans(example: Example) -> Iterator[tuple[str, list[int]]]:
-    """The tokens of an example in order, in pieces by what becomes of them: read, or learnt (of a pair: chosen,
-    rejected).
-    """
+    """Yield the tokens of an example in order, in pieces that are read, or learnt (of a pair: chosen, rejected)."""
     yield "read", example.prompt
     names = ("learnt",) if len(example.responses) == 1 else ("chosen", "rejected")
     for name, answer, mask in zip(names, example.responses, example.listed(), strict=True):

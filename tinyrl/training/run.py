@@ -47,33 +47,29 @@ MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at
 # Errors of the report or summary after the last step (broken matplotlib, damaged file, no memory).
 AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
               ValueError)  # fmt: skip
+RandomState = tuple[dict[str, Tensor], list[Any]]  # of torch and of python
 
 
 @dataclass
 class StepStart:
-    """A snapshot that a stop inside a step restores: state, random numbers, bytes of the records.
-
-    tensors: trained weights and optimizer state, once the update has begun; None before.
-    """
+    """A snapshot that a stop inside a step restores."""
 
     state: RunState
-    random: tuple[dict[str, Tensor], list[Any]]
-    records: dict[str, int]
-    tensors: tuple[list[Tensor], dict[str, Tensor]] | None = None
+    random: RandomState
+    records: dict[str, int]  # bytes of each
+    tensors: tuple[list[Tensor], dict[str, Tensor]] | None = None  # weights and optimizer state, in an update
 
 
 class StepMetrics:
-    """Metrics of a step: `values`, sums over its optimizer steps, and seconds by phase. The values go into a checkpoint
-    that is written before the evaluation after the step.
-    """
+    """Metrics of a step."""
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
-        self.values = {} if values is None else values
+        self.values = {} if values is None else values  # also in a checkpoint before the evaluation after the step
         self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by phase
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Metrics of one optimizer step; the line shows their mean (non-finite ones are left out)."""
+        """Add metrics of one optimizer step; the line has their mean (non-finite ones are left out)."""
         for key, value in metrics.items():
             if math.isfinite(value):
                 total = self.sums.setdefault(key, [0.0, 0])
@@ -81,7 +77,7 @@ class StepMetrics:
                 total[1] += 1
 
     def line(self, **measured: float) -> dict[str, Any]:
-        """Everything, with `measured`, the total of the times (evaluations are not part of a step), tokens a second."""
+        """Return all metrics, with `measured`, the total of the times without evaluations, and tokens a second."""
         total = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")
         times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         line = {**self.values, **times, "time/total": total, **measured}
@@ -90,8 +86,8 @@ class StepMetrics:
 
 
 class Run:
-    """A run between its first step and its last. `state` is where it stands, `minibatch` what an update works on,
-    `update` its number among the step's optimizer steps, `until` the step after which to stop.
+    """A run between its first step and its last. state: after the last finished step; minibatch: of the update under
+    way; update: its number among the step's optimizer steps; until: the step after which to stop.
     """
 
     def __init__(self, method: Method, folder: RunDir, *, sources: Callable[[], Sources], silent: bool = False) -> None:
@@ -114,22 +110,15 @@ class Run:
         self.saved = True  # whether the last save succeeded
         self.new_config = False  # config.yaml is still that of the run before, until a checkpoint is this one's
         self.optimizers = role_optimizers(self.config.optim, self.policy.parameters)
-        self.updater = Updater(
-            self.policy,
-            self.optimizers,
-            max_grad_norm=self.config.optim.max_grad_norm,
-            gradient_checkpointing=self.config.model.gradient_checkpointing,
-            dump_bad_batch=self._dump_bad_batch,
-            world=self.world,
-        )
+        self.updater = Updater(self.policy, self.optimizers, max_grad_norm=self.config.optim.max_grad_norm)
+        self.updater.gradient_checkpointing = self.config.model.gradient_checkpointing
+        self.updater.dump_bad_batch = self._dump_bad_batch
         method.keep_output(folder.append_reward_output if folder.writes else lambda text: None)
 
     # ---- from here to the end ----
 
     def go(self, *, report: Callable[[Path], object], until: int | None = None) -> int:
-        """Train to the last step, or to step `until`; write a `report` of the folder and release its lock. Returns the
-        exit code of the run.
-        """
+        """Train to the last step, or to step `until`; write a `report` of the folder. Returns the run's exit code."""
         if until is not None:
             self.until = min(until, self.until)
         with self.folder.lock:
@@ -200,7 +189,7 @@ class Run:
     # ---- a step ----
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do (0-based); the learning rate of each is set before it is handed out."""
+        """Yield the steps still to do (0-based), with the learning rate of each."""
         check_replicas(self.world, self.policy.parameters)
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
@@ -214,8 +203,8 @@ class Run:
             yield self.state.step
 
     def start_update(self, **metrics: float) -> None:
-        """Sampling is over: from here on weights change. Copy them for a stop, or let it wait where they are large."""
-        assert self._start is not None, "steps() hands out the steps"
+        """Begin to change weights: copy them for a stop, or let it wait where they are large."""
+        assert self._start is not None
         self.update = 0
         self.metrics.values, self.metrics.sums = dict(metrics), {}
         if 3 * sum(p.numel() * p.itemsize for p in self._trained()) > MOST_COPIED:  # weights and two moments
@@ -234,8 +223,8 @@ class Run:
         self.display.note(f"{signal}: the trained weights are large, so the stop waits for the end of the update{took}")
 
     def minibatches(self, samples: list[Sample], *, num_epochs: int, size: int | None) -> Iterator[list[Sample]]:
-        """The samples of each optimizer step: all conversations of `size` episodes. Each epoch covers all of them,
-        shuffled by (seed, step, epoch).
+        """Yield the samples of each optimizer step: all conversations of `size` episodes, in epochs shuffled by (seed,
+        step, epoch).
         """
         count = num_episodes(samples)
         size = size or count
@@ -364,22 +353,13 @@ class Run:
             self.last_checkpoint = checkpoints.write_checkpoint(self.folder.checkpoints, self.state.step, write=write)
 
     def _state_now(self) -> RunState:
-        """A copy of the state, with what metrics and updater have of it."""
-        updater = self.updater
-        return self.state.model_copy(
-            deep=True,
-            update={
-                "values": {**self.metrics.values},
-                "skipped": updater.skipped,
-                "skipped_in_a_row": updater.skipped_in_a_row,
-                "loss_scale": updater.scaler.state_dict(),
-            },
-        )
+        """Copy the state, with that of metrics and updater."""
+        skips = {"skipped": self.updater.skipped, "skipped_in_a_row": self.updater.skipped_in_a_row}
+        own = {"values": {**self.metrics.values}, "loss_scale": self.updater.scaler.state_dict(), **skips}
+        return self.state.model_copy(deep=True, update=own)
 
-    def _stand_at(
-        self, state: RunState, *, random: tuple[dict[str, Tensor], list[Any]], records: dict[str, int]
-    ) -> list[str]:
-        """Take over a state and random numbers, and cut the records; returns a line for each that is not whole."""
+    def _stand_at(self, state: RunState, *, random: RandomState, records: dict[str, int]) -> list[str]:
+        """Restore a state and random numbers, and cut the records; returns a line for each that is not whole."""
         self.state, self._start, self.metrics = state, None, StepMetrics({**state.values})
         self.updater.skipped, self.updater.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if state.loss_scale:
@@ -388,7 +368,7 @@ class Run:
         return self.folder.cut(records, step=state.step)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
-        """Go on from a verified checkpoint, whose state.json is `kept`; a line for each record that is not whole."""
+        """Go on from a verified checkpoint, whose state.json is `kept`; returns a line for each damaged record."""
         self.method.load(folder)
         if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
@@ -426,13 +406,12 @@ class Run:
         if not self.world.is_main:
             return
         folder = self.folder.path / "nonfinite"
-        name = f"step-{self.state.step:06d}"
         where = f"the batch is in {folder}"
         try:
             folder.mkdir(exist_ok=True)
-            samples = [sample.plain() for sample in self.minibatch]
-            facts = {"why": why, "samples": samples}
-            (folder / f"{name}-{self.updater.skipped}.json").write_text(json.dumps(facts), encoding="utf-8")
+            facts = {"why": why, "samples": [sample.plain() for sample in self.minibatch]}
+            file = folder / f"step-{self.state.step:06d}-{self.updater.skipped}.json"
+            file.write_text(json.dumps(facts), encoding="utf-8")
         except OSError as error:
             where = f"the batch could not be written to {folder}: {error}"
         self.display.note(f"warning: step {self.state.step}: {why}; no weight was changed, {where}")

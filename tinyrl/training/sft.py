@@ -37,7 +37,7 @@ class Sft(RowMethod):
         return loss_of, {"completion/tokens": float(tokens)}
 
     def evaluate(self) -> Evaluation:
-        """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
+        """Compute the mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
         rows = self.held_out[: self.config.run.eval_prompts]
         examples = [example for row in rows for example in row]
 
@@ -50,13 +50,13 @@ class Sft(RowMethod):
 
 
 def negative_log_likelihood(policy: Policy, batch: Batch) -> Tensor:
-    """Summed over the learnt tokens of a batch, in nats; the policy must be acting."""
+    """Sum over the learnt tokens of a batch, in nats; the policy must be acting."""
     return -policy.logprobs("policy", batch, temperature=1.0)[0].sum()
 
 
 def turns_of(row: Row, policy: Policy, *, system_prompt: str | None) -> list[Example]:
-    """An example for each answer of a row that is not empty. Under sft.loss_on=all everything counts, and so once: of a
-    conversation as far as its last answer. Raises ValueError where a row cannot be read or rendered.
+    """Make an example for each answer of a row that is not empty; under sft.loss_on=all one of the whole text, of a
+    conversation as far as its last answer. Raises ValueError where a row cannot be rendered.
     """
     wanted, tokenizer = text_examples(row), policy.tokenizer
     if policy.config.sft.loss_on == "completion":

@@ -37,10 +37,8 @@ class _Strict(BaseModel):
 
 
 class SourceFile(_Strict):
-    """A file that is read; `modified` in nanoseconds."""
-
     bytes: Annotated[int, Field(ge=0)]
-    modified: Annotated[int, Field(ge=0)]
+    modified: Annotated[int, Field(ge=0)]  # nanoseconds
     sha256: str
 
 
@@ -71,10 +69,8 @@ class Controllers(_Strict):
 
 
 class RunState(_Strict):
-    """The state of a run.
-
-    step counts finished optimizer updates; phase is what comes next: the evaluation after that step (of step 0: the
-    held-out score before training), whose other metrics are `values`, or the next step's rollout.
+    """The state of a run after `step` finished steps. phase: what comes next, the evaluation after that step (of step
+    0: before training), whose other metrics are `values`, or the next step's rollout.
     """
 
     step: Count = 0
@@ -108,7 +104,7 @@ class CheckpointState(_Strict):
     python_random: list[int | list[int] | float | None]
 
     def setting(self, section: str, name: str) -> Any:
-        """A setting of the configuration; None where the version that wrote it had none."""
+        """Return a setting of the configuration; None where the version that wrote it had none."""
         found = self.config.get(section)
         return found.get(name) if isinstance(found, dict) else None
 
@@ -117,7 +113,7 @@ class CheckpointState(_Strict):
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """state.json of a checkpoint. Raises ValueError, with the first thing that is wrong, for one that is not ours."""
+    """Read state.json of a checkpoint. Raises ValueError, with the first thing that is wrong, for one not of ours."""
     try:
         state = CheckpointState.model_validate_json((folder / STATE).read_bytes())
         if state.run.step == checkpoint_step(folder):
@@ -133,7 +129,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> Sources:
-    """The hashes as of now. `known` files are hashed again only where size or time of change differ."""
+    """Hash a run's inputs; `known` files again only where size or time of change differ."""
     files: dict[str, SourceFile] = {}
     for name, path in _files(config):
         stat, before = path.stat(), known.get(name)
@@ -148,7 +144,7 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
 
 
 def changed_sources(before: Sources, now: Sources) -> list[str]:
-    """A line for each source that has changed. One that only `now` has came with a setting, whose change is noted."""
+    """List the sources that have changed. One that only `now` has came with a setting, whose change is noted."""
     changes = [f"{name} rows: the data has changed" for name, rows in before.rows.items() if now.rows.get(name) != rows]
     for name, file in before.files.items():
         there = now.files.get(name)
@@ -158,23 +154,22 @@ def changed_sources(before: Sources, now: Sources) -> list[str]:
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Every file of models, adapters, rewards and environments, by the setting that names it."""
-    models = {"model.path": config.model.path, "model.adapter": config.model.adapter}
+    """Yield every file of models, adapters, rewards and environments, by the setting that names it."""
+    models = {"model.path: ": config.model.path, "model.adapter: ": config.model.adapter}
     functions = config.reward.functions if config.uses("reward") else []
     uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
     if config.uses("critic"):
-        models["critic.path"] = config.critic.path
+        models["critic.path: "] = config.critic.path
+        own = os.path.join(config.critic.path or "", "critic")  # that of a run, beside its policy
+        models["critic.path: critic/"] = own if config.critic.path and os.path.isdir(own) else None
     if config.uses("reward"):
-        models["reward.model"] = config.reward.model
+        models["reward.model: "] = config.reward.model
     if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
-        models["teacher.path"] = config.teacher.path
-    for setting, path in models.items():
-        revision = config.model.revision if setting == "model.path" else None
+        models["teacher.path: "] = config.teacher.path
+    for name, path in models.items():
+        revision = config.model.revision if name == "model.path: " else None
         for file in [] if path is None else _model_files(path, revision=revision):
-            yield f"{setting}: {file.name}", file
-    own = os.path.join(models.get("critic.path") or "", "critic")  # what a run's critic has beside its policy
-    if models.get("critic.path") and os.path.isdir(own):
-        yield from ((f"critic.path: critic/{file.name}", file) for file in _model_files(own, revision=None))
+            yield f"{name}{file.name}", file
     rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
     yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
     if config.uses("environment"):
@@ -193,7 +188,7 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _model_files(path: str, *, revision: str | None) -> list[Path]:
-    """Files of a folder. Of a hub name the config.json as the hub's client keeps it: its folder is the revision."""
+    """List the files of a model's folder; of a hub name that of the hub's client, which is one of a revision."""
     folder = starter_path(path) or Path(path).expanduser()
     if not folder.is_dir():
         kept = try_to_load_from_cache(path, "config.json", revision=revision)
@@ -204,7 +199,7 @@ def _model_files(path: str, *, revision: str | None) -> list[Path]:
 
 
 def _known_digest(path: Path, size: int) -> str | None:
-    """The hash of a file that was taken before: by a checkpoint's manifest, or the hub's client (its blob's name)."""
+    """Return a hash that was taken before: by a checkpoint's manifest, or the hub's client (its blob's name)."""
     blob = path.resolve()
     if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
         return blob.name

@@ -21,7 +21,7 @@ from tinyrl.config.sections import OptimConfig
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.models.device import free_bytes, restore_torch_rng, torch_rng
 from tinyrl.models.micro_batches import Work
-from tinyrl.models.parallel import ALONE, World, sum_step
+from tinyrl.models.parallel import sum_step
 from tinyrl.models.policy import Policy
 from tinyrl.training.method import Pass
 
@@ -30,7 +30,7 @@ MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 @dataclass
 class Updater:
-    """Steps the optimizers. State: how many steps were skipped, in a row and in all."""
+    """Step the optimizers. State: how many steps were skipped, in a row and in all."""
 
     policy: Policy
     optimizers: dict[str, RoleOptimizer]
@@ -39,7 +39,6 @@ class Updater:
     dump_bad_batch: Callable[[str], None] = lambda why: None
     skipped: int = 0
     skipped_in_a_row: int = 0
-    world: World = ALONE  # each process of it has a share of the rows
 
     def __post_init__(self) -> None:
         in_float16 = self.policy.accelerator.mixed_precision == "fp16"
@@ -93,9 +92,8 @@ class Updater:
             totals.clear()
             self._zero_grad()
 
-        recompute = self.policy.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
-
         policy = self.policy
+        recompute = policy.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
 
         def work(one: Pass) -> Work:
             lengths = policy.lengths(one.items)
@@ -114,9 +112,9 @@ class Updater:
 
         try:
             with self._own_random_numbers(before) as pass_rng:
-                policy.micro_batches.run(*map(work, passes), world=self.world, restart=restart)
+                policy.micro_batches.run(*map(work, passes), world=policy.world, restart=restart)
             parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
-            return sum_step(self.world, as_floats(totals), parameters)
+            return sum_step(policy.world, as_floats(totals), parameters)
         except Interrupted:
             restore_torch_rng(before)  # a resume does this step again from its beginning
             raise
@@ -135,13 +133,13 @@ class Updater:
 
     @contextlib.contextmanager
     def _own_random_numbers(self, now: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Inside, each process drops out by numbers of its own; before and after, all have the same generators."""
-        if self.world.size == 1:
+        """Have each process drop out by its own numbers; before and after, all have the same generators."""
+        if self.policy.world.size == 1:
             yield now
             return
         seed = int(torch.randint(1 << 48, (1,)))
         shared = torch_rng()
-        torch.manual_seed(seed + self.world.rank)
+        torch.manual_seed(seed + self.policy.world.rank)
         try:
             yield torch_rng()
         finally:
@@ -152,7 +150,7 @@ class Updater:
             role.optimizer.zero_grad(set_to_none=True)
 
     def _check_weights(self, role: str) -> None:
-        """A finite gradient can still make weights that are not (a decay or a rate too large); none such is saved."""
+        """Raise GuardStop for weights that a finite gradient made non-finite (by a rate or decay that is too large)."""
         weights = list(self.optimizers[role].parameters.values())
         norm = float(nn.utils.get_total_norm(weights))  # one pass; large numbers overflow it too, so look at each then
         # A head may rule tokens out by a bias of -inf.
@@ -170,14 +168,13 @@ class Updater:
         if self.skipped_in_a_row >= MOST_SKIPS:
             self._zero_grad()
             raise GuardStop(
-                f"{MOST_SKIPS} optimizer steps in a row had numbers that are not finite ({why}); no "
-                "weight was changed by them. "
-                "The batches are kept in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
+                f"{MOST_SKIPS} optimizer steps in a row had numbers that are not finite ({why}) and changed no weight. "
+                "The batches are in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
             )
 
 
 def as_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """0-dim tensors as numbers: one copy from a GPU for all of them, where each by itself would be waited for."""
+    """Convert 0-dim tensors to numbers by one copy from a GPU for all of them."""
     found: dict[str, float] = {}
     for device in {value.device for value in metrics.values()}:
         there = {key: value.detach().double() for key, value in metrics.items() if value.device == device}
@@ -188,6 +185,7 @@ def as_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
 # ---- optimizers ----
 
 Parameters = dict[str, nn.Parameter]
+OptimizerKind = Literal["adamw", "adamw8bit"]
 
 
 @dataclass
@@ -200,16 +198,11 @@ class RoleOptimizer:
 
     @classmethod
     def make(
-        cls,
-        parameters: Parameters,
-        *,
-        learning_rate: float,
-        weight_decay: float,
-        kind: Literal["adamw", "adamw8bit"] = "adamw",
+        cls, parameters: Parameters, *, learning_rate: float, weight_decay: float, kind: OptimizerKind = "adamw"
     ) -> RoleOptimizer:
-        """Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards nothing
-        meaningful. `adamw8bit` keeps both moments of large tensors in blocks of eight bits (2110.02861): 2 bytes a
-        parameter instead of 8. Raises ValueError where bitsandbytes is missing.
+        """Make the optimizer. Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards
+        nothing meaningful. `adamw8bit` stores both moments of large tensors in blocks of eight bits (2110.02861): 2
+        bytes a parameter instead of 8. Raises ValueError where bitsandbytes is missing.
         """
         adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
         if kind == "adamw8bit":
@@ -230,19 +223,19 @@ class RoleOptimizer:
             group["lr"] = self.learning_rate * factor
 
     def clip(self, max_norm: float) -> float:
-        """Clip this role's gradient in place; returns its norm before clipping (0 where no gradient flowed)."""
+        """Clip this role's gradient in place; returns its norm before clipping (0 without a gradient)."""
         return float(nn.utils.clip_grad_norm_(list(self.parameters.values()), max_norm))
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Adam's state as `<parameter>|<key>` -> tensor (the step too, which bitsandbytes keeps as a number; its
-        tables of eight-bit values are shared by all parameters, which safetensors refuses, so they are copies).
+        """Return Adam's state as `<parameter>|<key>` -> tensor. bitsandbytes has the step as a number, and one table
+        of eight-bit values for all parameters, which safetensors refuses: they are copied.
         """
         state = self.optimizer.state
         found = {f"{n}|{k}": v for n, p in self.parameters.items() for k, v in state.get(p, {}).items()}
         return {k: v.clone() if "|qmap" in k else torch.as_tensor(v) for k, v in found.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+        """Restore `state_tensors`. Raises ValueError for a parameter that is not trained here."""
         self.optimizer.state.clear()
         for key, value in tensors.items():
             name, _, field = key.rpartition("|")
@@ -257,27 +250,27 @@ class RoleOptimizer:
 
 
 def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
-    """An optimizer for each role that is trained, the critic's with its own learning rate."""
+    """Make an optimizer for each role that is trained, the critic's with its own learning rate."""
     rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
     how = {"weight_decay": optim.weight_decay, "kind": optim.optimizer}
     return {role: RoleOptimizer.make(p, learning_rate=rates[role] or 0.0, **how) for role, p in parameters.items()}
 
 
 def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]:
-    """The states of all roles' optimizers as `<role>|<parameter>|<key>` -> tensor."""
+    """Return the states of all roles' optimizers as `<role>|<parameter>|<key>` -> tensor."""
     states = {role: optimizer.state_tensors() for role, optimizer in optimizers.items()}
     return {f"{role}|{key}": tensor.contiguous() for role, state in states.items() for key, tensor in state.items()}
 
 
 def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> None:
-    """Restore what `optimizer_tensors` gave."""
+    """Restore `optimizer_tensors`."""
     for role, optimizer in optimizers.items():
         of_role = {key.removeprefix(f"{role}|"): t for key, t in tensors.items() if key.startswith(f"{role}|")}
         optimizer.load_state_tensors(of_role)
 
 
 def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) -> str | None:
-    """A sentence where going on at `step` with another run.num_steps makes the learning rate jump."""
+    """Return a note where going on at `step` with another run.num_steps makes the learning rate jump."""
     was, new = (rate_factor(optim.schedule, step, num_steps=n, warmup_steps=optim.warmup_steps) for n in (before, now))
     if math.isclose(was, new):
         return None
@@ -289,7 +282,7 @@ def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) 
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
-    """Factor of the learning rate at `step` (0-based): linear warm-up, then constant, linear or cosine towards 0."""
+    """Return the factor of the learning rate at `step` (0-based): linear warm-up, then the schedule towards 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

@@ -1,9 +1,9 @@
 """Learning from a teacher: its log-probabilities of sampled tokens, and the distance of the policy to it.
 
-A teacher reads each response behind its prompt, or behind a prompt that says more (teacher.hint), as the student of
-self-distillation has it (OPSD, 2601.18734; SDPO, 2601.20802): the same model then knows what it is to learn. Of a
-teacher on this machine its hidden states are kept, which give the whole distribution; of others, and with
-teacher.top_k, the likeliest tokens. Tokens that an environment said are no response of the policy, and not learnt.
+A teacher scores each response behind its prompt, or behind a prompt with more text (teacher.hint), as in
+self-distillation (OPSD, 2601.18734; SDPO, 2601.20802). The outputs of a local teacher are its hidden states, which give
+the whole distribution; those of a server, and with teacher.top_k, the likeliest tokens. An environment's tokens are no
+response of the policy, and not learnt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 SERVER_TOP_K = 20  # what vLLM allows where nobody has set its --max-logprobs
 REQUESTS = 64  # to a server, under way at a time
 QUARTERS = ("teacher/kl_1", "teacher/kl_2", "teacher/kl_3", "teacher/kl_4")  # of a response
-CORRECT, WHY = "correct", "why"  # in a hint: another right response of the group; what reward or environment said
+LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
+CORRECT, WHY = "correct", "why"  # in a hint: another right response of the group; texts of reward or environment
 
 
 class TokenLogprob(AnswerPart):
@@ -75,8 +76,7 @@ class Teacher:
         return []
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Fill in `teacher` and `teaching` of the tokens in the loss, by the processes of the trainer's world; returns
-        metrics.
+        """Set `teacher` and `teaching` of the samples, for tokens in the loss; returns metrics.
 
         Samples that the hint has nothing for (no other response was right) are left out of the distance, and so out of
         distillation; a policy loss beside the distance keeps them.
@@ -104,13 +104,11 @@ class Teacher:
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> tuple[Tensor, Teaching]:
-        """(its log-probability of each of the M tokens under the masks (M,), its distributions there)."""
+        """Return (log-probability of each of the M tokens under the masks (M,), the distributions there)."""
         raise NotImplementedError
 
     def distance_loss(self, minibatch: list[Sample]) -> Callable[[Batch, Tensor], tuple[Tensor, Metrics]]:
-        """The mean distance to the teacher over the tokens of a minibatch, micro-batch by micro-batch: of a batch and
-        the policy's hidden states (N, H).
-        """
+        """Return the loss of a micro-batch and the policy's states (N, H): the mean distance over the minibatch."""
         policy, beta = self.trainer.policy, self.config.divergence
         counts = [sum(sample.mask) for sample in minibatch if sample.in_loss]
         taught = [sum(sample.mask) for sample in minibatch if sample.in_loss and sample.taught]
@@ -160,11 +158,10 @@ class LocalTeacher(Teacher):
     def start(self) -> list[str]:
         if self.own is None:
             return []
-        trainer, ours, theirs = self.trainer, len(self.trainer.policy.head("policy").weight), len(self.head.weight)
-        check_ids((prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.own)
-        longest = (
-            max(len(prompt.tokens) for prompt in trainer.collector.train_prompts) + trainer.collector.longest_response
-        )
+        policy, collector = self.trainer.policy, self.trainer.collector
+        ours, theirs = len(policy.head("policy").weight), len(self.head.weight)
+        check_ids((prompt.tokens for prompt in collector.train_prompts), policy.tokenizer, self.own)
+        longest = max(len(prompt.tokens) for prompt in collector.train_prompts) + collector.longest_response
         if longest > self.positions:
             raise ValueError(
                 f"teacher.path={self.config.path} has {self.positions} positions, and prompt and response may have "
@@ -179,7 +176,7 @@ class LocalTeacher(Teacher):
     ) -> tuple[Tensor, Teaching]:
         trainer, policy, role, top_k = self.trainer, self.trainer.policy, self.role, self.config.top_k
         assert role is not None
-        if self.own is not None:  # a token without a row there, of no text, is read as the last one
+        if self.own is not None:  # a token without a row there, of no text, becomes the last one
             last = min(embedding_rows(self.own), len(self.head.weight)) - 1
             prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
         items = [Example(p, (r,), (m,)) for p, r, m in zip(prompts, responses, masks, strict=True)]
@@ -216,7 +213,6 @@ class LocalTeacher(Teacher):
 
 
 def first_tokens(head: Head, count: int) -> Head:
-    """A head of at most so many tokens."""
     if len(head.weight) <= count:
         return head
     return replace(head, weight=head.weight[:count], bias=None if head.bias is None else head.bias[:count])
@@ -258,11 +254,11 @@ class ServerTeacher(Teacher):
         self, answer: Any, prompt: list[int], response: list[int], mask: list[bool], top_k: int
     ) -> list[tuple[list[int], list[float], float]]:
         """Return (top-k ids, their log-probabilities, the token's own) for each token of the mask, likeliest first."""
-        said = read_as(PromptLogprobs, answer, server=self.client, path="/v1/completions").choices[0].prompt_logprobs
-        if len(said) != len(prompt) + len(response):
-            raise ServerError(f"{self.client.name} said {len(said)} of {len(prompt) + len(response)} tokens")
-        found = []
-        for token, counts, of_place in zip(response, mask, said[len(prompt) :], strict=True):
+        found = read_as(PromptLogprobs, answer, server=self.client, path="/v1/completions").choices[0].prompt_logprobs
+        if len(found) != len(prompt) + len(response):
+            raise ServerError(f"{self.client.name} scored {len(found)} of {len(prompt) + len(response)} tokens")
+        scored = []
+        for token, counts, of_place in zip(response, mask, found[len(prompt) :], strict=True):
             if not counts:
                 continue
             of_place = of_place or {}
@@ -271,31 +267,19 @@ class ServerTeacher(Teacher):
                 raise ServerError(f"{self.client.name} left out log-probabilities of token {token}")
             if not all(0 <= i < self.vocabulary for _, i in likeliest):
                 raise ServerError(f"{self.client.name} names tokens beyond the vocabulary of {self.vocabulary:,}")
-            found.append(([i for _, i in likeliest], [p for p, _ in likeliest], of_place[str(token)].logprob))
-        return found
-
-
-def teacher_of(trainer: OnPolicy) -> Teacher:
-    """Make the teacher that the configuration names."""
-    return (ServerTeacher if trainer.config.teacher.kind == "server" else LocalTeacher)(trainer)
-
-
-LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
+            scored.append(([i for _, i in likeliest], [p for p, _ in likeliest], of_place[str(token)].logprob))
+        return scored
 
 
 class Hint:
-    """A text with {columns} of a row, behind its prompt, that only the teacher reads. {correct} is another response of
-    the group that is right, {why} what rewards said beside their scores, or the environment's last words. Raises
-    ValueError for a column that no row has, and where nothing can ever fill in {correct} or {why}.
+    """Privileged text behind a prompt, for the teacher only, with {columns} of a row. {correct}: another right response
+    of the group; {why}: a reward's text beside its score, or the environment's last words. Raises ValueError for a
+    column that no row has, and where nothing can ever fill in {correct} or {why}.
     """
 
     def __init__(self, text: str, trainer: OnPolicy) -> None:
-        self.text, prompts, config, scorer = (
-            text,
-            trainer.collector.train_prompts,
-            trainer.config,
-            trainer.collector.scorer,
-        )
+        self.text, prompts = text, trainer.collector.train_prompts
+        config, scorer = trainer.config, trainer.collector.scorer
         self.names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         for name in self.names:
             if name not in (CORRECT, WHY) and not any(name in p.row for p in prompts):
@@ -307,8 +291,8 @@ class Hint:
         sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
         if CORRECT in self.names and not (sampled and scorer.names and config.on_policy.group_size > 1):
             raise ValueError(
-                "teacher.hint has {correct}, another right response to the same prompt: it needs several sampled "
-                f"responses a prompt (group_size; {config.method} samples {config.on_policy.group_size}) and a reward"
+                "teacher.hint has {correct}, another right response to the same prompt: it needs a reward and several "
+                f"sampled responses a prompt (group_size; {config.method} samples {config.on_policy.group_size})"
             )
         if WHY in self.names and not (sampled and (scorer.functions or trainer.collector.runner)):
             raise ValueError(
@@ -318,15 +302,14 @@ class Hint:
 
     def prompts(self, samples: list[Sample], trainer: OnPolicy) -> list[list[int] | None]:
         """Return the teacher's prompt for each sample; None where a value of the hint is missing."""
-        by_index = {prompt.index: prompt for prompt in trainer.collector.train_prompts}
-        asked = [by_index[sample.row] for sample in samples]
+        asked = [trainer.by_index[sample.row] for sample in samples]
         rows = [prompt.row for prompt in asked]
         found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
         if CORRECT in found:
             found[CORRECT] = _correct(samples, asked, trainer)
         if WHY in found:
-            told = [sample.played.transcript if sample.played else [] for sample in samples]
-            last = [next((m["content"] for m in reversed(turns) if m["role"] != "assistant"), None) for turns in told]
+            spoken = [sample.played.transcript if sample.played else [] for sample in samples]
+            last = [next((m["content"] for m in reversed(turns) if m["role"] != "assistant"), None) for turns in spoken]
             found[WHY] = [sample.comment or text for sample, text in zip(samples, last, strict=True)]
             if trainer.state.step == 0 and not any(found[WHY]):
                 raise GuardStop(
@@ -345,8 +328,8 @@ class Hint:
 
 
 def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPolicy) -> list[str | None]:
-    """Return another right response of the group for each sample: one with task.solved_reward or more by the task's
-    verifier, or else by the sum of rewards without length penalties.
+    """Return another right response of the group for each sample: with task.solved_reward by the task's verifier, or
+    else by the sum of rewards without length penalties.
     """
     scorer, scores = trainer.collector.scorer, torch.tensor([sample.scores for sample in samples])
     if scorer.uses_verifier:  # it stands last, or before the environment's
@@ -365,9 +348,8 @@ def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPo
 
 
 def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
-    """teacher/logprob, its mean log-probability of a token that the policy chose, and teacher/kl, how much larger the
-    policy's own is: the reverse KL per token, in nats, as the samples show it (k1), also by quarters of a response.
-    Given answers, which the policy did not choose, have no KL.
+    """Return teacher/logprob, the mean log-probability of a chosen token, and teacher/kl, how much larger the policy's
+    is (k1, the reverse KL in nats), also by quarters of a response. Given answers have no KL.
     """
     taught = torch.tensor([sample.taught for sample in samples]).unsqueeze(1)
     mask, logprobs = loss_mask(samples) & taught, padded(samples, "teacher")

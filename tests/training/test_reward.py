@@ -1,0 +1,297 @@
+"""Reward models from pairs and labels: the loss beside TRL's, what PPO reads, checkpoints, rows that are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import processors
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from tests import running
+from tests.tiny_models import TinyModels, tiny_model, tiny_tokenizer
+from tests.training.rows import Row, loaded, row_config, talk, trained, write_rows
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.statistics import roc_auc
+from tinyrl.models import reward_model as reward_models
+from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.packing import common_length
+from tinyrl.models.policy import Policy
+from tinyrl.models.reward_model import load_reward_model
+from tinyrl.models.states import backbone_of
+from tinyrl.rollout.load import load_collector
+from tinyrl.runs.launched import Options
+from tinyrl.tasks.prompts import prepare_prompts, token_ids
+from tinyrl.training.rows import Example
+from tinyrl.training.run import Run
+
+CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]
+REJECTED = [[10, 11, 60, 61], [20, 70, 71, 72, 73, 74], [10, 11, 40, 45], [30, 31, 50, 52]]
+
+
+# What RewardTrainer.compute_loss of TRL 1.16 gave for LlamaForSequenceClassification with the weights of the test on
+# these tokens (through its collator, padded with 0): the loss, the first four entries of the gradient of `score`, and
+# the norm of the gradient of the weights in NORMS_OF.
+TRL: dict[str, tuple[float, list[float], list[float]]] = {
+    "no margin": (
+        2.388162851333618,
+        [-0.4723338484764099, -0.14151078462600708, 0.4610222280025482, -0.6770097017288208],
+        [17.14557647705078, 9.614706993103027, 4.111164569854736, 1.6339962482452393],
+    ),
+    "margin": (
+        2.830225944519043,
+        [-0.4720838665962219, -0.2503355145454407, 0.48979994654655457, -0.7163258194923401],
+        [19.205154418945312, 10.355107307434082, 4.701805591583252, 1.754459023475647],
+    ),
+}
+NORMS_OF = ("embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "norm")
+
+
+PAIRS = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(20)]
+PROMPTS = [f"{a}{b}:" for a in "abcdefghijklmnopqrstuvwxyz" for b in "abc"]
+# Rows in which y is good and n is bad.
+MARGINS = [{"prompt": p, "chosen": "yy" + p, "rejected": "nn" + p, "margin": i % 3} for i, p in enumerate(PROMPTS)]
+LABELS = [{"prompt": p, "completion": text + p, "label": text == "yy"} for p in PROMPTS for text in ("yy", "nn")]
+
+
+def settings(model: Path, folder: Path, rows: list[Row], **sections: Any) -> Config:
+    return row_config("reward", model, write_rows(folder / "rows.jsonl", rows), **sections)
+
+
+def flat(split: list[list[Example]]) -> list[Example]:
+    return [one for row in split for one in row]
+
+
+@pytest.fixture(scope="module")
+def model(tiny: TinyModels) -> Path:
+    return tiny("llama", pad_is_eos=True)
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_loss_and_gradient_are_those_of_trl(name: str, tiny: TinyModels, tmp_path: Path) -> None:
+    """On the tiny llama of seed 0, the head's weights 32 numbers from -1 to 1."""
+    method = loaded(settings(tiny("llama"), tmp_path, PAIRS, lora=False))
+    head = method.policy.score_head
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, 32).unsqueeze(0))
+    margins, examples = [0.0, 0.5, 1.5, 0.25] if name == "margin" else [0.0] * 4, []
+    for chosen, rejected, margin in zip(CHOSEN, REJECTED, margins, strict=True):
+        at = common_length([chosen, rejected])
+        examples.append(Example(chosen[:at], (chosen[at:], rejected[at:]), value=margin))
+    loss_of, _ = method.loss(examples, [], cast(Run, None))
+    with method.policy.acting("policy"):
+        loss, _ = loss_of(method.policy.batch_of(examples, last_tokens=True))
+        loss.backward()
+    wanted, of_head, norms = TRL[name]
+    found = method.policy.parameters["policy"]
+    assert loss.item() == pytest.approx(wanted, abs=1e-4)
+    gradients = [found[n].grad for n in ("score_head.weight", *(f"model.{name}.weight" for name in NORMS_OF))]
+    assert gradients[0] is not None
+    assert gradients[0][0, :4].tolist() == pytest.approx(of_head, abs=1e-4)
+    assert [float(g.norm()) for g in gradients[1:] if g is not None] == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_fully_trained_model_is_a_plain_classifier_with_centred_scores(model: Path, tmp_path: Path) -> None:
+    run = trained(settings(model, tmp_path, MARGINS, lora=False), tmp_path)
+    assert running.metrics(run)[-1]["eval/accuracy"] > 0.9
+    folder = run.checkpoints / "step-000030"
+    reward = load_reward_model(str(folder), dtype=torch.float32, label=None, device=torch.device("cpu"))
+    texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in MARGINS]
+    tokens = [reward.tokenizer.encode(text) for text in texts]
+    scores = reward.scores(tokens, micro_batches=MicroBatches(torch.device("cpu"), 512))
+    chosen, rejected = scores[: len(MARGINS)], scores[len(MARGINS) :]
+    assert sum(a > b for a, b in zip(chosen, rejected, strict=True)) > 0.9 * len(MARGINS)
+    assert abs(sum(scores)) / len(scores) < 0.2  # training pairs and a few held-out ones
+    assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
+
+
+def test_rows_in_the_order_of_their_labels_are_mixed(model: Path, tmp_path: Path) -> None:
+    """Bad answers first, as IMDB's are; max_samples takes of the mixed ones."""
+    ordered = sorted(LABELS, key=lambda row: row["label"])
+    first, again = (loaded(settings(model, tmp_path, ordered, task={"max_samples": 60})) for _ in range(2))
+    assert (first.train_rows, first.held_out, first.notes) == (again.train_rows, again.held_out, again.notes)
+    assert 0.2 < sum(one.value for one in flat(first.train_rows[:20])) / 20 < 0.8
+    text = {one.value: first.policy.tokenizer.decode(one.texts[0]) for one in flat(first.train_rows)}
+    assert ("yy" in text[1.0], "nn" in text[0.0]) == (True, True)
+
+
+def test_a_checkpoint_of_every_weight_copies_none(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classification model that is written consists of the trained tensors; nothing is drawn for it."""
+    method = loaded(settings(tiny("gpt2"), tmp_path, LABELS, lora=False))
+    written: list[Any] = []
+    save = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *a, **k: (written.append(a[0]), save(*a, **k)))
+    before = torch.get_rng_state()
+    method.save(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    own = {p.data_ptr() for p in method.policy.parameters["policy"].values()}
+    assert {p.data_ptr() for p in written[0].parameters()} <= own
+    assert all(p.requires_grad for p in method.policy.parameters["policy"].values())
+    read = reward_models.load_classifier(str(tmp_path), dtype=torch.float32)
+    states = backbone_of(method.policy.causal).state_dict()
+    assert all(torch.equal(tensor, states[name]) for name, tensor in backbone_of(read).state_dict().items())
+    method.close()
+
+
+# ---- what is learnt is what PPO reads ----
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a template that writes a BOS, which its tokenizer adds to plain text too."""
+    folder = tiny_model(tmp_path_factory.mktemp("chat"), "llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.chat_template = "<pad>", CHAT
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.pad_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# A row about prompt p with the answers y and n, and the (prompt, completion) of a policy that it judges.
+Form = Callable[[str], tuple[Row, list[tuple[Any, str]]]]
+FORMS: dict[str, Form] = {
+    "apart before the last turn": lambda p: (
+        {"prompt": talk(p), "chosen": talk(p, "one", "go on", "y" + p)[1:],
+         "rejected": talk(p, "two", "go on", "n" + p)[1:]},
+        [(talk(p, "one", "go on"), "y" + p), (talk(p, "two", "go on"), "n" + p)],
+    ),
+    "texts with the prompt inside": lambda p: (
+        {"chosen": f"{p} yes{p}", "rejected": f"{p} no{p}"},
+        [(p, f" yes{p}"), (p, f" no{p}")],
+    ),
+    "labelled messages": lambda p: ({"messages": talk(p, "y" + p), "label": p < "n"}, [(talk(p), "y" + p)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "lora", "task"),
+    [
+        ("apart before the last turn", True, {}),
+        ("texts with the prompt inside", True, {"chat": False, "system_prompt": "Answer like a crowd."}),
+        ("labelled messages", False, {"system_prompt": "Answer like a crowd."}),
+    ],
+)
+@pytest.mark.wide
+def test_what_is_learnt_is_what_ppo_reads(
+    lora: bool, form: str, task: dict[str, Any], chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked by a PPO run without the system prompt: the same tokens, so held-out numbers that scoring gives again."""
+    made = [FORMS[form](p) for p in PROMPTS]
+    short = {"num_steps": 2, "eval_every": 0}
+    config = settings(chatty, tmp_path, [row for row, _ in made], lora=lora, run=short, task=task)
+    run = trained(config, tmp_path, name="reward")
+    method = loaded(config)
+    judged = [one for _, each in made for one in each]
+    by_tokens = scores_in_ppo(chatty, run.checkpoints / "step-000002", judged, tmp_path, monkeypatch)
+    learnt = {tuple(text) for one in flat(method.train_rows + method.held_out) for text in one.texts}
+    assert by_tokens.keys() == learnt
+
+    held_out = [[by_tokens[tuple(text)] for text in one.texts] for one in flat(method.held_out)]
+    line = running.metrics(run)[-1]
+    if len(held_out[0]) == 2:
+        won = [(chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in held_out]
+        assert sum(won) / len(won) == pytest.approx(line["eval/accuracy"])
+        assert sum(c - r for c, r in held_out) / len(held_out) == pytest.approx(line["eval/margin"], abs=1e-5)
+    else:
+        labelled = [(score, one.value) for (score,), one in zip(held_out, flat(method.held_out), strict=True)]
+        by_label = [[score for score, value in labelled if value == y] for y in (1, 0)]
+        assert roc_auc(*by_label) == pytest.approx(line["eval/auc"])
+    both = [by_tokens[tuple(text)] for one in flat(method.train_rows) for text in one.texts]
+    assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
+
+
+def scores_in_ppo(
+    model: Path, reward: Path, judged: list[tuple[Any, str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[int, ...], float]:
+    """The score that a PPO run with this reward model gives to each completion, by the tokens that the model reads."""
+    data = str(write_rows(folder / "prompts.jsonl", ({"prompt": p} for p in PROMPTS)))
+    ppo = running.config("ppo", model, task={"name": "rows", "data": data, "max_samples": None})
+    ppo.reward = RewardConfig(model=str(reward))
+    collector = load_collector(ppo, options=Options(device="cpu"))
+    read: list[list[int]] = []
+    for owner, name in ((reward_models, "make_batch"), (Policy, "batch")):
+        plain = getattr(owner, name)
+
+        def noted(*args: Any, plain: Any = plain, **options: Any) -> Any:
+            prompts, responses = args[-2:]
+            read.extend(p + r for p, r in zip(prompts, responses, strict=True))
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+    tokenizer, found = collector.policy.tokenizer, dict[tuple[int, ...], float]()
+    for prompt, text in judged:  # one by one, as micro-batches are sorted by length
+        (prepared,) = prepare_prompts(
+            collector.task, [{"prompt": prompt}], tokenizer=tokenizer, chat="auto", system_prompt=None, variables={},
+            max_prompt_tokens=500, on_overlong_prompt="error",
+        )  # fmt: skip
+        read.clear()
+        scores = collector.scorer([prepared], [[*token_ids(tokenizer, text), tokenizer.eos_token_id]]).scores  # pyright: ignore[reportArgumentType]
+        (tokens,) = read
+        found[tuple(tokens)] = float(scores[0, 0])
+    return found
+
+
+# ---- what rows cannot teach ----
+
+ONE_CLASS = [{"prompt": f"p{i}", "completion": "a", "label": 1} for i in range(20)]
+CALL = {"prompt": talk("p"), "chosen": [{**talk("p", "a")[1], "tool_calls": [{}]}], "rejected": talk("p", "b")[1:]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (ONE_CLASS, "labels? .?1"),
+        ([*PAIRS, ONE_CLASS[0]], "no column 'chosen'"),
+        ([CALL] * 20, "tool_calls"),
+        ([{**row, "rejected": "a"} for row in PAIRS], "20 of 20 rows"),
+    ],
+    ids=["one class", "pairs and labels", "a call in place of an answer", "equal sides"],
+)
+def test_bad_rows_are_refused_before_training(rows: list[Row], problem: str, chatty: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=problem):
+        running.train(settings(chatty, tmp_path, rows), tmp_path, name="refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_texts_without_a_prompt_need_a_model_without_a_template(chatty: Path, tmp_path: Path) -> None:
+    rows = [{"text": ("yy" if i % 2 else "nn") + str(i), "label": i % 2} for i in range(40)]
+    with pytest.raises(ValueError, match=r"texts without a prompt, .*task\.chat=false"):
+        loaded(settings(chatty, tmp_path, rows))
+    for lora in (True, False):
+        method = loaded(settings(chatty, tmp_path, rows, lora=lora, task={"chat": False}))
+        tokenizer = method.policy.tokenizer
+        texts = [text for one in flat(method.train_rows + method.held_out) for text in one.texts]
+        inside = token_ids(tokenizer, rows[0]["text"])
+        assert [tokenizer.bos_token_id, *inside, *([tokenizer.eos_token_id] if lora else [])] in texts
+
+
+def test_pairs_that_are_equal_once_they_are_cut_are_left_out(model: Path, tmp_path: Path) -> None:
+    equal = {"prompt": "p", "chosen": "a" + "x" * 600, "rejected": "b" + "x" * 600}
+    method = loaded(settings(model, tmp_path, [*PAIRS, equal], task={"eval_data": None}))
+    assert len(method.train_rows) + len(method.held_out) == 20
+    assert all(one.texts[0] != one.texts[1] for one in flat(method.train_rows + method.held_out))
+    with pytest.raises(ValueError, match="1 of 1 rows"):
+        loaded(settings(model, tmp_path, [equal]))
+
+
+@pytest.mark.parametrize(("rows", "moves"), [(MARGINS, False), (LABELS, True)], ids=["pairs", "labels"])
+def test_the_heads_bias_learns_only_where_it_has_a_gradient(
+    rows: list[Row], moves: bool, tiny: TinyModels, tmp_path: Path
+) -> None:
+    """Of a pair only the difference of two scores counts, and rounding would move it."""
+    short = {"num_steps": 3, "save_every": 1, "eval_prompts": 0}
+    run = trained(settings(tiny("llama"), tmp_path, rows, run=short), tmp_path)
+    bias = load_file(run.checkpoints / "step-000003" / "score_bias.safetensors")["bias"]
+    assert (bias.abs().max().item() > 0) == moves

@@ -1,0 +1,333 @@
+"""One optimizer step: AdamW by hand, schedules, numbers that are not finite, memory that runs out, float16."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import running
+from tests.tiny_models import sharp_model, tiny_model
+from tests.training.rows import trained
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import OptimConfig
+from tinyrl.errors import GuardStop, OutOfRoom
+from tinyrl.models.batch import Batch, Example
+from tinyrl.models.device import make_accelerator, resolve_dtype
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.lora import lora_config, wrap_in_lora
+from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.parallel import World, sum_step
+from tinyrl.models.policy import Policy
+from tinyrl.training.step import Pass, RoleOptimizer, Updater, rate_factor, stretched_schedule
+
+
+def make(weight_decay: float = 0.0, /, **values: Any) -> RoleOptimizer:
+    """An optimizer with a learning rate of 0.1 over parameters of these values."""
+    parameters = {name: nn.Parameter(torch.tensor(value)) for name, value in values.items()}
+    return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=weight_decay)
+
+
+def step(role: RoleOptimizer, **gradients: Any) -> None:
+    for name, gradient in gradients.items():
+        role.parameters[name].grad = torch.tensor(gradient)
+    role.optimizer.step()
+
+
+def test_two_steps_of_adam_by_hand():
+    role = make(w=[[1.0]])
+    step(role, w=[[0.5]])
+    # bias-corrected moments of one gradient: m = 0.5, v = 0.25, so the step is lr * 0.5 / 0.5
+    assert role.parameters["w"].item() == pytest.approx(1.0 - 0.1, abs=1e-6)
+    step(role, w=[[-0.5]])
+    m = (0.9 * 0.1 * 0.5 - 0.1 * 0.5) / (1 - 0.9**2)
+    v = (0.999 * 0.001 * 0.25 + 0.001 * 0.25) / (1 - 0.999**2)
+    assert role.parameters["w"].item() == pytest.approx(0.9 - 0.1 * m / math.sqrt(v), abs=1e-6)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    role = make(0.5, w=[[1.0]], bias=[1.0], gain=1.0)
+    step(role, w=[[0.0]], bias=[0.0], gain=0.0)
+    assert role.parameters["w"].item() == pytest.approx(1.0 - 0.1 * 0.5)
+    assert role.parameters["bias"].item() == 1.0
+    assert role.parameters["gain"].item() == 1.0
+
+
+def test_a_rate_is_a_factor_of_the_roles_own_and_clipping_is_of_a_role_together() -> None:
+    role = make(a=[[3.0]], b=[1.0], without=[1.0])
+    for _ in range(2):  # of 0.1 again, not of 0.05
+        role.set_rate(0.5)
+    assert {group["lr"] for group in role.optimizer.param_groups} == {0.05}
+    role.parameters["a"].grad, role.parameters["b"].grad = torch.tensor([[3.0]]), torch.tensor([4.0])
+    assert role.clip(10.0) == pytest.approx(5.0)  # below the limit nothing changes
+    assert role.clip(1.0) == pytest.approx(5.0)
+    gradients = [float(p.grad) for p in (role.parameters["a"], role.parameters["b"]) if p.grad is not None]
+    assert gradients == pytest.approx([0.6, 0.8], abs=1e-5)
+
+
+def test_state_goes_through_tensors_and_the_next_step_is_the_same_bit_by_bit() -> None:
+    torch.manual_seed(0)
+    start = {"layer.0|odd": torch.randn(3, 2).tolist(), "bias": torch.randn(4).tolist()}
+    first, second = make(**start), make(**start)
+    for _ in range(2):
+        step(first, **{name: torch.randn(value.shape).tolist() for name, value in first.parameters.items()})
+    tensors = first.state_tensors()
+    assert set(tensors) == {f"{name}|{key}" for name in start for key in ("step", "exp_avg", "exp_avg_sq")}
+    for name, parameter in second.parameters.items():
+        parameter.data.copy_(first.parameters[name])
+    second.load_state_tensors(tensors)
+    last = {name: torch.randn(value.shape).tolist() for name, value in first.parameters.items()}
+    step(second, **last)
+    assert tensors["bias|step"].item() == 2.0  # what was loaded is a copy
+    step(first, **last)
+    for name, parameter in first.parameters.items():
+        assert torch.equal(parameter, second.parameters[name])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "factors"),
+    [
+        ("constant", 4, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ("linear", 2, [0.5, 1.0, 1.0, 0.5, 0.0]),
+        ("cosine", 0, [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+    ],
+)
+def test_a_schedule_is_a_function_of_the_step(schedule: str, warmup: int, factors: list[float]):
+    """Four steps (0 to 3) and the one after the last."""
+    got = [rate_factor(schedule, step, num_steps=4, warmup_steps=warmup) for step in range(5)]
+    assert got == pytest.approx(factors, abs=1e-12)
+
+
+def test_a_schedule_that_a_resume_stretches_is_told():
+    """At step 50 of 100 a linear rate is half; of 200, three quarters."""
+    optim = OptimConfig(learning_rate=1e-4, schedule="linear")
+    said = stretched_schedule(optim, step=50, before=100, now=200) or ""
+    assert all(part in said for part in ("optim.schedule=linear", " 7.5e-05 ", " 5e-05"))
+    assert stretched_schedule(optim, step=50, before=100, now=100) is None
+    assert stretched_schedule(OptimConfig(learning_rate=1e-4), step=50, before=100, now=200) is None
+
+
+def test_eight_bit_moments_take_a_quarter_and_step_nearly_the_same() -> None:
+    """On a tensor large enough to be kept in eight bits; its state goes through tensors and the next step is equal."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(5, 64, 128, generator=generator)
+    kinds: list[Literal["adamw", "adamw8bit"]] = ["adamw", "adamw8bit", "adamw8bit"]
+    whole, small, resumed = (
+        RoleOptimizer.make({"w": nn.Parameter(start.clone())}, learning_rate=0.1, weight_decay=0.0, kind=kind)
+        for kind in kinds
+    )
+
+    def run(role: RoleOptimizer, which: list[Tensor]) -> Tensor:
+        for gradient in which:
+            role.parameters["w"].grad = gradient.clone()
+            role.optimizer.step()
+        return role.parameters["w"].detach().clone()
+
+    moved = run(whole, gradients[:3]) - start
+    assert (run(small, gradients[:3]) - start - moved).abs().mean() < 0.02 * moved.abs().mean()
+    taken = [sum(v.numel() * v.itemsize for v in role.state_tensors().values()) for role in (whole, small)]
+    assert taken[1] < 0.35 * taken[0]  # a quarter, and the tables of eight-bit values
+    tensors = {k: v.clone() for k, v in small.state_tensors().items()}
+    resumed.parameters["w"].data.copy_(small.parameters["w"])
+    resumed.load_state_tensors(tensors)
+    assert torch.equal(run(resumed, gradients[3:]), run(small, gradients[3:]))
+
+
+@pytest.fixture
+def updater(tmp_path: Path) -> Updater:
+    torch.manual_seed(0)
+    accelerator = make_accelerator("cpu", dtype="float32")
+    model = load_causal_lm(str(tiny_model(tmp_path, "llama")), dtype=torch.float32)
+    lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
+    made = Policy(wrap_in_lora(model, lora), device=accelerator.device)
+    made.packs = False
+    optimizers = {
+        role: RoleOptimizer.make(p, learning_rate=1e-2, weight_decay=0.0) for role, p in made.parameters.items()
+    }
+    made.accelerator, made.micro_batches = accelerator, MicroBatches(accelerator.device, 10_000)
+    return Updater(made, optimizers, max_grad_norm=1.0)
+
+
+SEQUENCES = [([5, 6, 7], [8, 9, 10]), ([5, 6], [11, 12]), ([7], [8, 9, 10, 11]), ([9, 9], [6])]
+EXAMPLES = [Example(prompt, (response,)) for prompt, response in SEQUENCES]
+
+
+def likelihood(updater: Updater, *, factor: float = 1.0):
+    """Mean negative log-likelihood over the ten response tokens of SEQUENCES."""
+
+    def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs, _ = updater.policy.logprobs("policy", batch, temperature=1.0)
+        loss = -factor * logprobs.sum() / 10
+        return loss, {"policy/loss": loss.detach()}
+
+    return [Pass("policy", EXAMPLES, loss_of)]
+
+
+def policy(updater: Updater) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in updater.policy.parameters["policy"].items()}
+
+
+def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater) -> None:
+    kept: list[str] = []
+    updater.dump_bad_batch = lambda why: kept.append(why)
+    updater.step(likelihood(updater), train=["policy"])
+    before = policy(updater)
+    for _ in range(2):
+        updater.step(likelihood(updater, factor=float("nan")), train=["policy"])
+    assert all(torch.equal(before[n], p) for n, p in policy(updater).items())
+    updater.step(likelihood(updater), train=["policy"])  # a good one starts the count again
+    assert updater.skipped_in_a_row == 0
+    assert any(not torch.equal(before[n], p) for n, p in policy(updater).items())
+    endless = likelihood(updater, factor=float("inf"))
+    for _ in range(2):
+        updater.step(endless, train=["policy"])
+    with pytest.raises(GuardStop, match="3 optimizer steps in a row"):
+        updater.step(endless, train=["policy"])
+    assert updater.skipped == 5
+    assert len(kept) == 5
+    assert "policy/loss" in kept[0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_one_weight_that_a_step_made_other_than_finite_stops(updater: Updater, bad: float) -> None:
+    optimizer = updater.optimizers["policy"].optimizer
+    last = list(updater.policy.parameters["policy"].values())[-1]
+
+    def spoil(*_: object) -> None:
+        with torch.no_grad():
+            last.view(-1)[-1] = bad
+
+    updater.step(likelihood(updater), train=["policy"])
+    optimizer.register_step_post_hook(spoil)
+    with pytest.raises(GuardStop, match="weights of the policy that are not finite"):
+        updater.step(likelihood(updater), train=["policy"])
+
+
+def test_what_is_kept_anew_for_every_step_leads_to_smaller_micro_batches(updater: Updater) -> None:
+    """The first time room is made and nothing halved; else every step would fail once, and take from others what they
+    make again at some cost.
+    """
+    kept, made_room, budgets, [passed] = [], [], [], likelihood(updater)
+
+    def tight(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        if kept and batch.num_rows > 2:
+            raise torch.OutOfMemoryError("full")
+        return passed.loss(batch)
+
+    def make_room() -> bool:
+        made_room.append(bool(kept))
+        kept.clear()
+        return made_room[-1]
+
+    updater.policy.micro_batches.make_room = make_room
+    for _ in range(4):
+        kept[:] = ["a cache"]
+        updater.step([Pass("policy", EXAMPLES, tight)], train=["policy"])
+        budgets.append(updater.policy.micro_batches.tokens)
+    assert made_room == [True, True]
+    assert budgets[0] == 10_000 > budgets[1] == budgets[3]
+    assert kept
+
+
+def test_out_of_memory_redoes_the_step_with_the_same_gradient(updater: Updater) -> None:
+    [passed] = likelihood(updater)
+
+    def crowded(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = passed.loss(batch)
+        if batch.num_rows > 1:
+            loss.backward()  # a trace of the attempt
+            raise torch.OutOfMemoryError("no room for more than one row")
+        return loss, metrics
+
+    found = []
+    for one in (passed, passed._replace(loss=crowded)):
+        metrics = updater._accumulate([one])
+        found.append((metrics, {n: p.grad for n, p in updater.policy.parameters["policy"].items()}))
+    assert updater.policy.micro_batches.tokens < 10_000
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_out_of_memory_with_one_sequence_says_what_helps(updater: Updater) -> None:
+    def full(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with pytest.raises(OutOfRoom, match=r"one sequence of 6 tokens.*\n.*gradient_checkpointing"):
+        updater.step([Pass("policy", EXAMPLES, full)], train=["policy"])
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_model(tmp_path_factory.mktemp("sharp"))
+
+
+def settings(model: Path, dtype: str = "float16", **sections: Any) -> Config:
+    run = {"num_steps": 3, "save_every": 1, "keep_checkpoints": 4}
+    return running.config("grpo", model, **{"model": {"dtype": dtype}, "run": run, **sections})
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, value: float, *, steps: int) -> None:
+    """Have the gradient of one parameter be `value` in the first steps."""
+    calls = [0]
+
+    def planted(world: World, metrics: dict[str, float], parameters: list[torch.nn.Parameter]) -> dict[str, float]:
+        calls[0] += 1
+        if calls[0] <= steps:
+            next(p.grad for p in parameters if p.grad is not None).fill_(value)
+        return sum_step(world, metrics, parameters)
+
+    monkeypatch.setattr("tinyrl.training.step.sum_step", planted)
+
+
+def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert resolve_dtype("auto", on_cpu=False) == torch.float16
+    assert resolve_dtype("auto", on_cpu=True) == torch.float32
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a launcher does not choose it
+    accelerator = make_accelerator("cpu", dtype="float16")
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+    make_accelerator("cpu", dtype="float32")
+
+
+def test_the_first_step_is_close_to_that_of_float32(sharp: Path, tmp_path: Path):
+    """But a sample may turn out otherwise, and with it a reward."""
+    found = {}
+    for dtype in ("float32", "float16"):
+        sections: dict[str, Any] = {"grpo": {"kl_coef": 0.05}, "optim": {"learning_rate": 1e-6}}
+        run = trained(settings(sharp, dtype, **sections), tmp_path, name=dtype)
+        found[dtype] = running.metrics(run)[1]
+    exact, half = found["float32"], found["float16"]
+    assert half["optim/grad_norm"] == pytest.approx(exact["optim/grad_norm"], rel=0.5)
+    assert half["policy/sampling_gap"] < 0.02
+    assert abs(half["objective/kl"]) < 1e-3
+    assert 1024 <= half["optim/loss_scale"] <= 65536
+    assert "optim/loss_scale" not in exact
+
+
+def test_an_overflow_halves_the_scale_and_changes_no_weight(
+    sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two planted overflows: steps that change nothing, are not counted as faults, and a run that goes on."""
+    plant(monkeypatch, torch.inf, steps=2)
+    run = trained(settings(sharp), tmp_path)
+    lines = running.metrics(run)[1:]
+    assert [line["optim/loss_scale"] for line in lines] == [65536, 32768, 16384]
+    assert [line["optim/skipped_steps"] for line in lines] == [0, 0, 0]
+    weights = [running.weights(run, step) for step in range(4)]
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(weights)]
+    assert same == [True, True, False]
+
+
+def test_a_gradient_that_no_scale_would_help_is_a_fault(sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its elements are finite and its norm is not, so the scale stays; three such steps stop the run."""
+    plant(monkeypatch, 3e30, steps=8)
+    code, run, _ = running.train(settings(sharp, run={"num_steps": 8, "save_every": 1}), tmp_path)
+    assert code == 3
+    lines = running.metrics(run)[1:]
+    assert [line["optim/skipped_steps"] for line in lines] == [1, 2]
+    assert {line["optim/loss_scale"] for line in lines} == {65536}
