@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.text import Excerpt, excerpt, masked, one_line, redact, whole_address
+from tinyrl.text import Excerpt, excerpt, mask_url, one_line, redact, resolve_url
 from tinyrl.tools.report import text_html
 
 
@@ -58,7 +58,7 @@ def test_one_line_is_short_and_harmless() -> None:
     ],
 )
 def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
-    assert masked(url) == masked(shown) == shown
+    assert mask_url(url) == mask_url(shown) == shown
     if "#" not in url and "hunt/" not in url and "hunt?" not in url:
         assert "hunter2" not in redact(f"error at '{url}', sorry")
         assert redact(f"({url})") == f"({shown})"
@@ -66,14 +66,14 @@ def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
 
 def test_what_was_taken_from_a_url_is_in_the_environment(monkeypatch: pytest.MonkeyPatch):
     name, shown = "TINYRL_GENERATION_URL", "http://***@host/v1?key=***"
-    assert whole_address("http://me:a@host", setting="generation.url") == "http://me:a@host"
+    assert resolve_url("http://me:a@host", setting="generation.url") == "http://me:a@host"
     monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=name):
-        whole_address(shown, setting="generation.url")
+        resolve_url(shown, setting="generation.url")
     for wrong in ("http://me:hunter2@other/v1?key=b", "http://me:hunter2@host/v1", shown):
         monkeypatch.setenv(name, wrong)
         with pytest.raises(ValueError, match=name) as caught:
-            whole_address(shown, setting="generation.url")
+            resolve_url(shown, setting="generation.url")
         assert "hunter2" not in str(caught.value)
     monkeypatch.setenv(name, "http://me:a@host/v1?key=b")
-    assert whole_address(shown, setting="generation.url") == "http://me:a@host/v1?key=b"
+    assert resolve_url(shown, setting="generation.url") == "http://me:a@host/v1?key=b"

@@ -31,10 +31,10 @@ from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import finite, read_steps, samples_of
-from tinyrl.runs.run_dir import RunDir, check_new_run, write_whole
+from tinyrl.runs.run_dir import RunDir, check_new_run, write_atomic
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
-from tinyrl.text import listed, number, shortened
+from tinyrl.text import format_number, join_truncated, truncate
 from tinyrl.tools.report import write_report
 from tinyrl.workers.loading import use_of
 
@@ -103,7 +103,7 @@ def evaluate(
     num_prompts, samples = _plain(num_prompts), _plain(samples)
     for key, count in {"num_prompts": num_prompts, "samples": samples}.items():
         if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{key}={shortened(repr(count))}: it must be a whole number of at least 1")
+            raise ValueError(f"{key}={truncate(repr(count))}: it must be a whole number of at least 1")
     asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, save_samples)
     path, other = _text("a run or a model", target), None if vs is None else _text("vs", vs)
     options = _options(device, trust_remote_code)
@@ -180,7 +180,7 @@ class OpenedRun:
         metrics = self.metrics
         text = f"run {self.path}: step {metrics[-1]['step'] if metrics else 0} of {self.config.run.num_steps}"
         if rewards := [line["eval/reward_mean"] for line in metrics if line.get("eval/reward_mean") is not None]:
-            text += f", held-out reward {number(rewards[0])} -> {number(rewards[-1])}"
+            text += f", held-out reward {format_number(rewards[0])} -> {format_number(rewards[-1])}"
         if self.exit_code:
             how = {3: "stopped by a guard", 4: "no room", 75: "interrupted"}.get(self.exit_code, "not done")
             text += f", {how}; go on with .resume()"
@@ -233,13 +233,13 @@ def overrides_from(
 ) -> list[str]:
     """Return settings, rewards and rows as `section.key=value`; rows are written to a file in the folder `inputs`."""
     if not isinstance(settings, Mapping | None):
-        raise ValueError(f"settings={shortened(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
+        raise ValueError(f"settings={truncate(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
     flat: dict[str, Any] = {}
     for key, value in (settings or {}).items():
         if key in SECTIONS and isinstance(value, Mapping):
             flat |= {f"{key}.{name}": inner for name, inner in value.items()}
         elif not isinstance(key, str) or "." not in key:
-            raise ValueError(f"settings: {shortened(repr(key))} is no section.key; sections: {listed(SECTIONS)}")
+            raise ValueError(f"settings: {truncate(repr(key))} is no section.key; sections: {join_truncated(SECTIONS)}")
         else:
             flat[key] = value
     if reward is not None:
@@ -249,7 +249,7 @@ def overrides_from(
         for each, weight in pairs:
             use = use_of(each) if callable(each) else each
             if not isinstance(use, str) or type(weight := _plain(weight)) not in (int, float):
-                what = f"reward={shortened(repr(each))} with weight {shortened(repr(weight))}"
+                what = f"reward={truncate(repr(each))} with weight {truncate(repr(weight))}"
                 raise ValueError(f"{what}: name a function, or 'file.py:function', with a number")
             functions.append({"use": use, "weight": float(weight)})
     if rows is not None:  # in place of a recipe's rows and of its task
@@ -268,19 +268,19 @@ def overrides_from(
 def _write_rows(rows: Any, inputs: Path) -> Path:
     """Write rows as a .jsonl file named by its content."""
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
-        raise ValueError(f"rows={shortened(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
+        raise ValueError(f"rows={truncate(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
     text = ""
     for at, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
+            raise ValueError(f"row {at} is {truncate(repr(row))}, and a row is a dictionary of columns")
         try:
             text += json.dumps(_plain(row), allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
-            raise ValueError(f"row {at}, {shortened(repr(row))}, cannot be written as JSON: {error}") from None
+            raise ValueError(f"row {at}, {truncate(repr(row))}, cannot be written as JSON: {error}") from None
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text)
+        write_atomic(file, text)
     return file
 
 
@@ -307,5 +307,5 @@ def _text(name: str, value: Any) -> str:
     """Return text, a path, or the path of a run as text; ValueError for anything else."""
     text = _plain(value.path if isinstance(value, OpenedRun) else value)
     if not isinstance(text, str):
-        raise ValueError(f"{name}={shortened(repr(value))}: it must be text or a path")
+        raise ValueError(f"{name}={truncate(repr(value))}: it must be text or a path")
     return text

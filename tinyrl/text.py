@@ -42,11 +42,11 @@ def excerpt(text: str, limit: int, *, lines: int = 24) -> Excerpt:
 
 def one_line(text: str, limit: int) -> str:
     """Return one line of at most `limit` characters, with invisible characters named."""
-    line = " ".join(visible(text[: limit * 4]).split())
+    line = " ".join(escape_control(text[: limit * 4]).split())
     return line if len(line) <= limit and len(text) <= limit * 4 else line[: limit - 1] + "…"
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     """Name every invisible character (ESC, too), for a terminal; line breaks stay."""
     return "".join(f"[{name}]" if (name := name_unseen(character)) else character for character in text)
 
@@ -58,16 +58,16 @@ def name_unseen(character: str) -> str:
     return "ESC" if character == "\x1b" else f"U+{ord(character):04X}"
 
 
-def shortened(text: str, limit: int = 80) -> str:
+def truncate(text: str, limit: int = 80) -> str:
     """Truncate text from a user's file or command line for a sentence, without line breaks."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def listed(names: Iterable[str], *, most: int = 12) -> str:
+def join_truncated(names: Iterable[str], *, most: int = 12) -> str:
     """Join the first names for a sentence, each truncated, with a count of the others."""
     known = list(names)
-    shown = ", ".join(shortened(name, 40) for name in known[:most])
+    shown = ", ".join(truncate(name, 40) for name in known[:most])
     return f"{shown} and {len(known) - most:,} more" if len(known) > most else shown
 
 
@@ -86,7 +86,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:ERROR_CHARACTERS]
 
 
-def number(value: float, *, decimals: int = 3) -> str:
+def format_number(value: float, *, decimals: int = 3) -> str:
     """Format a result: so many decimals, or significant digits below 0.1."""
     return f"{value:.{decimals}g}" if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
 
@@ -118,7 +118,7 @@ def is_address(url: str) -> bool:
         return False
 
 
-def masked(url: str) -> str:
+def mask_url(url: str) -> str:
     """Mask the userinfo, the values of the query and the fragment of a URL; return other text unchanged."""
     if "://" not in url:
         return url
@@ -128,7 +128,7 @@ def masked(url: str) -> str:
     return redact(url) + (f"#{MASK}" if hash_sign else "")
 
 
-def whole_address(url: str, *, setting: str) -> str:
+def resolve_url(url: str, *, setting: str) -> str:
     """Restore the masked parts of a setting's URL from the environment: generation.url from TINYRL_GENERATION_URL.
 
     Raises ValueError where the variable is missing or holds another address.
@@ -137,9 +137,9 @@ def whole_address(url: str, *, setting: str) -> str:
         return url
     variable = f"TINYRL_{setting.upper().replace('.', '_')}"
     whole = os.environ.get(variable, "")
-    if masked(whole) != masked(url) or MASK in whole:
+    if mask_url(whole) != mask_url(url) or MASK in whole:
         raise ValueError(
-            f"{setting}={shortened(url)} is recorded without its secrets: set the environment variable {variable} to "
-            f"the whole address{f'; it is {shortened(masked(whole))}' if whole else ''}"
+            f"{setting}={truncate(url)} is recorded without its secrets: set the environment variable {variable} to "
+            f"the whole address{f'; it is {truncate(mask_url(whole))}' if whole else ''}"
         )
     return whole

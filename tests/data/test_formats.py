@@ -16,7 +16,7 @@ from tinyrl.data.formats import (
     two_labels,
     unusable,
 )
-from tinyrl.data.rows import hold_out
+from tinyrl.data.rows import train_eval_split
 
 
 def user(content: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_rows_from_which_nothing_can_be_learnt(row: dict[str, Any], what: Any, w
 def test_rows_of_one_prompt_stay_on_one_side(form):
     """20 prompts, three rows each: two prompts are held out, one row of each, and 54 rows are left."""
     rows = [form(f"question {prompt}", n) for n in range(3) for prompt in range(20)]
-    train, held_out = hold_out(rows, prompt=shared_prompt, seed=0)
+    train, held_out = train_eval_split(rows, prompt=shared_prompt, seed=0)
     assert (len(train), len(held_out)) == (54, 2)
     kept = [shared_prompt(row) for row in train]
     assert not [row for row in held_out if shared_prompt(row) in kept]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.running import SignalAt
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, hold_out, keyed_order
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, seeded_permutation, train_eval_split
 from tinyrl.errors import Interrupted
 from tinyrl.runs import signals
 
@@ -20,9 +20,9 @@ def test_a_fingerprint_is_of_the_content_and_the_order_of_rows():
 
 
 def test_keyed_order_is_a_permutation_that_only_the_key_decides():
-    assert sorted(keyed_order("a", 50)) == list(range(50))
-    assert keyed_order("a", 50) != keyed_order("b", 50)
-    assert keyed_order("a", 6) == [0, 1, 3, 4, 2, 5]  # `printf a:$i | sha256sum` for i = 0..5, sorted
+    assert sorted(seeded_permutation("a", 50)) == list(range(50))
+    assert seeded_permutation("a", 50) != seeded_permutation("b", 50)
+    assert seeded_permutation("a", 6) == [0, 1, 3, 4, 2, 5]  # `printf a:$i | sha256sum` for i = 0..5, sorted
 
 
 def test_every_epoch_has_every_row_once_and_a_step_needs_no_history():
@@ -45,24 +45,24 @@ def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows():
     rows = [{"q": i % 40, "n": i} for i in range(80)]
-    train, held = hold_out(rows, prompt=lambda row: row["q"], seed=0)
+    train, held = train_eval_split(rows, prompt=lambda row: row["q"], seed=0)
     assert len(train) == 72
     assert len({row["q"] for row in held}) == len(held) == 4
     assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert train == sorted(train, key=lambda row: row["n"])
-    assert hold_out(rows, prompt=lambda row: row["q"], seed=1)[1] != held
+    assert train_eval_split(rows, prompt=lambda row: row["q"], seed=1)[1] != held
     one_each = rows[:40]  # a file in another order is split alike
-    held = hold_out(one_each, prompt=lambda row: row["q"], seed=0)[1]
-    assert hold_out(one_each[::-1], prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
+    held = train_eval_split(one_each, prompt=lambda row: row["q"], seed=0)[1]
+    assert train_eval_split(one_each[::-1], prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
 
 
 def test_at_most_512_rows_are_held_out_and_fewer_than_ten_prompts_are_trained_on_and_evaluated():
     for count, held in ((10, 1), (19, 1), (20, 2), (6000, 512)):
-        train, out = hold_out([{"q": i} for i in range(count)], prompt=lambda row: row["q"], seed=0)
+        train, out = train_eval_split([{"q": i} for i in range(count)], prompt=lambda row: row["q"], seed=0)
         assert (len(train), len(out)) == (count - held, held)
     rows = [{"q": i % 9, "n": i} for i in range(18)]
-    train, held = hold_out(rows, prompt=lambda row: row["q"], seed=0)
+    train, held = train_eval_split(rows, prompt=lambda row: row["q"], seed=0)
     assert train == rows
     assert [row["q"] for row in held] == list(range(9))
-    assert hold_out(rows, prompt=lambda row: row["q"], seed=0, repeat=True) == (rows, rows)
+    assert train_eval_split(rows, prompt=lambda row: row["q"], seed=0, repeat=True) == (rows, rows)
     assert [len(few_held_out(count, trained_on=True)) for count in (3, 30)] == [1, 0]

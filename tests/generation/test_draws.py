@@ -9,7 +9,7 @@ import torch
 
 from tests.generation.sampling import CPU, make_engine, sample, scored
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import SamplingParams, draw, row_params, sample_keys, truncate, uniforms
+from tinyrl.generation.engine import SamplingParams, draw, row_params, sample_keys, truncate_probs, uniforms
 
 LARGEST = 1.0 - 2.0**-53  # below one
 WORDS = ("a", "b", "c", "d", "e")
@@ -85,7 +85,7 @@ def test_truncation_by_hand(top_k: int, top_p: float, kept: list[float]):
     """Beside a row that is not truncated."""
     probs = torch.tensor([[0.15, 0.5, 0.05, 0.3]] * 2)
     params = row_params([SamplingParams(top_p=top_p, top_k=top_k), SamplingParams()], CPU)
-    found = truncate(probs, top_k=params["top_k"], top_p=params["top_p"])
+    found = truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"])
     torch.testing.assert_close(found, torch.stack([torch.tensor(kept), probs[0]]))
 
 

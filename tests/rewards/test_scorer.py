@@ -12,7 +12,7 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.errors import ExplainedByCheck, GuardStop
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.rewards.functions import FunctionReward, count_bad_batches, describe_failure
+from tinyrl.rewards.functions import FunctionReward, check_failure_streak, describe_failure
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_task
@@ -154,7 +154,7 @@ def counted(*batches: tuple[int, int, int], before: int = 0) -> int:
     """After batches of (rows, failed, rewarded)."""
     for rows, failed, rewarded in batches:
         why = f"{failed} of them"
-        before = count_bad_batches(before, rows=rows, failed=failed, rewarded=rewarded, first_failure=why)
+        before = check_failure_streak(before, rows=rows, failed=failed, rewarded=rewarded, first_failure=why)
     return before
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyrl.runs.launched import Launched, Voice, launched, launched_rank
+from tinyrl.runs.launched import Launched, RankPrinter, launched, launched_rank
 
 ALL = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -35,7 +35,7 @@ def test_half_of_a_launch_and_sharding_are_refused(monkeypatch: pytest.MonkeyPat
 
 def test_one_process_of_a_machine_prints_until_they_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch)
-    voice = Voice()
+    voice = RankPrinter()
     assert voice.speaks("a")
     launch(monkeypatch, **ALL)
     assert not voice.speaks("a")

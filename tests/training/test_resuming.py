@@ -31,7 +31,7 @@ from tinyrl.tools.export import export
 from tinyrl.training import run as training_run
 from tinyrl.training import state as sources
 from tinyrl.training.launch import fork, started_with
-from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, RunState, Sources, read_state
+from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, InputHashes, RunState, read_state
 from tinyrl.training.step import Updater
 
 STEPS = 3
@@ -324,7 +324,7 @@ def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
     values = {"reward/mean": math.nan, "completion/tokens": 96}
     run = RunState(step=7, values=values, controllers=controllers, best=Best(step=5, value=0.5), loss_scale=scaler)
     own: dict[str, Any] = {"micro_batch_tokens": 768, "threads": 1, "python_random": python_rng()}
-    sources = Sources(rows={"training": "abc"})
+    sources = InputHashes(rows={"training": "abc"})
     state = CheckpointState(run=run, sources=sources, config={"method": "grpo"}, records={"metrics.jsonl": 10}, **own)
     folder = tmp_path / "step-000007"
     folder.mkdir()

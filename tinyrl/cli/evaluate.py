@@ -13,7 +13,7 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.run_dir import finite
-from tinyrl.text import number
+from tinyrl.text import format_number
 
 COUNTS = ("num_prompts", "num_samples", "trained_on")  # not in the table
 
@@ -108,17 +108,17 @@ def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
         lines.append(f"{who}left out: {difference['left_out']} held-out prompts {seen}")
     for judge, rate in side["win_rate"].items():
         tied = f", {rate['ties']:.0%} ties" if rate["ties"] else ""
-        shown = f"{number(rate['mean'])} (95 % interval {_interval(rate['ci'])}{tied})"
+        shown = f"{format_number(rate['mean'])} (95 % interval {_interval(rate['ci'])}{tied})"
         unknown = "unknown: no prompt has a value on both sides"
         lines.append(f"{who}win rate by {judge} {unknown if math.isnan(rate['mean']) else shown}")
     return lines
 
 
 def _signed(value: float) -> str:
-    return f"{'' if value < 0 else '+'}{number(value)}"
+    return f"{'' if value < 0 else '+'}{format_number(value)}"
 
 
-def _interval(ends: list[float], shown: Callable[[float], str] = number) -> str:
+def _interval(ends: list[float], shown: Callable[[float], str] = format_number) -> str:
     low, high = ends
     return "unknown: too few prompts or no spread" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
 
@@ -127,5 +127,5 @@ def _cell(value: float | list[float] | None, greedy: float | list[float] | None 
     if isinstance(value, list):
         return "unknown" if math.isnan(value[0]) else _interval(value)
     missing = value is None or math.isnan(value)
-    shown = "-" if missing else number(value) if isinstance(value, float) else str(value)
-    return shown if greedy is None else f"{shown} ({number(greedy) if isinstance(greedy, float) else greedy})"
+    shown = "-" if missing else format_number(value) if isinstance(value, float) else str(value)
+    return shown if greedy is None else f"{shown} ({format_number(greedy) if isinstance(greedy, float) else greedy})"

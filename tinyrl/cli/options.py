@@ -18,7 +18,7 @@ import typer
 from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, no_memory
 from tinyrl.runs.launched import VOICE, Options, launched_rank
 from tinyrl.runs.signals import StopFlag
-from tinyrl.text import redact, visible
+from tinyrl.text import escape_control, redact
 
 # Iterations for which an OpenMP thread spins before it sleeps: the most that costs nothing when alone. Two threads on
 # two cores, seconds of a GRPO step of a small model, alone and beside a busy process: 300,000 (libgomp's default) 3.2
@@ -171,7 +171,7 @@ def _report(error: Exception) -> int:
         code = 4 if error.errno in NO_ROOM else 2
         if error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = visible(redact(text))  # it may quote any file
+    text = escape_control(redact(text))  # it may quote any file
     aside = isinstance(error, Interrupted) and launched_rank() > 0  # rank 0 reports it
     if not aside and VOICE.speaks(text):
         print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)

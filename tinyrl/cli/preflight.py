@@ -19,7 +19,7 @@ from tinyrl.runs.resolve import adapter_settings
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
-from tinyrl.text import first_line, masked, shortened
+from tinyrl.text import first_line, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
 HUB_PATIENCE_S = 5.0
@@ -59,13 +59,13 @@ def _check_adapter(config: Config, path: str) -> None:
     else:
         for name in ADAPTER_FILES:
             if not (folder / name).is_file():
-                raise ValueError(f"model.adapter={shortened(path, 300)}: {name} is missing there")
+                raise ValueError(f"model.adapter={truncate(path, 300)}: {name} is missing there")
     for name, own in adapter_settings(folder).items():
         given = getattr(config.lora, name)
         same = given == own or given == "all-linear" or (isinstance(given, list) and sorted(given) == own)
         if name in config.lora.model_fields_set and not same:
             raise ValueError(
-                f"lora.{name}={as_written(given)}, and the adapter of model.adapter={shortened(path, 300)} has "
+                f"lora.{name}={as_written(given)}, and the adapter of model.adapter={truncate(path, 300)} has "
                 f"{as_written(own)}, which stays as it is; leave lora.{name} out"
             )
 
@@ -87,7 +87,7 @@ def go_offline_if_unreachable(config: Config) -> None:
         return  # it answers
     except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        why = f"{masked(hub)} does not answer within {HUB_PATIENCE_S:g} s ({first_line(error)})"
+        why = f"{mask_url(hub)} does not answer within {HUB_PATIENCE_S:g} s ({first_line(error)})"
         note = f"warning: {why}: working offline, with cached files only. Set HF_HUB_OFFLINE=0 to wait for it"
         if VOICE.speaks(note):
             print(note, file=sys.stderr)

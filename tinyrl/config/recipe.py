@@ -18,7 +18,7 @@ from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain
-from tinyrl.text import decode_utf8, did_you_mean, shortened
+from tinyrl.text import decode_utf8, did_you_mean, truncate
 
 MAX_RECIPE_BYTES = 100_000
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
@@ -41,7 +41,7 @@ def find_recipe(name: str) -> Path:
         return packaged[key]
     what = "is a folder" if os.path.isdir(name) else "is neither a file nor a packaged recipe"
     near = did_you_mean(key, list(packaged))
-    raise ValueError(f"recipe '{shortened(name)}' {what}.{near}\n`tinyrl list recipes` lists the packaged ones")
+    raise ValueError(f"recipe '{truncate(name)}' {what}.{near}\n`tinyrl list recipes` lists the packaged ones")
 
 
 def split_settings(settings: list[str]) -> tuple[str | None, list[str]]:
@@ -88,7 +88,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     """Return a copy of `values` with `section.key=value` overrides laid over it; their values are parsed as YAML."""
     values = deepcopy(values)
     for override in overrides:
-        where = f"override '{shortened(override)}'"
+        where = f"override '{truncate(override)}'"
         key, equals, text = override.partition("=")
         *parents, last = key.split(".")
         if not equals or not all((*parents, last)):
@@ -100,7 +100,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
             if not isinstance(target[parent], dict):
                 name = ".".join(parents[:depth])
                 raise ValueError(
-                    f"{where}: `{name}` is {shortened(repr(target[parent]))}, so give all of it: {name}=..."
+                    f"{where}: `{name}` is {truncate(repr(target[parent]))}, so give all of it: {name}=..."
                 )
             target = target[parent]
         target[last] = parse_plain(text, where)
@@ -124,9 +124,9 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     """
     if method not in METHODS:
         if os.path.isfile(method) or method in packaged_recipes() or "=" in method:
-            raise ValueError(f"which method? Say it first, as in `tinyrl train grpo {shortened(method)}`")
+            raise ValueError(f"which method? Say it first, as in `tinyrl train grpo {truncate(method)}`")
         near = did_you_mean(method, list(METHODS))
-        raise ValueError(f"unknown method '{shortened(method)}'.{near} Methods: {', '.join(METHODS)}")
+        raise ValueError(f"unknown method '{truncate(method)}'.{near} Methods: {', '.join(METHODS)}")
     if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
         recipe = METHODS[method].recipe
     path = find_recipe(recipe) if recipe else None
@@ -139,9 +139,9 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
         if section in OPTIONAL_SECTIONS and section not in METHODS[method].sections:
             users = " and ".join(name for name, other in METHODS.items() if section in other.sections)
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-            raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
+            raise ValueError(f"override '{truncate(override)}': `{section}` is for {users}, not for {method}.{meant}")
         if section == "method" and override != f"method={method}":
-            raise ValueError(f"override '{shortened(override)}': the method is given once: tinyrl train {method}")
+            raise ValueError(f"override '{truncate(override)}': the method is given once: tinyrl train {method}")
     method_given = {"method": method} if is_method(written) else {}
     return build_config({**values, **method_given}, overrides, source=str(path or "settings"))
 
@@ -153,7 +153,7 @@ def build_config(values: dict[str, Any], overrides: Sequence[str] = (), *, sourc
         for override in reversed(overrides):
             key = override.partition("=")[0]
             if f"{setting}.".startswith((f"{key}.", f"{key}[")) or key.startswith(f"{setting}."):
-                return f"override '{shortened(override)}'"
+                return f"override '{truncate(override)}'"
         return source
 
     values = apply_overrides(values, overrides)

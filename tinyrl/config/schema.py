@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from tinyrl.config import sections
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
-from tinyrl.text import is_address, masked, redact, shortened
+from tinyrl.text import is_address, mask_url, redact, truncate
 
 
 def _section(kind: type[sections.Section], description: str) -> Any:
@@ -112,13 +112,13 @@ def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     for section, name in (("generation", "url"), ("environment", "corpus")):
         part = values.get(section)
         if isinstance(part, dict) and isinstance(part.get(name), str):
-            values = {**values, section: {**part, name: masked(part[name])}}
+            values = {**values, section: {**part, name: mask_url(part[name])}}
     return values
 
 
 def as_written(value: Any) -> str:
     """Format a value as an override, without secrets."""
-    return shortened(redact(value if isinstance(value, str) else json.dumps(value)))
+    return truncate(redact(value if isinstance(value, str) else json.dumps(value)))
 
 
 # ---- conflicts ----
@@ -179,7 +179,7 @@ def _sampling_conflicts(config: Config) -> Iterator[str]:
     if section.kl_coef > 0 and config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
     if generation.engine == "server" and not is_address(generation.url or ""):
-        url = shortened(masked(generation.url or "null"))
+        url = truncate(mask_url(generation.url or "null"))
         yield f"generation.url={url} is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
     if config.learns_from_teacher:
         if teacher.kind in ("self", "start") and teacher.hint is None:

@@ -15,7 +15,7 @@ from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import did_you_mean, truncate
 
 MOST_SENTENCES = 3
 KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use")
@@ -54,7 +54,7 @@ def _sentence(problem: Any, values: dict[str, Any]) -> tuple[str, str]:
     name, value = _dotted(path), _value(values, path)
     if problem["type"] == "missing":
         return name, f"`{name}` is missing; it must be {allowed(kind)}"
-    shown = json.dumps(value) if isinstance(value, bool | None) else shortened(repr(value))
+    shown = json.dumps(value) if isinstance(value, bool | None) else truncate(repr(value))
     near = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
     return name, f"`{name}` is {shown}; it must be {allowed(kind)}.{near}"
 
@@ -97,7 +97,7 @@ def _value(values: Any, path: KeyPath) -> Any:
 def _dotted(path: KeyPath) -> str:
     """Return a path as people write it: reward.functions[0].use."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
-    return shortened("".join(parts).removeprefix("."))
+    return truncate("".join(parts).removeprefix("."))
 
 
 # ---- what a setting may be ----
@@ -166,7 +166,7 @@ def describe_settings(section: str | None = None, *, width: int = 80) -> str:
     if section is not None and section not in SECTIONS:
         homes = [name for name in SECTIONS if section in fields_of(name)]
         near = f" `{section}` is in {and_list(homes)}." if homes else did_you_mean(section, [*SECTIONS])
-        raise ValueError(f"there is no section '{shortened(section)}'.{near} Sections: {', '.join(SECTIONS)}")
+        raise ValueError(f"there is no section '{truncate(section)}'.{near} Sections: {', '.join(SECTIONS)}")
     pages = []
     for name in [section] if section else SECTIONS:
         field = Config.model_fields[name]

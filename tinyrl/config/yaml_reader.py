@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if (name := str(key.value)) in seen:
-                problem = f"duplicate key `{shortened(name)}` (first on line {seen[name]})"
+                problem = f"duplicate key `{truncate(name)}` (first on line {seen[name]})"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen[name] = key.start_mark.line + 1
         return node

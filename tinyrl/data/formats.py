@@ -27,7 +27,7 @@ from tinyrl.data.messages import (
     tools_of,
 )
 from tinyrl.data.readers import Row
-from tinyrl.text import did_you_mean, listed, one_line, shortened
+from tinyrl.text import did_you_mean, join_truncated, one_line, truncate
 
 Side = str | list[Message]  # an answer to a prompt
 Objective = Literal["pairs", "labels"]
@@ -176,7 +176,7 @@ def objective_of(row: Row) -> Objective:
             return "labels"
     raise ValueError(
         "a reward model learns from pairs (`chosen`, `rejected`) or from labels (`label`); "
-        f"this row has {listed(row)}. Rename columns with task.columns.NEW=OLD"
+        f"this row has {join_truncated(row)}. Rename columns with task.columns.NEW=OLD"
     )
 
 
@@ -200,7 +200,7 @@ def two_labels(values: Iterable[float]) -> tuple[float, float]:
     """Return (lower, higher) label of some rows; the higher one is the good one. Raises ValueError for other counts."""
     labels = sorted(set(values))
     if len(labels) != 2:
-        shown = listed((f"{value:g}" for value in labels), most=5)
+        shown = join_truncated((f"{value:g}" for value in labels), most=5)
         raise ValueError(f"the rows have {len(labels)} different labels ({shown}), and a reward model learns from two")
     return labels[0], labels[1]
 
@@ -255,7 +255,7 @@ def _shared_text(chosen: str, rejected: str) -> int:
     words = [match.start() for match in re.finditer(r"(?<=\S)\s+", shared)]
     if not words:
         raise ValueError(
-            f"`chosen` and `rejected` have no first word in common, and there is no `prompt`: {shortened(chosen, 60)!r}"
+            f"`chosen` and `rejected` have no first word in common, and there is no `prompt`: {truncate(chosen, 60)!r}"
         )
     thought = shared.rfind("<think>", 0, words[-1])
     if thought > shared.rfind("</think>", 0, words[-1]):  # a prompt does not end in the middle of thinking
@@ -275,7 +275,7 @@ def _column_of(row: Row, *names: str) -> str:
         raise ValueError(f"'{null}' is null")
     near = next((meant for name in names if (meant := did_you_mean(name, list(row)))), "")
     either, rename = or_list([f"'{name}'" for name in names]), f"task.columns.{names[0]}=OLD"
-    raise ValueError(f"no column {either}.{near} Columns: {listed(row)}. Rename one (of task.data: {rename})")
+    raise ValueError(f"no column {either}.{near} Columns: {join_truncated(row)}. Rename one (of task.data: {rename})")
 
 
 def _side(row: Row, column: str) -> Side:

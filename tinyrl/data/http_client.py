@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx2
 
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import masked, shortened
+from tinyrl.text import mask_url, truncate
 
 MAX_BYTES = 1 << 26  # of one answer
 POLL_S = 0.2  # between two checks for a signal
@@ -63,7 +63,7 @@ class HttpClient:
         try:
             self.address = httpx2.URL(url).copy_with(fragment=None)
         except httpx2.InvalidURL as error:
-            raise ValueError(f"'{shortened(masked(url))}' is not the address of a server: {error}") from None
+            raise ValueError(f"'{truncate(mask_url(url))}' is not the address of a server: {error}") from None
         self.timeout_s, self.waits_s, self.try_again = timeout_s, waits_s, try_again
         self.setting = f" ({setting})" if setting else ""
         limits = httpx2.Limits(max_connections=None)
@@ -116,14 +116,14 @@ class HttpClient:
         except TimeoutError:
             raise NoAnswer(f"did not answer within {self.timeout_s:g} s{self.setting}") from None
         except (httpx2.TransportError, OSError) as error:
-            raise NoAnswer(f"did not answer ({shortened(str(error) or type(error).__name__)})") from None
+            raise NoAnswer(f"did not answer ({truncate(str(error) or type(error).__name__)})") from None
 
     async def _once(self, request: httpx2.Request) -> HttpAnswer:
         """Send a request. Raises NoAnswer for a huge answer, and a redirect: what is sent is for this server only."""
         response, body = await self._client.send(request, stream=True), bytearray()
         try:
             if response.has_redirect_location:
-                where = shortened(masked(response.headers["Location"]))
+                where = truncate(mask_url(response.headers["Location"]))
                 raise NoAnswer(f"redirects to {where}; give the address that answers")
             async for block in response.aiter_raw():  # nothing is unpacked
                 body += block

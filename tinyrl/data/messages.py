@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from tinyrl.data.readers import Row
-from tinyrl.text import listed, shortened
+from tinyrl.text import join_truncated, truncate
 
 Message = dict[str, Any]  # role, content (text), and what else a chat template reads of it
 Prompt = str | list[Message]  # text, or chat messages, as the data has them
@@ -130,7 +130,7 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
 
 
 def roles_of(messages: list[Message]) -> str:
-    return listed((message["role"] for message in messages), most=8)
+    return join_truncated((message["role"] for message in messages), most=8)
 
 
 def parsed(value: Any, column: str) -> Any:
@@ -140,7 +140,7 @@ def parsed(value: Any, column: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError):
-        raise ValueError(f"'{column}' is text that is not JSON: {shortened(value, 60)!r}") from None
+        raise ValueError(f"'{column}' is text that is not JSON: {truncate(value, 60)!r}") from None
 
 
 def policy_text(transcript: list[Message]) -> str:

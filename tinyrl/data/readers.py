@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import did_you_mean, first_line, listed, shortened
+from tinyrl.text import did_you_mean, first_line, join_truncated, truncate
 
 Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # rows with their places: "train.jsonl:12", "train.parquet row 12"
@@ -73,8 +73,10 @@ def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
         for part in [old] if old in row else old.split("."):
             names = list(value) if isinstance(value, dict) else []
             if part not in names:
-                asked = f"which task.columns.{shortened(new)} asks for.{did_you_mean(part, names)}"
-                raise ValueError(f"{place}: no column '{shortened(old)}', {asked} Columns: {listed(names) or 'none'}")
+                asked = f"which task.columns.{truncate(new)} asks for.{did_you_mean(part, names)}"
+                raise ValueError(
+                    f"{place}: no column '{truncate(old)}', {asked} Columns: {join_truncated(names) or 'none'}"
+                )
             value = value[part]
         found[new] = value
     return {name: value for name, value in row.items() if name not in {*columns, *columns.values()}} | found
@@ -141,7 +143,7 @@ def _read_csv(source: str) -> Iterator[tuple[str, Row]]:
     try:
         header = list(reader.fieldnames or [])
         if len({*header}) < len(header) or "" in header:
-            raise ValueError(f"{source}:1: columns need different names, not {listed(map(repr, header))}")
+            raise ValueError(f"{source}:1: columns need different names, not {join_truncated(map(repr, header))}")
         for row in reader:
             if None in row or None in row.values():
                 raise ValueError(f"{source}:{reader.line_num}: this row has not {len(header)} values; quote commas")

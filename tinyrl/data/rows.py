@@ -67,12 +67,12 @@ def few_held_out(count: int, *, trained_on: bool) -> list[str]:
     return [f"warning: {where} ({count}), so held-out scores say little; give more rows, or task.eval_data"]
 
 
-def keyed_order(key: str, count: int) -> list[int]:
+def seeded_permutation(key: str, count: int) -> list[int]:
     """Permute 0..count-1 by `key` alone, the same on every machine and Python."""
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
 
 
-def hold_out(
+def train_eval_split(
     rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: bool = False
 ) -> tuple[list[Row], list[Row]]:
     """Split rows into (train, held-out): a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
@@ -84,7 +84,7 @@ def hold_out(
     keys = [prompt_key(prompt(row)) for row in rows]
     distinct = sorted(set(keys))
     count = min(len(distinct) // HELD_OUT_SHARE, HELD_OUT_MOST)
-    held = {distinct[i] for i in keyed_order(f"hold out {seed}", len(distinct))[:count]}
+    held = {distinct[i] for i in seeded_permutation(f"hold out {seed}", len(distinct))[:count]}
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
     held_out = [(key, row) for key, row in zip(keys, rows, strict=True) if key in held or not held]
     return train, [row for _, row in held_out] if repeat else list(dict(held_out).values())
@@ -122,7 +122,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
                 raise ValueError(f"{place}: {error}") from error
         leave_out([row for _, row in placed], reasons, [] if notes is None else notes)
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
-        return [rows[i] for i in keyed_order(f"graded {SPLIT_SEED}", len(rows))] if what == "labels" else rows
+        return [rows[i] for i in seeded_permutation(f"graded {SPLIT_SEED}", len(rows))] if what == "labels" else rows
 
     train, *rest = map(usable, parts)
     if rest:
@@ -130,7 +130,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     else:
         few = len({prompt_key(shared_prompt(row)) for row in train}) < HELD_OUT_SHARE
         by = row_key if few else shared_prompt
-        train, held_out = hold_out(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
+        train, held_out = train_eval_split(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
     return train[: where.max_samples], held_out[: where.max_samples]
 
 
@@ -148,4 +148,4 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
 
 @lru_cache(maxsize=32)
 def _epoch_order(seed: int, epoch: int, num_rows: int) -> tuple[int, ...]:
-    return tuple(keyed_order(f"epoch {seed} {epoch}", num_rows))
+    return tuple(seeded_permutation(f"epoch {seed} {epoch}", num_rows))

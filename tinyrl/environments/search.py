@@ -33,7 +33,7 @@ from tinyrl.data.readers import Row, reader_of
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.runs.signals import watched
-from tinyrl.text import is_address, listed, masked, shortened, whole_address
+from tinyrl.text import is_address, join_truncated, mask_url, resolve_url, truncate
 
 STOP, ASKS = ("</search>", "</answer>"), "<search>{words}</search>"
 OPENING, CLOSING, CUT = "\n\n<information>", "</information>\n\n", " ..."
@@ -63,7 +63,7 @@ def passage_of(row: Row, place: str) -> str:
         contents = f'"{" ".join(title.split())}"\n{text}'
     if not isinstance(contents, str):
         wanted = "a passage is a row with a text 'contents', or texts 'title' and 'text'"
-        raise ValueError(f"{place}: {wanted}; not one with the columns {listed(row)}")
+        raise ValueError(f"{place}: {wanted}; not one with the columns {join_truncated(row)}")
     return contents
 
 
@@ -162,9 +162,9 @@ class SearchServer:
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         if not is_address(url):
-            raise ValueError(f"'{shortened(masked(url))}' is not the address of a server: http://HOST:PORT/retrieve")
-        self._name = f"the search server {shortened(masked(url))}"
-        address, how = whole_address(url, setting="environment.corpus"), {"waits_s": WAITS_S, "try_again": TRY_AGAIN}
+            raise ValueError(f"'{truncate(mask_url(url))}' is not the address of a server: http://HOST:PORT/retrieve")
+        self._name = f"the search server {truncate(mask_url(url))}"
+        address, how = resolve_url(url, setting="environment.corpus"), {"waits_s": WAITS_S, "try_again": TRY_AGAIN}
         self.http = HttpClient(address, timeout_s=timeout_s, setting="environment.timeout_s", proxies=True, **how)
 
     def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
@@ -175,12 +175,12 @@ class SearchServer:
         except NoAnswer as error:
             raise SearchFailed(f"{self._name} {error}") from None
         if answer.status != 200:
-            raise SearchFailed(f"{self._name} answered {answer.status} {shortened(answer.reason)}")
+            raise SearchFailed(f"{self._name} answered {answer.status} {truncate(answer.reason)}")
         try:
             rows = [[found["document"] for found in of_query] for of_query in json.loads(answer.body)["result"]]
             passages = [[passage_of(dict(row), self._name) for row in of_query] for of_query in rows]
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            why = f"{shortened(repr(answer.body[:60]))} ({type(error).__name__}: {shortened(str(error), 200)})"
+            why = f"{truncate(repr(answer.body[:60]))} ({type(error).__name__}: {truncate(str(error), 200)})"
             raise SearchFailed(f"{self._name} answered something else than lists of documents: {why}") from error
         if len(passages) != len(queries):
             raise SearchFailed(f"{self._name} answered {len(queries)} queries with {len(passages)} lists")
@@ -203,7 +203,7 @@ def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[
         retriever = Corpus(config.corpus)
         size = f" (passages: {retriever.num_passages:,})"
     how = {"top_k": config.top_k, "max_length": config.max_observation_tokens, "length": length}
-    about = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
+    about = f"of {mask_url(config.corpus)}{size}, {config.top_k} a query"
     return functools.partial(respond, retriever=retriever, **how), about, None
 
 

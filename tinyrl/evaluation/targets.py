@@ -21,7 +21,7 @@ from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import nearest_run, open_run, run_of
 from tinyrl.tasks import load_split, load_task
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
@@ -87,7 +87,7 @@ def find(path: str, asked: Asked) -> Target:
     _check_settings(asked.settings, ("reward", "generation", "task"))
     for setting in asked.settings:
         if option := OPTIONS.get(setting.partition("=")[0]):
-            raise ValueError(f"override '{shortened(setting)}': say it as {option}")
+            raise ValueError(f"override '{truncate(setting)}': say it as {option}")
     run, judged = run_of(Path(path)), asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
@@ -103,7 +103,7 @@ def find(path: str, asked: Asked) -> Target:
     if judged:
         return Target(path, run, _as_asked(_as_policy(config), asked), config)
     if asked.settings:
-        hint = f"with {shortened(asked.settings[0])} name {A_JUDGE}"
+        hint = f"with {truncate(asked.settings[0])} name {A_JUDGE}"
         raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {hint}")
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
@@ -190,7 +190,7 @@ def measured_by(first: Config, other: Target) -> Config:
 def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, ...]) -> None:
     for setting in settings:
         if setting.partition(".")[0] not in sections:
-            raise ValueError(f"override '{shortened(setting)}': here only settings of {and_list([*sections])}")
+            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*sections])}")
 
 
 def _a_model(path: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Se
 from tinyrl.generation.scheduler import LIVE_STEP, IncrementalDetokenizer, LiveScheduler, TokenScores, score
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 MAX_BODY = 1 << 25  # bytes of a request
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
@@ -288,7 +288,7 @@ class Endpoint:
             raise Refused(400, f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from None
         for name, value in (body.model_extra or {}).items():
             if value is not None and value not in UNSUPPORTED.get(name, (value,)):
-                raise Refused(400, f"{name}={shortened(json.dumps(value))} is not supported")
+                raise Refused(400, f"{name}={truncate(json.dumps(value))} is not supported")
         if body.model not in self.models:
             raise Refused(404, f"there is no model {body.model[:100]!r}; there is {', '.join(self.models)}")
         return body

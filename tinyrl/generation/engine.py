@@ -26,7 +26,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 if TYPE_CHECKING:
     from tinyrl.generation.engines import LibraryScheduler
@@ -335,7 +335,7 @@ def unused_defaults(model: PreTrainedModel, generation: sections.GenerationConfi
     used = {name: (None, neutral, getattr(generation, name, neutral)) for name, neutral in NEUTRAL.items()}
     unused = ", ".join(f"{name}={given[name]}" for name in used if given.get(name) not in used[name])
     note = "which sampling here does not use (section generation)"
-    return f"generation_config.json sets {shortened(unused)}, {note}" if unused else None
+    return f"generation_config.json sets {truncate(unused)}, {note}" if unused else None
 
 
 # ---- drawing a token ----
@@ -370,7 +370,7 @@ def sample_tokens(logits: Tensor, u: Tensor, params: dict[str, Tensor]) -> tuple
     elif "top_p" in params:
         total = weights.sum(-1, dtype=torch.float64)
         probs = weights / total.unsqueeze(-1).float()
-        token = draw(truncate(probs, top_k=params["top_k"], top_p=params["top_p"]), u)[0]
+        token = draw(truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"]), u)[0]
     else:
         token, total = draw(weights, u)
     if "greedy" in params and likeliest is not None:
@@ -379,7 +379,7 @@ def sample_tokens(logits: Tensor, u: Tensor, params: dict[str, Tensor]) -> tuple
     return token, (chosen / total).log().float()
 
 
-def truncate(probs: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
+def truncate_probs(probs: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Zero everything outside the top_k (R,) tokens and the smallest set of mass top_p (R,); (R, V) -> (R, V)."""
     ordered, order = probs.sort(-1, descending=True)
     keep = ordered.cumsum(-1) - ordered < top_p.unsqueeze(-1)

@@ -31,7 +31,7 @@ from tinyrl.generation.engine import (
     advanced,
     draw,
     row_params,
-    truncate,
+    truncate_probs,
     uniforms,
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
@@ -46,7 +46,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import first_line, masked
+from tinyrl.text import first_line, mask_url
 
 CACHE_SHARE = 0.4  # of the free memory that the cache may take
 COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take
@@ -281,7 +281,7 @@ class LibraryScheduler:
         log_p = z.log_softmax(-1)
         probs, likeliest = log_p.exp(), log_p.argmax(-1)
         if "top_p" in params:
-            probs = truncate(probs, top_k=params["top_k"], top_p=params["top_p"])
+            probs = truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"])
         self.token = likeliest if "all greedy" in params else draw(probs, u)[0]
         if "greedy" in params:
             self.token = torch.where(params["greedy"], likeliest, self.token)
@@ -313,7 +313,7 @@ def engine_of(
     if c.engine == "server":
         assert c.url is not None, "the configuration has checked it"
         own: Any = {"server": ServerClient(c.url), "longest": longest, "sleeps": c.server_sleep}
-        return ServerEngine(policy, tokenizer, settings, **own), f"generation.url={masked(c.url)}"
+        return ServerEngine(policy, tokenizer, settings, **own), f"generation.url={mask_url(c.url)}"
     tried = min(longest_prompt + longest_response, positions_of(policy.causal.config.get_text_config()))
     how: Any = {"wanted": c.engine, "dtype": policy.dtype, "longest": longest, "tried": tried}
     return select_engine(policy, tokenizer, settings, **how)

@@ -46,7 +46,7 @@ from tinyrl.generation.turns import Episodes, play_plainly
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
-from tinyrl.text import masked, shortened, whole_address
+from tinyrl.text import mask_url, resolve_url, truncate
 
 MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -74,9 +74,9 @@ class ServerClient:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(whole_address(url, setting="generation.url"))
+        parts = urllib.parse.urlsplit(resolve_url(url, setting="generation.url"))
         self.url = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), fragment="").geturl()
-        self.name = f"the server at {shortened(masked(self.url))}"
+        self.name = f"the server at {truncate(mask_url(self.url))}"
         self.http = HttpClient(self.url, timeout_s=TIMEOUT_S, waits_s=WAITS_S, try_again=TRY_AGAIN, proxies=False)
 
     def ask(self, method: str, path: str, bodies: list[Any], *, most: int = 1) -> list[Any]:
@@ -89,7 +89,7 @@ class ServerClient:
         def read(answer: HttpAnswer) -> Any:
             text = answer.body.decode(errors="replace")
             if answer.status >= 300:
-                raise ServerError(f"{self.name} answered {path} with {answer.status}: {shortened(text, 300)}")
+                raise ServerError(f"{self.name} answered {path} with {answer.status}: {truncate(text, 300)}")
             try:
                 return json.loads(text)
             except (ValueError, RecursionError):  # a load is answered with text
@@ -152,7 +152,7 @@ def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str)
         return shape.model_validate(answer)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place, given = ".".join(map(str, first["loc"])) or "answer", shortened(repr(first["input"]), 40)
+        place, given = ".".join(map(str, first["loc"])) or "answer", truncate(repr(first["input"]), 40)
         raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}, not {given}") from None
 
 
@@ -378,7 +378,7 @@ class ServerEngine(SamplingEngine):
             complete = tokens[-1] in ends or (asked["stop"] if reason == "stop" else len(tokens) == most)
             known = max(tokens) < self.vocabulary and not any(token in ends for token in tokens[:-1])
             if not complete or not known or not len(logprobs) == len(tokens) <= most:
-                fault = shortened(repr(choice), 200)
+                fault = truncate(repr(choice), 200)
                 raise ServerError(f"{server.name} answered {COMPLETIONS} with what was not asked for: {fault}")
             drawn.append(Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else reason))
         return drawn

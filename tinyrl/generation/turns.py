@@ -40,7 +40,7 @@ from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, row_columns
-from tinyrl.text import visible
+from tinyrl.text import escape_control
 
 POLL_S = 0.1
 SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
@@ -313,7 +313,7 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
     lines, mask = ["episode of scripted turns (prefilled tokens are in brackets):"], completion.action_mask or []
     for chosen, run in groupby(zip(mask, completion.tokens, strict=True), key=lambda pair: pair[0]):
         tokens = [token for _, token in run]
-        shown = " ".join(f"{visible(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
+        shown = " ".join(f"{escape_control(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
         shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
         lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
     lines.append(
@@ -321,7 +321,7 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
         f"{completion.finish_reason}, with a reward of {episode.reward:.4g} from the environment"
     )
     if episode.failure is not None:
-        lines.append(f"warning: the environment gave no answer: {visible(episode.failure)}")
+        lines.append(f"warning: the environment gave no answer: {escape_control(episode.failure)}")
     elif episode.invalid:
         lines.append("warning: the environment calls a scripted turn invalid")
     return lines

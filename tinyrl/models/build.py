@@ -49,7 +49,7 @@ from tinyrl.models.reward_model import (
 )
 from tinyrl.models.states import backbone_of
 from tinyrl.runs.resolve import critic_run
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 
 def build_policy(
@@ -120,7 +120,7 @@ def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, 
         if ours != theirs:
             token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
             raise ValueError(
-                f"teacher.path={path} has another tokenizer ({shortened(repr(token))} is token "
+                f"teacher.path={path} has another tokenizer ({truncate(repr(token))} is token "
                 f"{theirs.get(token)} there and {ours.get(token)} here), so it cannot score the policy's tokens"
             )
         check_vocabulary(tokenizer, model, path=path)

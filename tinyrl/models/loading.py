@@ -30,7 +30,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
 from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then reports weights that are missing or of another shape, instead of an error that names none of them.
@@ -136,7 +136,7 @@ def check_vocabulary(
     rows, added = embedding_rows(model), tokenizer.added_tokens_decoder
     for token, number in tokenizer.get_vocab().items():
         if number >= rows and (number < sampled or number not in added or number == tokenizer.eos_token_id):
-            missing = f"there is none for {shortened(token)!r} (token {number}) of the tokenizer"
+            missing = f"there is none for {truncate(token)!r} (token {number}) of the tokenizer"
             raise ValueError(f"the embedding of {path!r} has {rows} rows: {missing}")
 
 
@@ -145,7 +145,7 @@ def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase
     rows = embedding_rows(model)
     for number, ids in enumerate(sequences, start=1):
         if (highest := max(ids, default=0)) >= rows:
-            token = shortened(str(tokenizer.convert_ids_to_tokens(highest)))
+            token = truncate(str(tokenizer.convert_ids_to_tokens(highest)))
             raise ValueError(f"row {number} holds {token!r} (token {highest}): the embedding has {rows} rows")
 
 

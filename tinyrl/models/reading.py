@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tinyrl.config.sections import EMBEDDED, starter_path
 from tinyrl.errors import Stop, no_memory
-from tinyrl.text import ERROR_CHARACTERS, did_you_mean, first_line, shortened
+from tinyrl.text import ERROR_CHARACTERS, did_you_mean, first_line, truncate
 
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -33,7 +33,7 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
     """
     if (embedded := starter_path(path)) is not None:
         return str(embedded)
-    folder, where = Path(os.path.expanduser(path)), f"{key}={shortened(path, 300)}"
+    folder, where = Path(os.path.expanduser(path)), f"{key}={truncate(path, 300)}"
     if os.path.isfile(folder):
         raise ValueError(f"{where} is a file; name the folder that holds config.json and *.safetensors")
     if not os.path.isdir(folder):
@@ -65,7 +65,7 @@ def reading(what: str, folder: str | Path | None = None) -> Iterator[None]:
     except Exception as error:  # broad on purpose, see above
         if no_memory(error) is not None or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
-        found = shortened(" ".join(str(error).split()), ERROR_CHARACTERS)
+        found = truncate(" ".join(str(error).split()), ERROR_CHARACTERS)
         if type(error).__module__ == "builtins" and not isinstance(error, ValueError | OSError | RuntimeError):
             found = f"{type(error).__name__}: {found}"
         raise ValueError(f"{what}: {_damaged_weights(folder) or found}") from error

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyrl.models.reading import reading
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import did_you_mean, truncate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -170,7 +170,7 @@ def template_text(
         if not re.search(rf"\b{re.escape(name)}\b", source := tokenizer.get_chat_template()):
             meant = did_you_mean(name, sorted({*re.findall(r"[A-Za-z_]\w*", source)}))
             raise ValueError(
-                f"task.chat_template_kwargs: the model's template has no variable `{shortened(name)}`.{meant}"
+                f"task.chat_template_kwargs: the model's template has no variable `{truncate(name)}`.{meant}"
             )
     if DATE in variables:
         options["chat_template"] = _clock(variables[DATE]) + tokenizer.get_chat_template(tools=variables.get("tools"))
@@ -203,7 +203,7 @@ def _clock(day: Any) -> str:
         shown = date.fromisoformat(day)
     except (TypeError, ValueError):
         raise ValueError(
-            f"task.chat_template_kwargs: {DATE}={shortened(str(day))} is no date such as 2026-11-25"
+            f"task.chat_template_kwargs: {DATE}={truncate(str(day))} is no date such as 2026-11-25"
         ) from None
     codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdeDFHIjmMpSTuUVwWxXyY"]
     filters = "".join(f"|replace('{code}', {json.dumps(shown.strftime(code))})" for code in codes)

@@ -91,7 +91,7 @@ def mean(values: Sequence[float]) -> float:
     return float(sum(valid) / len(valid)) if valid else math.nan
 
 
-def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
+def check_failure_streak(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
     """Count the bad batches in a row (more than 20 % of the rows failed, or none got a reward), with this one.
 
     A dropped row is a nuisance; losing a fifth of every batch changes the task. Raises GuardStop at the third;

@@ -36,7 +36,7 @@ from tinyrl.errors import ExplainedByCheck, Interrupted
 from tinyrl.rewards.functions import RewardCall, as_completion, mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import masked, shortened
+from tinyrl.text import mask_url, truncate
 from tinyrl.workers.calls import Printed, RowFailure
 
 MAX_RETRIES = 5  # by the openai client: after 0.5, 1, 2, 4 and 8 s, or as the server asks
@@ -204,10 +204,10 @@ class JudgeReward:
                 answer = await self._client.with_raw_response.create(**body, extra_headers=headers)
         except (TimeoutError, openai.APIConnectionError) as error:
             cause = error.__cause__ or error
-            why = f"{type(cause).__name__}: {shortened(str(cause))}".removesuffix(": ")
+            why = f"{type(cause).__name__}: {truncate(str(cause))}".removesuffix(": ")
             raise self._gone(f"did not answer ({why}; reward.timeout_s={self.timeout_s:g})") from None
         except openai.APIStatusError as error:
-            said = f"answered with {error.status_code}: {shortened(error.response.text, MOST_SHOWN)}"
+            said = f"answered with {error.status_code}: {truncate(error.response.text, MOST_SHOWN)}"
             waits = error.status_code in TEMPORARY or error.status_code >= 500
             raise (self._gone(said) if waits else Refusal(said)) from None
         whole = answer.http_response.text
@@ -216,13 +216,13 @@ class JudgeReward:
             text, tokens = value["choices"][0]["message"]["content"], (value.get("usage") or {}).get("total_tokens")
             str(text).encode()  # a lone surrogate could be neither cached nor recorded
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise Refusal(f"answered with what is no chat completion: {shortened(whole, MOST_SHOWN)}") from None
+            raise Refusal(f"answered with what is no chat completion: {truncate(whole, MOST_SHOWN)}") from None
         if isinstance(tokens, int) and 0 < tokens < MOST_TOKENS:  # else it is no count
             self.usage["tokens"] += tokens
         return text if isinstance(text, str) else ""
 
     def _gone(self, why: str) -> JudgeGone:
-        return JudgeGone(f"reward.functions: judge at {masked(self.config.url or '')} {why}")
+        return JudgeGone(f"reward.functions: judge at {mask_url(self.config.url or '')} {why}")
 
     def scores(self, reply: str | Refusal, count: int) -> list[float]:
         """Return a score from 0 to 1 of each of `count` answers as shown, from the last JSON object that has one; NaN
@@ -234,7 +234,7 @@ class JudgeReward:
         for found in re.findall(r"\{[^{}]*\}", reply):
             with contextlib.suppress(ValueError, KeyError, RecursionError):
                 value = json.loads(found)[name]
-        said = f"{shortened(reply.strip(), MOST_SHOWN)!r}"
+        said = f"{truncate(reply.strip(), MOST_SHOWN)!r}"
         if name == "score":
             low, high = self.config.scale
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:

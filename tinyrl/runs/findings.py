@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from tinyrl.runs.metrics import REWARD_STATISTICS
-from tinyrl.runs.records import Points, RunRecords, finite, known, messages_of, number, samples_of
-from tinyrl.text import number as shown
-from tinyrl.text import one_line, visible
+from tinyrl.runs.records import Points, RunRecords, finite, float_or, messages_of, samples_of, to_float
+from tinyrl.text import escape_control, one_line
+from tinyrl.text import format_number as shown
 
 FEWEST_STEPS = 12  # of training, before windows are compared
 NUM_SHOWN, SHOWN_CHARACTERS = 3, 200  # completions of each finding
@@ -72,7 +72,7 @@ def recent(points: Points) -> float:
 
 def figures(run: RunRecords) -> Figures:
     """Compute the figures of TABLE. A missing metric or setting gives NaN, for which no condition holds."""
-    points, setting = run.finite, lambda name: number(run.setting(name))
+    points, setting = run.finite, lambda name: to_float(run.setting(name))
     means, std, lengths = points("reward/mean"), points("reward/std"), points("completion/mean_length")
     f = Figures(steps=len(means), section=run.setting("method") or "grpo", agent=run.setting("environment.agent"))
 
@@ -91,8 +91,8 @@ def figures(run: RunRecords) -> Figures:
 
     shares = []  # of a step's completions, counted by their tokens
     for step, line in run.steps.items():
-        count = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
-        if (dropped := number(line.get("reward/dropped"))) >= 0:
+        count = to_float(line.get("completion/tokens")) / max(float_or(line.get("completion/mean_length"), 0.0), 1e-9)
+        if (dropped := to_float(line.get("reward/dropped"))) >= 0:
             shares.append((step, min(1.0, dropped / count) if count >= 1 else 0.0))
     f.dropped = recent(shares)
 
@@ -104,9 +104,9 @@ def figures(run: RunRecords) -> Figures:
     kl = points("objective/kl") or points("eval/kl")
     f.kl = recent(kl) if len(kl) > 10 else kl[-1][1] if kl else math.nan
     f.kl_per_token = f.kl / max(f.length, 1e-9)
-    f.kl_coef = 2 * known(run.setting(f"{f.section}.kl_coef"), 0.0) or 0.02
+    f.kl_coef = 2 * float_or(run.setting(f"{f.section}.kl_coef"), 0.0) or 0.02
     f.sampling_gap = recent(points("policy/sampling_gap"))
-    f.capped_weights = known(recent(points("policy/capped_weights")), 0.0)
+    f.capped_weights = float_or(recent(points("policy/capped_weights")), 0.0)
 
     explained, teacher = points("value/explained_variance"), points("teacher/logprob")
     f.explained_variance, f.critic_steps = recent(explained), len(explained)
@@ -139,7 +139,7 @@ def compare_held_out(run: RunRecords, f: Figures) -> None:
         then, now = mean(sorted(train, key=lambda point: abs(point[0] - at))[:5]), recent(train)
         interval = run.interval("eval/reward_ci", last_step) if sign > 0 else None
         margin = (interval[1] - interval[0]) / 2 if interval else 0.05 * abs(best)
-        scale = max(abs(then), known(early(run.finite("reward/std")), 0.0) if sign > 0 else 0.0)
+        scale = max(abs(then), float_or(early(run.finite("reward/std")), 0.0) if sign > 0 else 0.0)
         if sign * (best - last) > margin and sign * (now - then) > 0.05 * scale:
             f.fell, f.best_step, f.best, f.last_step, f.last = fell, at, best, last_step, last
             f.train_then, f.train = then, now
@@ -151,7 +151,7 @@ def compare_functions(run: RunRecords, f: Figures) -> None:
     """
     functions = run.setting("reward.functions")
     functions = [each for each in functions if isinstance(each, dict)] if isinstance(functions, list) else []
-    punished = {str(each.get("use")).rpartition(":")[2] for each in functions if number(each.get("weight")) < 0}
+    punished = {str(each.get("use")).rpartition(":")[2] for each in functions if to_float(each.get("weight")) < 0}
     moves: dict[str, float] = {}
     keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
     for key in sorted(keys - REWARD_STATISTICS):
@@ -174,7 +174,7 @@ def compare_functions(run: RunRecords, f: Figures) -> None:
 
 
 def alike(f: Figures, row: Row) -> float:
-    return -abs(known(row.get("advantage"), 1.0))
+    return -abs(float_or(row.get("advantage"), 1.0))
 
 
 def cut(f: Figures, row: Row) -> float:
@@ -183,7 +183,7 @@ def cut(f: Figures, row: Row) -> float:
 
 def parting(f: Figures, row: Row) -> float:
     rewards = row.get("rewards")
-    return known(rewards.get(f.up), 0.0) - known(rewards.get(f.down), 0.0) if isinstance(rewards, dict) else 0.0
+    return float_or(rewards.get(f.up), 0.0) - float_or(rewards.get(f.down), 0.0) if isinstance(rewards, dict) else 0.0
 
 
 # ---- the table ----
@@ -221,7 +221,7 @@ TABLE = (  # most telling first
     Rule("rewards dropped", lambda f: f.dropped >= 0.25,
         "{dropped:.0%} of the completions have no reward: its functions failed, or returned None.",
         "See failed_rewards.jsonl, which has the reasons; without a line there every function returned None.",
-        lambda f, row: float(math.isnan(number(row.get("reward")))), at_once=True),
+        lambda f, row: float(math.isnan(to_float(row.get("reward")))), at_once=True),
     Rule("environment hardly asked", lambda f: f.turns <= 1.2 and f.max_turns >= 2 and not f.agent,
         "An episode has {turns:.3g} of {max_turns:.0f} turns, and {turns_cut:.0%} are cut at "
         "generation.max_new_tokens.",
@@ -235,12 +235,12 @@ TABLE = (  # most telling first
     Rule("reward at its ceiling", _at_ceiling,
         "The reward is {reward:.3g} with a spread of {reward_std:.2g}: there is hardly anything left to learn here.",
         "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
-        lambda f, row: known(row.get("reward"), -math.inf)),
+        lambda f, row: float_or(row.get("reward"), -math.inf)),
     Rule("train up, held-out down", lambda f: bool(f.fell),
         "The held-out {fell} was {best:.3g} at step {best_step} and is {last:.3g} at step {last_step}, while that of "
         "training went from {train_then:.3g} to {train:.3g}.",
         "Take a checkpoint of about step {best_step}; tinyrl show RUN lists those there are.",
-        lambda f, row: -known(row.get("reward"), 0.0), kind="eval", at_once=True),
+        lambda f, row: -float_or(row.get("reward"), 0.0), kind="eval", at_once=True),
     Rule("one reward up, another down", lambda f: bool(f.up),
         "{up_name} went from {up_from:.3g} to {up_to:.3g} while {down_name} went from {down_from:.3g} to "
         "{down_to:.3g}: the policy may be gaming the first.",
@@ -273,7 +273,7 @@ TABLE = (  # most telling first
         "The critic explains {explained_variance:.0%} of the variance of the returns after {critic_steps} steps, so "
         "advantages are little else than the rewards' noise.",
         "Let it learn first (critic.warmup_steps=10) or faster (optim.critic_learning_rate={critic_rate:.2g}).",
-        lambda f, row: abs(known(row.get("advantage"), 0.0))),
+        lambda f, row: abs(float_or(row.get("advantage"), 0.0))),
     Rule("mismatch", lambda f: f.sampling_gap > 0.05 or f.capped_weights > 0.05,  # in bfloat16 the gap is some 0.01
         "Log-probabilities of sampling and of training differ by {sampling_gap:.2g} a token, and {capped_weights:.0%} "
         "of the weights that correct it are at their cap: the policy that learns is not the one that wrote.",
@@ -366,9 +366,9 @@ def in_words(found: list[Finding], run: RunRecords | None = None) -> Iterator[st
     for one in found:
         lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
         for row in examples(one, run):
-            reward, index = number(row.get("reward")), row.get("prompt_index")
+            reward, index = to_float(row.get("reward")), row.get("prompt_index")
             about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, "
             about += f"reward {'-' if math.isnan(reward) else shown(reward)}: "
             text = (messages_of(row) or [("", "")])[-1][1]
             lines.append(about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about)))))
-        yield "\n".join(map(visible, lines))
+        yield "\n".join(map(escape_control, lines))

@@ -50,7 +50,7 @@ def launched_rank() -> int:
     return _integer("RANK") or 0
 
 
-class Voice:
+class RankPrinter:
     """Decide which process prints: before they are connected, local rank 0 of each machine."""
 
     connected: Callable[[str], bool] | None = None  # is given the sentence
@@ -61,4 +61,4 @@ class Voice:
         return (_integer("WORLD_SIZE") or 1) == 1 or not _integer("LOCAL_RANK")
 
 
-VOICE = Voice()
+VOICE = RankPrinter()

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tinyrl.runs.metrics import TABLE
-from tinyrl.runs.records import messages_of, number
-from tinyrl.text import one_line, redact, visible
+from tinyrl.runs.records import messages_of, to_float
+from tinyrl.text import escape_control, one_line, redact
 
 
 class _Forgiving:
@@ -93,7 +93,7 @@ class Display:
         if self._bar is None or shown is None:
             return
         turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
-        turns[-1] = (f"{turns[-1][0]} (reward {_short(number(shown.get('reward')))})", turns[-1][1])
+        turns[-1] = (f"{turns[-1][0]} (reward {_short(to_float(shown.get('reward')))})", turns[-1][1])
         texts = (f"  {who}: {one_line(text, max(20, self.console.width - len(who) - 4))}" for who, text in turns)
         self.note("\n".join(texts))
 
@@ -111,7 +111,7 @@ class Display:
         """Print a line that stays: a warning, a choice made. Notes quote prompts and users' code."""
         if self.silent:
             return
-        text = visible(redact(text))
+        text = escape_control(redact(text))
         if self._bar is not None:
             self.console.print(text, markup=False, soft_wrap=True)
         else:  # as it is: in a notebook rich would make HTML of it

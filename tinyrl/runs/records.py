@@ -31,15 +31,15 @@ NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")  # of
 # ---- lines ----
 
 
-def number(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Return a JSON value as a float; NaN for what is not a finite number, or too large for an axis."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST else math.nan
 
 
-def known(value: Any, otherwise: float) -> float:
+def float_or(value: Any, otherwise: float) -> float:
     """Return a JSON value as a float; `otherwise` where it is none."""
-    return otherwise if math.isnan(found := number(value)) else found
+    return otherwise if math.isnan(found := to_float(value)) else found
 
 
 def finite(value: Any) -> Any:
@@ -102,7 +102,7 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
 
 
-def evenly(items: list[Item], most: int) -> list[Item]:
+def subsample(items: list[Item], most: int) -> list[Item]:
     """Subsample to at most `most` items, the first and the last among them; [] where two are too many."""
     if len(items) <= most:
         return items
@@ -158,7 +158,7 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
             prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
             messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in messages),
             omitted=omitted,
-            reward=number(row.get("reward")),
+            reward=to_float(row.get("reward")),
             finish_reason=str(row.get("finish_reason", "")),
             length=sum(len(text) for who, text in turns if who == "policy"),
         )
@@ -219,7 +219,7 @@ class RunRecords:
 
     def points(self, key: str) -> Points:
         """Return the metric by step, NaN where its line has null; [] when it never has a finite number."""
-        found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
+        found = [(step, to_float(line[key])) for step, line in self.steps.items() if key in line]
         return found if any(math.isfinite(value) for _, value in found) else []
 
     def finite(self, key: str) -> Points:
@@ -229,7 +229,7 @@ class RunRecords:
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
         """Return a metric that is [low, high], at one step."""
         pair = self.steps.get(step, {}).get(key)
-        low, high = map(number, pair) if isinstance(pair, list) and len(pair) == 2 else (math.nan, math.nan)
+        low, high = map(to_float, pair) if isinstance(pair, list) and len(pair) == 2 else (math.nan, math.nan)
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:

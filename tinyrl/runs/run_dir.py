@@ -87,7 +87,7 @@ class RunDir:
 
     def write_config(self, config: Config) -> None:
         if self.writes:
-            write_whole(self.path / "config.yaml", dump_config(config))
+            write_atomic(self.path / "config.yaml", dump_config(config))
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
         """Read config.yaml with overrides laid over it. Raises ValueError where it is invalid."""
@@ -96,7 +96,7 @@ class RunDir:
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json, the result of `environment`."""
         if self.writes:
-            write_whole(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
+            write_atomic(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self.append(self.metrics, [{"step": step, **metrics}])
@@ -193,7 +193,7 @@ def _length(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(f"{path.name}.writing")
     try:

@@ -14,10 +14,10 @@ from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
-from tinyrl.runs.records import evenly, finite, json_lines, messages_of, number, read_steps, samples_of
+from tinyrl.runs.records import finite, json_lines, messages_of, read_steps, samples_of, subsample, to_float
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import excerpt, listed, one_line, visible
-from tinyrl.text import number as shown
+from tinyrl.text import escape_control, excerpt, join_truncated, one_line
+from tinyrl.text import format_number as shown
 
 Line = dict[str, Any]
 MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text, whose middle is left out beyond
@@ -41,7 +41,7 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     for folder in list_checkpoints(run.checkpoints):
         step, size = checkpoint_step(folder), sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
-        found[-1]["metric"] = finite(number(steps.get(step, {}).get(BEST)))
+        found[-1]["metric"] = finite(to_float(steps.get(step, {}).get(BEST)))
     if as_json:
         return json.dumps(found)
     path = _quoted(run.path)
@@ -51,7 +51,9 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = "-" if one["metric"] is None else shown(one["metric"], decimals=4)
-        verifies = f"no: {visible(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
+        verifies = (
+            f"no: {escape_control(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
+        )
         lines.append(f"{one['name']:14} {one['step']:>8} {one['size'] / 1e6:>7.1f} MB {metric:>14}  {verifies}")
     sound = [one["name"] for one in found if one["problem"] is None]
     if not sound:
@@ -130,20 +132,20 @@ def select_samples(
     if not by_step or step not in (None, *by_step):
         asked = {"of kind ": kind, "of prompt ": prompt, "at step ": step}
         which = "".join(f" {name}{value}" for name, value in asked.items() if value is not None)
-        there = f"there are some of step {listed(map(str, sorted(by_step)))}" if by_step else "there are none"
+        there = f"there are some of step {join_truncated(map(str, sorted(by_step)))}" if by_step else "there are none"
         raise ValueError(f"{path}: no samples{which}; {there}")
     if prompt is not None and step is None:  # held-out ones where there are any: training numbers prompts otherwise
         kinds = [row.get("kind") for rows in by_step.values() for row in rows]
         one = "eval" if "eval" in kinds else kinds[0]
         firsts = {at: row for at, rows in sorted(by_step.items()) for row in rows[::-1] if row.get("kind") == one}
         rows = [*firsts.values()]
-        return evenly(rows, num or len(rows)) or rows[-1:]
+        return subsample(rows, num or len(rows)) or rows[-1:]
     rows = by_step[max(by_step) if step is None else step]
     if worst:
-        rows = sorted(rows, key=lambda row: (math.isnan(reward := number(row.get("reward"))), reward))
+        rows = sorted(rows, key=lambda row: (math.isnan(reward := to_float(row.get("reward"))), reward))
     if unsolved is not None:
         places = [(str(row.get("kind")), str(row.get("prompt_index"))) for row in rows]
-        solved = {place for place, row in zip(places, rows, strict=True) if number(row.get("reward")) >= unsolved}
+        solved = {place for place, row in zip(places, rows, strict=True) if to_float(row.get("reward")) >= unsolved}
         rows = [row for place, row in zip(places, rows, strict=True) if place not in solved]
     return rows[:num]
 
@@ -163,18 +165,18 @@ def render_samples(rows: list[Line], *, grey: Callable[[str], str]) -> str:
             *([f"advantage {_value(row['advantage'])}"] if row.get("advantage") is not None else []),
             f"ended: {row.get('finish_reason', '')}",
         ]
-        parts = [visible(" | ".join(facts)).replace("\n", " ")]
+        parts = [escape_control(" | ".join(facts)).replace("\n", " ")]
         for speaker, text in [("prompt", str(row.get("prompt", ""))), *messages_of(row)]:
             cut = excerpt(text or "(nothing)", MOST_CHARACTERS, lines=MOST_LINES)
             pieces = [cut.head, f"[{cut.omitted:,} characters left out]", cut.tail] if cut.omitted else [cut.head]
-            lines = [speaker, "\n".join(f"  {line}" for line in visible("\n".join(pieces)).split("\n"))]
+            lines = [speaker, "\n".join(f"  {line}" for line in escape_control("\n".join(pieces)).split("\n"))]
             parts += map(grey, lines) if speaker == "environment" else lines
         blocks.append("\n".join(parts))
     return "\n\n".join(blocks)
 
 
 def _value(value: Any) -> str:
-    found = number(value)
+    found = to_float(value)
     return "-" if math.isnan(found) else str(int(found)) if found == int(found) else f"{found:.4g}"
 
 

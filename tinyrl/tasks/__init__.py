@@ -21,10 +21,10 @@ from tinyrl.config.schema import Config
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.messages import CONVERSATIONS, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import SPLIT_SEED, hold_out, row_key, rows_needed
+from tinyrl.data.rows import SPLIT_SEED, row_key, rows_needed, train_eval_split
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import did_you_mean, first_line, listed
+from tinyrl.text import did_you_mean, first_line, join_truncated
 
 TASKS = (  # each is tinyrl/tasks/<name>.py, with its TASK
     "sort", "sums", "reviews", "lookup", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym",
@@ -148,7 +148,7 @@ def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> li
 
     if data is not None and where.eval_data is None and task.generate is None:
         rows = read(data, rows_needed(most, split=True))
-        train, held_out = hold_out(rows, prompt=task.prompt, seed=SPLIT_SEED)
+        train, held_out = train_eval_split(rows, prompt=task.prompt, seed=SPLIT_SEED)
         return [(train if split == "train" else held_out)[:most] for split in splits]
     parts = []
     for split in splits:
@@ -169,7 +169,7 @@ def check_row(task: Task, row: Row, *, verified: bool) -> None:
         if column not in row:
             near, rename = did_you_mean(column, list(row)), f"Rename one with task.columns.{column}=OLD"
             raise ValueError(
-                f"no column '{column}', which task '{task.name}' needs.{near} Columns: {listed(row)}. {rename}"
+                f"no column '{column}', which task '{task.name}' needs.{near} Columns: {join_truncated(row)}. {rename}"
             )
     for column in RESERVED_COLUMNS & {*row}:
         rename = f"Rename it with task.columns.NEW={column}"

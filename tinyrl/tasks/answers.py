@@ -27,7 +27,7 @@ from tinyrl.tasks.prompts import (
     rendered_turn,
     shared_length,
 )
-from tinyrl.text import first_line, shortened
+from tinyrl.text import first_line, truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -83,7 +83,7 @@ def template_fault(tokenizer: Tokenizer, ends: set[int], *, chat: Chat, variable
     if isinstance(bos, int) and bos != tokenizer.eos_token_id and prompt[:2] == [bos, bos]:
         return f"a prompt begins with {tokenizer.bos_token} twice"
     if not ends & {*token_ids(tokenizer, after)}:
-        return f"a turn ends with {shortened(after)!r}, and no token of that ends a completion"
+        return f"a turn ends with {truncate(after)!r}, and no token of that ends a completion"
     return None
 
 

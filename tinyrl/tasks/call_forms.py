@@ -17,7 +17,7 @@ from tinyrl.environments import Message
 from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
 from tinyrl.models.tokens import template_text, token_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -104,7 +104,7 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     start = next((at for at, sign in enumerate(text) if sign in "[{" and holds_the_call(at)), None)
     if start is None:
         raise ValueError(
-            f"the model's chat template writes calls of tools in a form that is not known: {shortened(text, 200)!r}; "
+            f"the model's chat template writes calls of tools in a form that is not known: {truncate(text, 200)!r}; "
             "describe the tools in the prompt and answer with environment.name=FILE.py:FUNCTION"
         )
     marker = text[:start].strip()

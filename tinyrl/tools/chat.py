@@ -31,7 +31,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
-from tinyrl.text import visible
+from tinyrl.text import escape_control
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 HELP = """/temperature T   set the sampling temperature (0 = greedy)
@@ -205,7 +205,7 @@ def converse(session: ChatSession, *, read: Callable[[str], str] = input, write:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may be unable to write a character
     write = write or partial(print, end="", flush=True)
     kind = "conversation" if session.chats else "no chat template: each line is a prompt of its own"
-    write(f"{visible(session.target.name)} ({kind}); /help lists commands\n")
+    write(f"{escape_control(session.target.name)} ({kind}); /help lists commands\n")
     with suppress(EOFError, KeyboardInterrupt):
         while (line := read("> ").strip()) not in ("/quit", "/exit"):
             try:
@@ -214,7 +214,7 @@ def converse(session: ChatSession, *, read: Callable[[str], str] = input, write:
             except Interrupted:
                 write("\n(stopped; it is not part of the conversation)\n")
             except ValueError as error:
-                write(f"{visible(str(error))}\n")
+                write(f"{escape_control(str(error))}\n")
         return
     write("\n")
 
@@ -223,7 +223,7 @@ def _obey(session: ChatSession, line: str, write: Write) -> None:
     """Answer a line, or do what a command says. Raises ValueError for what cannot be done."""
 
     def show(who: str, text: str) -> None:  # what the policy only reads is in brackets
-        write(visible(text) if who == "policy" else f"\n[{visible(text.strip())}]\n")
+        write(escape_control(text) if who == "policy" else f"\n[{escape_control(text.strip())}]\n")
 
     command, _, rest = line.partition(" ")
     answer = None
@@ -238,7 +238,7 @@ def _obey(session: ChatSession, line: str, write: Write) -> None:
     elif command == "/reward":
         scores, why = session.rewards()
         each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
-        write(", ".join(each) + (f" ({visible(why.splitlines()[-1])})" if why else "") + "\n")
+        write(", ".join(each) + (f" ({escape_control(why.splitlines()[-1])})" if why else "") + "\n")
     elif line:
         write(HELP)
     if answer is None:
@@ -246,5 +246,5 @@ def _obey(session: ChatSession, line: str, write: Write) -> None:
     if (episode := answer.episode) is not None and episode.transcript and episode.transcript[-1]["role"] == "tool":
         show("environment", episode.transcript[-1]["content"])
     if episode is not None and episode.failure is not None:
-        write(f"\n(the environment gave no answer: {visible(episode.failure)})")
+        write(f"\n(the environment gave no answer: {escape_control(episode.failure)})")
     write(ENDS.get(answer.completion.finish_reason, "") + "\n")

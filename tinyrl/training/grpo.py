@@ -22,7 +22,7 @@ from torch import Tensor
 from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.data.rows import keyed_order
+from tinyrl.data.rows import seeded_permutation
 from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of, token_rewards_of
 from tinyrl.training.on_policy import OnPolicy
 
@@ -71,7 +71,7 @@ class Grpo(OnPolicy):
         count = len(prompts)
         metrics = {**self.reward_metrics(samples), "reward/zero_spread_groups": len(flat) / count}
         for refill_round in range(config.dynamic_sampling_rounds):
-            order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
+            order = seeded_permutation(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
             prompts = [rows[i] for i in order if rows[i].index not in drawn][: len(flat)]
             if not prompts:
                 break

@@ -31,7 +31,7 @@ from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_o
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.method import Method
 from tinyrl.training.run import Run, out_of_memory_stops
-from tinyrl.training.state import Sources, changed_sources, read_sources, read_state
+from tinyrl.training.state import InputHashes, changed_sources, read_sources, read_state
 from tinyrl.training.step import stretched_schedule
 
 
@@ -58,7 +58,7 @@ def start(
         undo.callback(folder.lock.release)
         folder.write_config(config)
         write_environment(folder, method, options=options, command=command)
-        sources = Sources
+        sources = InputHashes
         if folder.writes:  # beside the training: large weights take seconds
             pool = ThreadPoolExecutor(1)
             sources = pool.submit(read_sources, config, rows=method.row_fingerprints, known={}).result
@@ -139,7 +139,7 @@ def resume(
         notes += [f"warning: {w}; using {checkpoint.name if checkpoint else 'the start'} instead" for w in warnings[:1]]
         method = _load(config, options=options, undo=undo, also=since)
         with out_of_memory_stops("before the first step"):
-            known = kept.sources if kept else Sources()
+            known = kept.sources if kept else InputHashes()
             sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
             what = "what the run reads has changed"
             changes += refuse(what, changed_sources(known, sources), since=since, allowed=allow_config_change)

@@ -14,7 +14,7 @@ from tinyrl.algorithms.masking import masked_mean
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
-from tinyrl.rewards.functions import count_bad_batches, describe_failure
+from tinyrl.rewards.functions import check_failure_streak, describe_failure
 from tinyrl.rollout.records import SAMPLES_BYTES, completion_text, sample_key, sample_lines, shown_samples, token_lines
 from tinyrl.rollout.sample import (
     Sample,
@@ -152,7 +152,7 @@ class OnPolicy(Method):
             ]
             self.run.folder.append(self.run.folder.failed_rewards, lines)
         if self.config.trains.rewarded:
-            self.state.controllers.failing_batches = count_bad_batches(
+            self.state.controllers.failing_batches = check_failure_streak(
                 self.state.controllers.failing_batches,
                 rows=len(samples),
                 failed=lost,

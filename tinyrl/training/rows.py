@@ -36,7 +36,7 @@ from tinyrl.rollout.collect import template_warnings
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.prompts import marker_notes
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 from tinyrl.training.method import Method, Pass
 from tinyrl.training.run import Run
 
@@ -132,7 +132,7 @@ class RowMethod(Method):
     def shown(self, row: list[Example]) -> list[str]:
         """Show the first example of a row as text, piece by piece."""
         texts = ((name, tokens, readable(self.tokenizer, tokens)) for name, tokens in spans(row[0]))
-        return [f"{name} ({len(tokens)} tokens): {shortened(text, SHOWN)}" for name, tokens, text in texts]
+        return [f"{name} ({len(tokens)} tokens): {truncate(text, SHOWN)}" for name, tokens, text in texts]
 
 
 def rendered(

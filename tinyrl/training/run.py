@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinyrl.data.rows import keyed_order
+from tinyrl.data.rows import seeded_permutation
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
@@ -39,7 +39,7 @@ from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.method import Method
-from tinyrl.training.state import Best, CheckpointState, RunState, Sources
+from tinyrl.training.state import Best, CheckpointState, InputHashes, RunState
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
@@ -90,7 +90,9 @@ class Run:
     way; update: its number among the step's optimizer steps; until: the step after which to stop.
     """
 
-    def __init__(self, method: Method, folder: RunDir, *, sources: Callable[[], Sources], silent: bool = False) -> None:
+    def __init__(
+        self, method: Method, folder: RunDir, *, sources: Callable[[], InputHashes], silent: bool = False
+    ) -> None:
         self.method, self.config, self.folder, self.world = method, method.config, folder, method.world
         self.policy = method.policy
         self._sources = sources
@@ -230,7 +232,7 @@ class Run:
         size = size or count
         for epoch in range(num_epochs):
             key = f"minibatch {self.config.run.seed} {self.state.step} {epoch}"
-            order = list(range(count)) if size >= count else keyed_order(key, count)
+            order = list(range(count)) if size >= count else seeded_permutation(key, count)
             for i in range(0, count, size):
                 chosen = set(order[i : i + size])
                 self.minibatch = [sample for sample in samples if sample.episode in chosen]

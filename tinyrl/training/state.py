@@ -42,7 +42,7 @@ class SourceFile(_Strict):
     sha256: str
 
 
-class Sources(_Strict):
+class InputHashes(_Strict):
     """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
 
     rows: dict[str, str] = Field(default_factory=dict)
@@ -98,7 +98,7 @@ class CheckpointState(_Strict):
     run: RunState
     micro_batch_tokens: Annotated[Count, Field(ge=1)]
     threads: Annotated[int, Field(ge=1, le=4096)]
-    sources: Sources = Field(default_factory=Sources)
+    sources: InputHashes = Field(default_factory=InputHashes)
     config: dict[str, str | dict[str, Any]]
     records: dict[str, Count]  # bytes of metrics.jsonl and the like
     python_random: list[int | list[int] | float | None]
@@ -128,7 +128,7 @@ def read_state(folder: Path) -> CheckpointState:
 # ---- what a run reads ----
 
 
-def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> Sources:
+def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> InputHashes:
     """Hash a run's inputs; `known` files again only where size or time of change differ."""
     files: dict[str, SourceFile] = {}
     for name, path in _files(config):
@@ -140,10 +140,10 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
             before = SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
         files[name] = before
-    return Sources(rows=rows, files=files, versions=versions())
+    return InputHashes(rows=rows, files=files, versions=versions())
 
 
-def changed_sources(before: Sources, now: Sources) -> list[str]:
+def changed_sources(before: InputHashes, now: InputHashes) -> list[str]:
     """List the sources that have changed. One that only `now` has came with a setting, whose change is noted."""
     changes = [f"{name} rows: the data has changed" for name, rows in before.rows.items() if now.rows.get(name) != rows]
     for name, file in before.files.items():

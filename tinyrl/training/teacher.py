@@ -33,7 +33,7 @@ from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
 from tinyrl.rollout.sample import Sample, fill, loss_mask, rewards_of
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.text import did_you_mean, listed
+from tinyrl.text import did_you_mean, join_truncated
 
 if TYPE_CHECKING:
     from tinyrl.training.on_policy import OnPolicy
@@ -69,7 +69,7 @@ class Teacher:
     def __init__(self, trainer: OnPolicy) -> None:
         self.trainer, self.config = trainer, trainer.config.teacher
         self.temperature, self.positions = trainer.config.generation.temperature, trainer.policy.positions
-        self.hint = Hint(self.config.hint, trainer) if self.config.hint else None
+        self.hint = PrivilegedPrompt(self.config.hint, trainer) if self.config.hint else None
 
     def start(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
@@ -271,7 +271,7 @@ class ServerTeacher(Teacher):
         return scored
 
 
-class Hint:
+class PrivilegedPrompt:
     """Privileged text behind a prompt, for the teacher only, with {columns} of a row. {correct}: another right response
     of the group; {why}: a reward's text beside its score, or the environment's last words. Raises ValueError for a
     column that no row has, and where nothing can ever fill in {correct} or {why}.
@@ -286,7 +286,7 @@ class Hint:
                 there = list(prompts[0].row)
                 raise ValueError(
                     f"teacher.hint has {{{name}}}, and no row has such a column.{did_you_mean(name, there)} "
-                    f"Columns: {listed([*there, CORRECT, WHY])}"
+                    f"Columns: {join_truncated([*there, CORRECT, WHY])}"
                 )
         sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
         if CORRECT in self.names and not (sampled and scorer.names and config.on_policy.group_size > 1):

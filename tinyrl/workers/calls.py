@@ -30,7 +30,7 @@ import psutil
 
 from tinyrl.runs.launched import VARIABLES
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import did_you_mean, one_line, redact, visible
+from tinyrl.text import did_you_mean, escape_control, one_line, redact
 from tinyrl.workers import worker
 from tinyrl.workers.loading import HERE, FunctionSource
 
@@ -71,7 +71,7 @@ class Printed:
     def add(self, data: bytes) -> None:
         """Hand over the lines of a call, up to CALL_BYTES of it."""
         texts = [redact(raw.decode("utf-8", errors="replace")) for raw in data[:CALL_BYTES].splitlines()]
-        lines = [f"{self._name}: {text if text.isprintable() else visible(text)}" for text in texts]
+        lines = [f"{self._name}: {text if text.isprintable() else escape_control(text)}" for text in texts]
         if len(data) > CALL_BYTES:
             lines.append(f"{self._name}: [{len(data) - CALL_BYTES} more bytes left out]")
         self.kept.extend(lines)

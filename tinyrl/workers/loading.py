@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import decode_utf8, did_you_mean, shortened
+from tinyrl.text import decode_utf8, did_you_mean, truncate
 
 HERE = "__main__"
 
@@ -46,7 +46,7 @@ def use_of(function: Callable[..., Any]) -> str:
         return f"{Path(file).absolute()}:{name}"
     name = name or getattr(getattr(function, "func", None), "__name__", "") or type(function).__name__.lower()
     if not name.isidentifier():
-        raise ValueError(f"{shortened(repr(function))} is not a function that is defined by name (def ...)")
+        raise ValueError(f"{truncate(repr(function))} is not a function that is defined by name (def ...)")
     _defined[name] = function
     return f"{HERE}:{name}"
 

@@ -22,7 +22,7 @@ from tinyrl.rewards.holes import find_holes
 from tinyrl.runs.findings import Rule
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import number, one_line, visible
+from tinyrl.text import escape_control, format_number, one_line
 from tinyrl.tools.check.offline import CheckSection
 from tinyrl.workers.calls import MAX_FAILED_SHARE
 
@@ -95,7 +95,9 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         f.failed, f.why = len(failures) / (4 * len(rows)), next(iter(failures), "")
         f.hint = next((function.chat_hint for function in functions if function.chat_hint), "")
         means = {kind: mean(of) for kind, of in scores.items()}
-        shown = ", ".join(f"{kind} {'no score' if math.isnan(one) else number(one)}" for kind, one in means.items())
+        shown = ", ".join(
+            f"{kind} {'no score' if math.isnan(one) else format_number(one)}" for kind, one in means.items()
+        )
         names = " + ".join(function.name for function in functions) or task.name
         section.lines = [f"{names}: {shown}; {seconds * 1e3:.1f} ms for {len(rows)} rows"]
         section.facts = {kind: None if math.isnan(one) else one for kind, one in means.items()}
@@ -213,7 +215,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     if f.longest > CHARS_A_TOKEN * f.limit:
         limit = f"environment.max_observation_tokens={f.limit}"
         section.lines.append(f"the longest reply, some {f.most:,} tokens, is cut at {limit}")
-    f.failed, f.why = len(reasons) / (len(rows) * len(seconds)), visible(reasons[0]) if reasons else ""
+    f.failed, f.why = len(reasons) / (len(rows) * len(seconds)), escape_control(reasons[0]) if reasons else ""
     section.findings = [rule.finding(f) for rule in ENVIRONMENT if rule.when(f)]
     return section
 

@@ -38,11 +38,11 @@ from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
-from tinyrl.text import shortened
+from tinyrl.text import truncate
 from tinyrl.tools.check.offline import CheckSection, size
 from tinyrl.training.launch import out_of_memory_stops
 from tinyrl.training.run import Run
-from tinyrl.training.state import Sources
+from tinyrl.training.state import InputHashes
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
 LESS_MEMORY = (
@@ -143,7 +143,7 @@ def worst_step(trainer: Any) -> CheckSection:
     room, section = memory_room(device), CheckSection("worst step")
     with tempfile.TemporaryDirectory() as folder:
         made = RunDir(Path(folder))
-        run = Run(trainer, made, sources=Sources, silent=True)
+        run = Run(trainer, made, sources=InputHashes, silent=True)
         run.until, run.state.phase = 1, "rollout"  # evaluated after the step alone
         try:
             with contextlib.closing(run), out_of_memory_stops("in the largest step"):
@@ -227,7 +227,7 @@ def check_parts(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     pad, same = f"{tokenizer.pad_token} ({tokenizer.pad_token_id})", tokenizer.pad_token_id in ends
     safe = "the same token as the end of text, which is safe here: masks come from lengths"
     back = {text: _decoded(policy, token_ids(tokenizer, text)) for text in TEXTS}
-    changed = [f"{shortened(text)!r} comes back as {shortened(got)!r}" for text, got in back.items() if text != got]
+    changed = [f"{truncate(text)!r} comes back as {truncate(got)!r}" for text, got in back.items() if text != got]
     return [
         Check("end of text", "ok" if ends else "wrong", names or "no token ends a completion", "Set generation.stop."),
         Check("padding", "note" if same else "ok", safe if same else pad),
@@ -252,7 +252,7 @@ def _template(policy: Policy) -> Check:
     if where.chat is not False and (where.system_prompt or "").strip() not in prompt.text:
         return Check(name, "wrong", "it leaves the system prompt out", "Put task.system_prompt into the prompts.")
     if (back := _decoded(policy, prompt.tokens)) != prompt.text:
-        return Check(name, "note", f"{shortened(prompt.text)!r} comes back from its tokens as {shortened(back)!r}")
+        return Check(name, "note", f"{truncate(prompt.text)!r} comes back from its tokens as {truncate(back)!r}")
     end = answer_end(tokenizer, chat="auto", variables={})
     said = f"a turn ends with {tokenizer.convert_ids_to_tokens(end)!s}, which ends a completion"
     if asks_for_date(tokenizer):

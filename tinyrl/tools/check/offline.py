@@ -18,7 +18,7 @@ from typing import Any
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.findings import Finding, columns
-from tinyrl.text import visible
+from tinyrl.text import escape_control
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
 LOGITS = 3 * 4  # bytes of a logit in float32: itself, its exponential and its gradient
@@ -210,7 +210,7 @@ class CheckSection:
         for line in "\n".join(filter(None, self.lines)).split("\n"):
             indent = " " * (2 + len(line) - len(line.lstrip()))
             wrap = textwrap.TextWrapper(columns() - INDENT, subsequent_indent=indent, break_on_hyphens=False)
-            wrapped += wrap.wrap(visible(line))
+            wrapped += wrap.wrap(escape_control(line))
         if len(wrapped) > MOST_LINES:
             wrapped = [*wrapped[: MOST_LINES - 1], f"... {len(wrapped) - MOST_LINES + 1} more lines"]
         return "\n".join(f"{self.name if i == 0 else '':{INDENT}}{line}" for i, line in enumerate(wrapped or ["-"]))

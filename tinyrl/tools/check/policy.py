@@ -17,14 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import PASS_RATE, keyed_order, row_key
+from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped, mean, numbers
 from tinyrl.runs.findings import Rule
-from tinyrl.runs.records import number as to_number
-from tinyrl.runs.run_dir import finite, write_whole
+from tinyrl.runs.records import to_float as to_number
+from tinyrl.runs.run_dir import finite, write_atomic
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
-from tinyrl.text import number, one_line
+from tinyrl.text import format_number, one_line
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.offline import CheckSection
 from tinyrl.tools.report.panels import show_seconds
@@ -46,7 +46,7 @@ def look(
     """
     config, there, started = trainer.config, trainer.collector.train_prompts, time.perf_counter()
     samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
-    chosen = [there[i] for i in keyed_order(f"probe {config.run.seed}", len(there))[:prompts]]
+    chosen = [there[i] for i in seeded_permutation(f"probe {config.run.seed}", len(there))[:prompts]]
     groups, greedy, a_row, last = list[list[Answer]](), list[Answer](), 0.0, 0.0
     for some in grouped(chosen, max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))):
         before = time.perf_counter()
@@ -236,9 +236,9 @@ def section(f: SimpleNamespace) -> CheckSection:
         bars = {name: "#" * math.ceil(BAR * count / (max(counts) or 1)) for name, count in rates.items()}
         lines += [f"pass rate {name:9} {count:4} {bars[name]}" for name, count in rates.items()]
     if f.ends:
-        lines += [f"reward {number(f.reward_mean)} on average, greedily {number(f.reward_greedy)}",
+        lines += [f"reward {format_number(f.reward_mean)} on average, greedily {format_number(f.reward_greedy)}",
                   f"{f.spread:.0%} of groups of {f.size} have rewards that differ"]  # fmt: skip
-        lines += [f"  reward {number(answer.reward)}: {one_line(answer.text, SHOWN)!r}" for answer in f.ends]
+        lines += [f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}" for answer in f.ends]
     lines += [f"{f.mean_length:.1f} tokens on average, at most {f.longest}; {f.truncated:.0%} cut off at {f.limit}",
               f"entropy {f.entropy:.2g} nats a token; {f.distinct:.0%} of a prompt's completions are different; "
               f"{f.rollout_seconds:.2g} s to sample a step like this"]  # fmt: skip
@@ -257,5 +257,5 @@ def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
     rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
     rated = [{**row, PASS_RATE: finite(to_number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

@@ -34,10 +34,10 @@ from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
 from tinyrl.runs.metrics import TABLE
-from tinyrl.runs.records import evenly, read_steps, samples_of
-from tinyrl.runs.records import number as as_number
+from tinyrl.runs.records import read_steps, samples_of, subsample
+from tinyrl.runs.records import to_float as as_number
 from tinyrl.runs.run_dir import RunDir, named_run, open_run, run_of
-from tinyrl.text import number, one_line
+from tinyrl.text import format_number, one_line
 
 MAX_POSITIONS, MAX_LOGITS = 4096, 80_000_000  # compared, and the numbers that they may have together
 MAX_TOKENS = 256  # of a prompt, and of a completion
@@ -287,7 +287,7 @@ def licence_of(path: str) -> str | None:
 
 def curve(evaluated: dict[int, dict[str, Any]]) -> str:
     """Return a table of the held-out numbers by step, at most MOST_POINTS, the first and the last among these."""
-    shown = evenly(sorted(evaluated), MOST_POINTS)
+    shown = subsample(sorted(evaluated), MOST_POINTS)
     columns = {metric.label: metric.keys[1] for metric in TABLE if metric.label}
     columns = {label: key for label, key in columns.items() if any(key in evaluated[step] for step in shown)}
     rows = [["step", *columns], ["---:"] * (len(columns) + 1)]
@@ -297,7 +297,7 @@ def curve(evaluated: dict[int, dict[str, Any]]) -> str:
 
 def _value(value: Any) -> str:
     found = as_number(value)
-    return "-" if found != found else str(int(found)) if found == int(found) else number(found)
+    return "-" if found != found else str(int(found)) if found == int(found) else format_number(found)
 
 
 def _plain(text: str) -> str:

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from tinyrl import __version__
 from tinyrl.runs import records
 from tinyrl.runs.metrics import meaning_of
-from tinyrl.runs.records import HeldOut, RunRecords, evenly, number
+from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
@@ -62,13 +62,13 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
 def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: str) -> list[Path]:
     """Draw both files and write them."""
-    from tinyrl.runs.run_dir import write_whole  # with yaml
+    from tinyrl.runs.run_dir import write_atomic  # with yaml
     from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
 
     charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
     page, picture = page_html(charts, **values), picture_png(panels, **about)
-    write_whole(folder / "report.html", page)
-    write_whole(folder / "report.png", picture)
+    write_atomic(folder / "report.html", page)
+    write_atomic(folder / "report.png", picture)
     return [folder / "report.html", folder / "report.png"]
 
 
@@ -96,7 +96,7 @@ def page_html(charts: list[Any], **values: Any) -> str:
     environment.filters |= {"text": text_html, "line": one_line, "excerpt": excerpt, "quote": shlex.quote}
     environment.filters |= {"show": figures.show, "seconds": figures.show_seconds, "count": "{:,}".format}
     environment.filters |= {"subtitle": figures.subtitle, "outcome": figures.outcome, "meaning": meaning_of}
-    environment.filters |= {"number": number, "first_to_last": figures.first_to_last}
+    environment.filters |= {"number": to_float, "first_to_last": figures.first_to_last}
     roles = {line.role for panel, *_ in charts for line in panel.lines}
     return environment.get_template("page.html").render(version=__version__, charts=charts, roles=roles, **values)
 
@@ -111,7 +111,7 @@ def run_values(run: RunRecords) -> dict[str, Any]:
     steps = sorted({step for key in measured for step, _ in run.finite(key)})
     phases = {name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()}
     values = {"title": run.name, "run": run, "notes": notes, "tiles": figures.tiles(run), "phases": phases}
-    values |= {"measured": measured, "measured_steps": steps, "shown_steps": evenly(steps, MOST_MARKS)}
+    values |= {"measured": measured, "measured_steps": steps, "shown_steps": subsample(steps, MOST_MARKS)}
     values |= {"config": _flat(run.config), "env": _flat(run.env)}
     return values | completions(run.held_out) | token_view(tokens)
 
@@ -161,7 +161,7 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
         return {}
     first, last = min(held_out.by_step), max(held_out.by_step)
     before, after = held_out.by_step[first], held_out.by_step[last]
-    steps = evenly([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
+    steps = subsample([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
     both = sorted(before.keys() & after.keys())
     same = [(before[i], [held_out.by_step[step].get(i) for step in steps]) for i in both[:MOST_PROMPTS]]
     scored = [sample for sample in held_out.last if math.isfinite(sample.reward)]
@@ -185,7 +185,7 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
     def quantities(token: dict[str, Any]) -> dict[str, float]:
         """Return the numbers by which a token can be coloured; none for one that the policy only read."""
-        n = {name: number(token.get(name)) for name in records.NUMBERS}
+        n = {name: to_float(token.get(name)) for name in records.NUMBERS}
         found = {"a": n["advantage"], "d": n["new"] - n["old"], "k": n["old"] - n["ref"], "s": n["old"]}
         found |= {"t": n["teacher"], "v": n["value"], "w": n["reward"]}
         return {} if token.get("chosen") is False else found
@@ -196,14 +196,14 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
     for sample in samples:
         pieces = []
         for token in sample["tokens"]:
-            known = {name: value for name in records.NUMBERS if math.isfinite(value := number(token.get(name)))}
+            known = {name: value for name in records.NUMBERS if math.isfinite(value := to_float(token.get(name)))}
             levels = {key: level_of(value, scales.get(key, 0.0)) for key, value in quantities(token).items()}
             classes = [f"{key}{'m' * (level < 0)}{abs(level)}" for key, level in levels.items() if level]
             about = " · ".join(f"{name} {figures.show(value)}" for name, value in known.items())
             piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
             pieces.append((piece, " ".join(classes if levels else ["unchosen"]), about, known.get("reward")))
         prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)
-        shown.append({**sample, "prompt": prompt, "reward": number(sample.get("reward")), "tokens": pieces})
+        shown.append({**sample, "prompt": prompt, "reward": to_float(sample.get("reward")), "tokens": pieces})
     return {"tokens": shown, "scales": scales, "levels": LEVELS} if each else {}
 
 

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
 
-from tinyrl.runs.records import evenly
+from tinyrl.runs.records import subsample
 from tinyrl.text import one_line
 from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, short_power, show, smoothed
 
@@ -225,8 +225,8 @@ def hover_svg(panel: Panel, area: Box, span: tuple[float, float]) -> str:
     x, y, width, height = area
     values = [{step: value for step, value in line.points if math.isfinite(value)} for line in panel.lines]
     measured = {step for line, known in zip(panel.lines, values, strict=True) if line.measured for step in known}
-    steps = evenly(sorted(measured), MOST_HOVERED)
-    steps = sorted([*steps, *evenly(sorted(set[int]().union(*values) - measured), MOST_HOVERED - len(steps))])
+    steps = subsample(sorted(measured), MOST_HOVERED)
+    steps = sorted([*steps, *subsample(sorted(set[int]().union(*values) - measured), MOST_HOVERED - len(steps))])
     places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in steps]
     edges, bars = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width], ""
     for step, (left, right) in zip(steps, pairwise(edges), strict=True):

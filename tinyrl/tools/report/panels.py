@@ -13,7 +13,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric
-from tinyrl.runs.records import Points, RunRecords, evenly, number
+from tinyrl.runs.records import Points, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import one_line
 
@@ -69,7 +69,7 @@ def line_of(run: RunRecords, key: str, label: str, role: str, *, measured: bool 
 
 def picked(points: Points, most: int) -> Points:
     """Return at most so many points, evenly: a million steps must not make a page of 100 MB."""
-    return points if len(points) <= most else evenly([point for point in points if math.isfinite(point[1])], most)
+    return points if len(points) <= most else subsample([point for point in points if math.isfinite(point[1])], most)
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -223,7 +223,7 @@ def _mean_run(seeds: list[RunRecords]) -> RunRecords:
     steps = {step: dict[str, Any]() for step in seeds[0].steps if all(step in run.steps for run in seeds)}
     for step, line in steps.items():
         for key in seeds[0].steps[step]:
-            values = [number(run.steps[step].get(key)) for run in seeds]
+            values = [to_float(run.steps[step].get(key)) for run in seeds]
             if all(map(math.isfinite, values)):
                 line |= {key: math.fsum(values) / len(values), f"{key} range": [min(values), max(values)]}
     return replace(seeds[0], steps=steps) if len(seeds) > 1 else seeds[0]
