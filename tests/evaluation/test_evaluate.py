@@ -68,7 +68,7 @@ def test_what_each_judge_says_is_kept_by_prompt_and_averaged_where_it_applies(tm
 def test_rows_without_an_answer_do_not_count_as_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = own_evaluation(tmp_path, [{"prompt": f"a{i}", "answer": ""} for i in range(4)]).flat()
     assert not [key for key in flat if "pass@" in key or "verifier" in key or "answers" in key or "majority" in key]
-    monkeypatch.setattr("tinyrl.tasks.rows._is_right", lambda text, reference: reference == "yes")
+    monkeypatch.setattr("tinyrl.tasks.rows.normalised_text", lambda text: "no" if text == "no" else "yes")
     answers = ["yes", "yes", "no", None]
     flat = own_evaluation(tmp_path, [{"prompt": f"a{i}", "answer": answer} for i, answer in enumerate(answers)]).flat()
     assert flat["eval/pass@1"] == flat["eval/pass@2"] == flat["eval/verifier_mean"] == pytest.approx(2 / 3)

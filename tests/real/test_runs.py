@@ -115,7 +115,7 @@ def test_an_environment_answers_by_the_models_own_template(real: Path, tmp_path:
     with_tools = settings("grpo", real, **sections, environment={"tools": [f"{tmp_path / 'doubled.py'}:length"]})
     with pytest.raises(ValueError, match=r"environment\.tools"):
         running.train(with_tools, tmp_path, name="refused")
-    answered = {"use": f"{tmp_path / 'doubled.py'}:respond", "max_turns": 2}
+    answered = {"name": f"{tmp_path / 'doubled.py'}:respond", "max_turns": 2}
     code, run, _ = running.train(settings("grpo", real, **sections, environment=answered), tmp_path)
     assert code == 0
     last_line(run)

@@ -198,7 +198,12 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
             while worker.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.001)
 
-    reward = make_reward("import os\ndef score(prompts, completions):\n    return [float(os.getpid())]")
+    reward = make_reward("""
+        import os, time
+        def score(prompts, completions):
+            time.sleep(0.3 * (len(completions[0]) > 1))  # not answered before it is killed
+            return [float(os.getpid())]
+    """)
     first = score(reward, ["a"]).scores[0]
     to_kill.append(int(first))
     with LookedAt(kill_instead_of_stopping):

@@ -300,7 +300,7 @@ HUNGRY = {
             "import sys; sys.setrecursionlimit(10 ** 9)\nclass A:\n    __repr__ = lambda self: repr(self)\nrepr(A())",
             "x = []\nfor _ in range(10 ** 5): x = [x]\nrepr(x)",
         ],
-        ("exit code 1: RecursionError", "killed by SIGSEGV", "out of memory", "timed out"),
+        ("exit code 1: RecursionError", "exit code 1: SystemError", "killed by SIGSEGV", "out of memory", "timed out"),
     ),
 }
 

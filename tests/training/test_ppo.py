@@ -273,7 +273,7 @@ def test_a_run_goes_on_with_the_critic_of_another(name: str, tiny: TinyModels, t
     first, kind = CRITICS[name]
     run, end = learnt(ppo(tiny("llama"), **first), tmp_path, "first")
     model = {"adapter": str(run.path)} if kind == "shared" else {}
-    begun = load(ppo(tiny("llama"), model=model, critic={"path": str(run.path)}))
+    begun = load(ppo(tiny("llama"), model=model, critic={"path": str(run.path), "kind": kind}))
     assert begun.policy.critic_kind == kind
     torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
     begun.close()
@@ -282,15 +282,15 @@ def test_a_run_goes_on_with_the_critic_of_another(name: str, tiny: TinyModels, t
 @pytest.mark.slow
 def test_a_critic_that_began_with_a_critic_that_began_with_a_model(tiny: TinyModels, tmp_path: Path) -> None:
     """Adapters on a base of their own, which the configuration of the run that made them names."""
-    other = str(tiny("llama", seed=3))
-    first, of_first = learnt(ppo(tiny("llama"), critic={"path": other}), tmp_path, "first")
-    second, end = learnt(ppo(tiny("llama"), critic={"path": str(first.path)}), tmp_path, "second")
+    other, own = str(tiny("llama", seed=3)), {"kind": "separate"}
+    first, of_first = learnt(ppo(tiny("llama"), critic={**own, "path": other}), tmp_path, "first")
+    second, end = learnt(ppo(tiny("llama"), critic={**own, "path": str(first.path)}), tmp_path, "second")
     state = json.loads((second.checkpoints / "step-000002/state.json").read_text())
     assert "critic.path: critic/adapter_model.safetensors" in state["sources"]["files"]
     fresh = load(second.read_config())
     torch.testing.assert_close(values(fresh), of_first, rtol=1e-5, atol=1e-6)
     fresh.close()
-    begun = load(ppo(tiny("llama"), critic={"path": str(second.path)}))
+    begun = load(ppo(tiny("llama"), critic={**own, "path": str(second.path)}))
     torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
     begun.close()
 
@@ -305,7 +305,8 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(lora: bool, tiny: Tin
     made = running.config("reward", tiny("llama"), lora={"enabled": lora}, task=task, optim=rate, run={"num_steps": 5})
     run = trained(made, tmp_path, name="rm")
     reward = {"functions": [], "model": str(run.path)}
-    collector = load(ppo(tiny("llama"), critic={"path": str(run.path)}, reward=reward))
+    critic = {"path": str(run.path), "kind": "adapter" if lora else "separate"}
+    collector = load(ppo(tiny("llama"), critic=critic, reward=reward))
     policy = collector.policy
     batch = policy.batch(PROMPTS, RESPONSES, last_tokens=True)
     with torch.no_grad(), policy.acting("critic"):
