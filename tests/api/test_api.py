@@ -49,6 +49,7 @@ def test_import_loads_nothing():
         _ = tinyrl.trian
 
 
+@pytest.mark.slow
 def test_it_is_the_commands_run_bit_for_bit(tiny: TinyModels, tmp_path: Path):
     torch.manual_seed(5)
     before = torch.get_rng_state()

@@ -28,6 +28,7 @@ def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another(grpo_run: Path) -> None:
     folder = grpo_run.parent.parent
     tinyrl("train", "--from", "runs/grpo-sort-1@2", "run.num_steps=3", "--name", "longer", folder=folder)

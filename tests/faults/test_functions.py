@@ -73,9 +73,9 @@ ANSWERING = """
         return replies
 """
 ENVIRONMENT_FAULTS = {  # what an environment does to the bad prompt's episodes, and the reason for dropping them
-    "hangs": ("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)"),
     "dies": ("os._exit(7)", "`respond` ended its process with exit code 7"),
     "reward NaN": ("replies[row] = Reply(reward=float('nan'))", "gave the reward nan"),
+    "hangs": ("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)"),
 }
 
 

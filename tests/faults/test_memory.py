@@ -130,6 +130,7 @@ def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_mod
     assert_alike(within.run, whole.run)
 
 
+@pytest.mark.slow
 def test_one_row_that_cannot_be_sampled_ends_the_run_and_is_explained(deep_cache_model: Path, tmp_path: Path) -> None:
     """Its keys and values take 130 MB, and memory runs out with every smaller number of rows."""
     long = {"max_new_tokens": 2000, "stop": [chr(code) for code in range(33, 127)]}  # there is room for more than comes

@@ -21,6 +21,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.tools.serve import listen, served
 
 
+@pytest.mark.slow
 def test_the_command_answers_until_a_signal_comes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinyrl", "serve", "starter", "--port", "0"]
     server = subprocess.Popen(
