@@ -1,4 +1,4 @@
-"""What all commands share: options, the decorator, error messages with exit codes, the environment of the libraries."""
+"""Shared by all commands: options, the decorator, errors with exit codes, the environment of the libraries."""
 
 from __future__ import annotations
 

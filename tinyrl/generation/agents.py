@@ -65,7 +65,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Given:
-    """What a client sent: messages and the variables of their template, or text, or (neither) tokens."""
+    """A client's input: messages and the variables of their template, or text, or (neither) tokens."""
 
     messages: list[Message] | None = None
     variables: dict[str, Any] = field(default_factory=dict)

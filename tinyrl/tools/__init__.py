@@ -1,1 +1,1 @@
-"""What people do with runs and models once they are there. Reads runs; nothing below knows it."""
+"""Tools for runs and models: check, report, export, chat, serve. Nothing below imports them."""

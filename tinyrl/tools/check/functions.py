@@ -202,7 +202,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
             counts["invalid"] = sum(reply.invalid for reply in replies)
             paid = [reply.reward for reply in replies if reply.reward is not None]
             section.lines.append(
-                f"  {kind}: of {len(turns)} {', '.join(f'{count} {what}' for what, count in counts.items())}"
+                f"  {kind}: {len(turns)} tried, {', '.join(f'{count} {what}' for what, count in counts.items())}"
                 + (f", mean reward {fmean(paid):.4g}" if any(paid) else "")
             )
             section.facts[kind] = counts
