@@ -14,7 +14,6 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -149,11 +148,6 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 # ---- matrices ----
-
-
-def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:
-    """Return an adapter's base module and the adapted parameter's name: `weight`, or that of experts (Qwen3-MoE)."""
-    return layer.get_base_layer(), layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
 
 
 def is_plain_lora(layer: LoraLayer) -> bool:
