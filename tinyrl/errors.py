@@ -17,7 +17,7 @@ NO_MEMORY = (  # messages of errors without a type of their own: torch's allocat
     "unable to mmap",
 )
 MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the exceptions that carry them
-SEE_CHECK = "`tinyrl check` with the method and settings of this run (memory: --offline) shows more, and what to change"
+SEE_CHECK = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
 EXPLAINED = ("warning: reward: ", "warning: chat template: ")  # notes about which `tinyrl check` shows more
 
 

@@ -165,6 +165,9 @@ def test_three_bad_batches_in_a_row_trip():
         counted((10, 4, 6), before=2)
     with pytest.raises(GuardStop, match=r"3 batches in a row \(last: 16 rows\)"):
         counted((16, 0, 0), before=2)
+    with pytest.raises(GuardStop, match="No completion got a reward"):
+        check_failure_streak(0, rows=8, failed=0, rewarded=0, steps=1)  # the whole run
+    assert check_failure_streak(0, rows=8, failed=8, rewarded=1, steps=1) == 1
     assert counted(*[(10, 2, 8)] * 10) == 0  # a fifth is not more than a fifth
     assert counted(*[(10, n, 10 - n) for n in (10, 10, 0, 10, 10, 2, 10, 10)]) == 2  # a good one starts it again
     assert counted(*[(0, 0, 0)] * 5) == counted(*[(10, 0, 1)] * 5) == 0  # an empty one is not bad, one reward enough

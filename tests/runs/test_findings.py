@@ -68,7 +68,12 @@ def rise_and_fall(t: float) -> float:
 
 
 CUT: Curves = {"completion/truncated": 0.45}
+SAME: Curves = {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_spread_groups": 1.0, "eval/reward_mean": 0.0}
+ALL_RIGHT: Curves = SAME | {"reward/mean": lambda t: 1 / (1 + 0.02 * math.sin(560 * t)), "eval/reward_mean": 1.0}
 NEAR: list[tuple[str, Curves, Curves]] = [  # a finding, curves of a run that has it, and of one that only comes near
+    ("constant reward", SAME, {"reward/mean": 0.3, "reward/std": 0.1}),
+    ("constant reward", ALL_RIGHT | {"eval/verifier_mean": 0.4}, {}),
+    ("reward at its ceiling", ALL_RIGHT | {"eval/verifier_mean": 1.0}, {}),
     ("zero-spread groups", {"reward/zero_spread_groups": 0.9, "reward/mean": 0.05},
      {"reward/zero_spread_groups": 0.7, "reward/mean": 0.05}),
     ("reward at its ceiling", {"reward/mean": 0.97, "reward/zero_spread_groups": 0.95},

@@ -61,7 +61,7 @@ def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json
 
     path = named_run(run)
     if path is None and not meant_a_run(run):
-        raise ValueError(f"{run} is not a run. A model is tried by: tinyrl check grpo model.path={run} task.name=sort")
+        raise ValueError(f"{run} is not a run. To try a model: tinyrl check grpo model.path={run} task.name=sort")
     opened = read_run(path or open_run(run).path)
     found = find(opened)
     print(json.dumps(as_json(found, opened)) if json_output else render(opened, found))

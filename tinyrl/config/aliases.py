@@ -6,7 +6,7 @@ setting.
 """
 
 ANSWERS = {
-    "use": "environment.name",
+    "use": "environment.name (of a task: `task.name`)",
     "at_once": "environment.max_concurrency",
     "most_requests": "reward.functions: max_requests of a judge",
     "refill_rounds": "grpo.dynamic_sampling_rounds",

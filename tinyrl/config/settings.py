@@ -81,6 +81,7 @@ def _unknown(path: KeyPath, values: dict[str, Any]) -> tuple[str, str]:
     path, inside = (*parents, key), f"{_dotted(tuple(parents))}." if parents else ""
     unused = {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set[str]()
     home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
+    home = None if any(isinstance(part, int) for part in parents) else home  # a list has its own fields
     known = [*_fields(_walk(tuple(parents))[1])]
     near = f" Did you mean `{home}.{key}`?" if home else did_you_mean(str(key), known).replace("`", f"`{inside}", 1)
     return _dotted(path), f"unknown key `{_dotted(path)}`.{near or ' Known: ' + ', '.join(known)}"

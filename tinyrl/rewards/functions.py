@@ -91,15 +91,18 @@ def mean(values: Sequence[float]) -> float:
     return float(sum(valid) / len(valid)) if valid else math.nan
 
 
-def check_failure_streak(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
+def check_failure_streak(
+    before: int, *, rows: int, failed: int, rewarded: int, steps: int = MAX_BAD_BATCHES, first_failure: str = ""
+) -> int:
     """Count the bad batches in a row (more than 20 % of the rows failed, or none got a reward), with this one.
 
-    A dropped row is a nuisance; losing a fifth of every batch changes the task. Raises GuardStop at the third;
-    `first_failure` is describe_failure() of a failed row.
+    A dropped row is a nuisance; losing a fifth of every batch changes the task. Raises GuardStop at the third, and
+    where none of a run's `steps` had a reward; `first_failure` is describe_failure() of a failed row.
     """
     failing = failed > MAX_FAILED_SHARE * rows
-    bad = before + 1 if failing or (rows > 0 and rewarded == 0) else 0
-    if bad < MAX_BAD_BATCHES:
+    none = rows > 0 and rewarded == 0
+    bad = before + 1 if failing or none else 0
+    if bad < (min(MAX_BAD_BATCHES, steps) if none else MAX_BAD_BATCHES):
         return bad
     if failing:
         what, how = f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows", f"{failed} of {rows}"

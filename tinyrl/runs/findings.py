@@ -82,6 +82,9 @@ def figures(run: RunRecords) -> Figures:
     f.solved = of_unit_scale and f.reward >= 0.9
     f.near_top = f.solved or (not of_unit_scale and f.reward > early(means) + early(std))
     f.zero_spread_groups = recent(points("reward/zero_spread_groups"))
+    verified = points("eval/verifier_mean")
+    f.verifier = verified[-1][1] if verified else math.nan
+    f.constant = bool(std) and f.largest_std < 1e-6 and not (f.solved and not f.verifier < 0.9)
 
     f.truncated, f.max_new_tokens = recent(points("completion/truncated")), setting("generation.max_new_tokens")
     f.doubled = 2 * f.max_new_tokens
@@ -208,6 +211,8 @@ class Rule(NamedTuple):
 
 
 def _at_ceiling(f: Figures) -> bool:
+    if f.constant:
+        return False
     if not math.isnan(f.zero_spread_groups):
         return f.zero_spread_groups >= 0.9 and f.near_top
     return (f.solved and f.reward >= 0.98) or (f.near_top and f.reward_std <= 0.1 * f.largest_std)
@@ -227,7 +232,11 @@ TABLE = (  # most telling first
         "generation.max_new_tokens.",
         "Show how to ask (task.system_prompt, or `tinyrl train sft` on episodes first). Where turns are cut, let them "
         "end: a string that closes a question in generation.stop.", cut, kind=None, at_once=True),
-    Rule("zero-spread groups", lambda f: f.zero_spread_groups >= 0.75 and not f.near_top,
+    Rule("constant reward", lambda f: f.constant,
+        "Every completion has had the same reward in each step, {reward:.3g}, so nothing was learned.",
+        "Correct the reward function: `tinyrl check` scores right and wrong answers with it. Where it is right, take "
+        "easier prompts, or give rewards in steps.", alike),
+    Rule("zero-spread groups", lambda f: f.zero_spread_groups >= 0.75 and not f.near_top and not f.constant,
         "{zero_spread_groups:.0%} of the groups have the same reward for all their completions, which teaches nothing; "
         "the mean reward is {reward:.3g}.",
         "Replace such groups by fresh prompts: grpo.dynamic_sampling_rounds=2. Where the reward is near its lowest: "
@@ -347,7 +356,7 @@ def render(run: RunRecords, found: list[Finding]) -> str:
     if found:
         return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, run)])
     short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
-    return f"{last}, nothing found{'; it is too short for most that could be' * short}."
+    return f"{last}, nothing found{f'; most findings need {FEWEST_STEPS} steps' * short}."
 
 
 def counted(found: list[Finding]) -> str:

@@ -55,7 +55,6 @@ class Display:
         self.num_steps, self.silent = num_steps, silent
         self.console = Console(file=cast(TextIO, _Forgiving(sys.stderr)), highlight=False, emoji=False)
         self._first, self._started = 0, time.monotonic()
-        self._latest: dict[str, float] = {}
         self._bar: Progress | None = None
 
     def start(self, *, done: int = 0) -> None:
@@ -69,16 +68,12 @@ class Display:
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Print the line of a finished step. Held-out numbers stay until there are newer ones; pass@1 is left out where
-        it equals the held-out reward.
-        """
-        for metric in TABLE:
-            if metric.column and isinstance(value := metrics.get(metric.key), int | float):
-                self._latest[metric.column] = float(value)
-        columns = dict.fromkeys(metric.column for metric in TABLE if metric.column in self._latest)
-        if self._latest.get("pass@1") == self._latest.get("held-out"):
+        """Print the line of a finished step; pass@1 is left out where it equals the held-out reward."""
+        found = [(metric.column, metrics.get(metric.key)) for metric in TABLE if metric.column]
+        columns = {column: float(value) for column, value in found if isinstance(value, int | float)}
+        if columns.get("pass@1") == columns.get("held-out"):
             columns.pop("pass@1", None)
-        parts = [f"step {step}/{self.num_steps}", *(f"{column} {_short(self._latest[column])}" for column in columns)]
+        parts = [f"step {step}/{self.num_steps}", *(f"{column} {_short(value)}" for column, value in columns.items())]
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         elif step > self._first:

@@ -247,6 +247,8 @@ def read_run(run_dir: Path) -> RunRecords:
 
     metrics, notes = run_dir / "metrics.jsonl", list[str]()
     if not metrics.is_file():
+        if (run_dir / "config.yaml").is_file():
+            raise ValueError(f"{run_dir} has no finished step yet; go on with: tinyrl train --resume {run_dir}")
         raise ValueError(f"{run_dir} is not a run: it has no metrics.jsonl.{nearest_run(run_dir)}")
     if not (steps := read_steps(metrics, notes)):
         raise ValueError(f"{metrics} holds no complete line yet; try again after the first step")

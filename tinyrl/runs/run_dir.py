@@ -311,7 +311,7 @@ def meant_a_run(name: str) -> bool:
 
 def nearest_run(path: str | Path) -> str:
     """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
-    there = [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")]
+    there = [str(found.parent) for found in Path(path).parent.glob("*/config.yaml") if found.parent != Path(path)]
     if not there and os.path.isfile(Path("runs") / path / "config.yaml"):
         return f" Did you mean `{Path('runs') / path}`?"
     return did_you_mean(str(path), there)

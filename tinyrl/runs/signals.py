@@ -57,7 +57,7 @@ class StopFlag:
         if again and not self.leaves:
             raise KeyboardInterrupt
         if number == signal.SIGINT and os.isatty(2):  # a live bar has hidden the cursor
-            stopping = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
+            stopping = b"\nstopping after the current operation; Ctrl-C again leaves at once\n"
             os.write(2, b"\x1b[?25h\n" if again else stopping)
         if again:
             os._exit(130)

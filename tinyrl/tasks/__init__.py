@@ -88,6 +88,8 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     elif name in TASKS:
         task = importlib.import_module(f"tinyrl.tasks.{name}").TASK
     else:
+        if name.endswith(".py"):
+            raise ValueError(f"task.name={name}: add the name of the task in the file, {name}:TASK")
         near = did_you_mean(name, list(TASKS))
         raise ValueError(f"task.name: there is no task '{name}'.{near} Tasks: {', '.join(TASKS)}, or file.py:TASK")
     if grading == "task":
@@ -225,5 +227,5 @@ def export_rows(config: Config, keys: set[str], file: Path) -> str:
         raise ValueError(f"--export-hard: of {len(keys):,} hard prompts none is in the training rows")
     with file.open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(row, ensure_ascii=True, default=str) + "\n" for row in rows.values())
-    found = f"{len(rows):,} of {len(keys):,} hard prompts are in {file}"
-    return f"{found}, to train on: task.data={file}, with a task.eval_data of its own"
+    found = f"wrote {len(rows):,} of {len(keys):,} hard prompts to {file}"
+    return f"{found}; train on them with task.data={file}, and give task.eval_data another file"

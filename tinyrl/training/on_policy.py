@@ -157,6 +157,7 @@ class OnPolicy(Method):
                 rows=len(samples),
                 failed=lost,
                 rewarded=sum(sample.rewarded for sample in samples),
+                steps=self.config.run.num_steps,
                 first_failure=sentence,
             )
 
@@ -283,12 +284,11 @@ class OnPolicy(Method):
                 cut = sum(sample.truncated and sample.rewarded for sample in samples)
                 why += f", {cut} were cut off at generation.max_new_tokens (reward.truncated=mask)"
         elif flat:
-            why = "the loss has no gradient, as where all responses to a prompt have the same reward"
+            why = "the loss has no gradient, as where every group has equal rewards"
         if why:
             self._warn_once(
                 "flat",
-                f"in this step there is nothing to learn from: {why}. Weights stay as they are; "
-                "optim/flat_steps counts such steps",
+                f"this step changes no weight: {why}; optim/flat_steps counts such steps",
             )
         controllers.flat_steps += flat
         return {"optim/flat_steps": controllers.flat_steps}

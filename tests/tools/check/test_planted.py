@@ -44,6 +44,13 @@ def add(a: int, b: list[int]) -> int:
         b: Others.
     '''
     return a + sum(b)
+def look(place: str, episode: dict) -> str:
+    '''Look.
+
+    Args:
+        place: Its name.
+    '''
+    return episode["map"][place]
 """
 TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 TEMPLATES = {  # of copies of the embedded model
@@ -66,6 +73,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, 
     "no reward for anything": (REWARD.replace("NAME", "silent"), QUICK, 3, "docs/rewards.md"),
     "chance": (REWARD.replace("NAME", "moody"), QUICK, 3, "random numbers"),
     "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 12"),
+    "a tool without its column": (f"{ROWS} environment.tools=[mine.py:look]", QUICK, 3, "columns"),
     "a hole": (REWARD.replace("NAME", "inside"), QUICK, 3, "compare it whole"),
     "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl", QUICK, 3, "message"),
     "an argument that is no column": (REWARD.replace("NAME", "other"), QUICK, 2, "solution"),

@@ -33,7 +33,7 @@ CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
 CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
 REWARD = (
     Rule("messages taken for text", lambda f: f.hint, "{hint}.", CALLED),
-    Rule("no rewards", lambda f: not f.hint and not f.known,
+    Rule("no rewards", lambda f: not f.hint and not f.known and f.failed <= MAX_FAILED_SHARE and not f.played,
         "No completion gets a score, not the gold answer either.", CALLED),
     Rule("one reward for everything", lambda f: not f.hint and f.golds and f.low == f.high,
         "Gold answers, nothing and nonsense all score {low:.4g}.", CALLED),
@@ -43,7 +43,7 @@ REWARD = (
         "The same completions got other scores the second time.", "Draw random numbers from the row alone."),
     Rule("rewards fail", lambda f: f.failed > MAX_FAILED_SHARE,
         "{failed:.0%} of the calls' rows failed, the first so: {why}.",
-        "Mend the function (reward.timeout_s is for a call); a run stops after three batches like that."),
+        "Correct the function (reward.timeout_s limits a call). Training stops after three failed batches."),
     Rule("holes in the reward", lambda f: f.holes,
         "Wrong texts score nearly as much as right answers: {worst}.",
         "Judge one marked answer, the last, and compare it whole."),
@@ -53,10 +53,14 @@ REWARD = (
 )  # fmt: skip
 ENVIRONMENT = (
     Rule("the environment fails", lambda f: f.failed > MAX_FAILED_SHARE,
-        "{failed:.0%} of the rows failed, the first so: {why}.", "Mend it; a run stops after three batches like that."),
+        "{failed:.0%} of the rows failed, the first so: {why}.",
+        "Correct it. Training stops after three failed batches."),
     Rule("the environment is silent", lambda f: f.failed <= MAX_FAILED_SHARE and not f.longest,
         "It answers none of the turns that were tried, so no episode has a second turn.",
         "See what it expects a turn to hold."),
+    Rule("every call is invalid", lambda f: f.broken,
+        "Each turn that should be answered ({broken}) was answered as invalid, the first by: {answer}.",
+        "Correct the tool, or add the columns that it needs to the rows."),
     Rule("answers by chance", lambda f: f.unsteady,
         "The same turns ({unsteady}) got other answers the second time, so a resumed run is another run.",
         "Draw random numbers from the `seed` of an episode."),
@@ -93,6 +97,8 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         seconds = (time.perf_counter() - begun) / (len(texts) + 1)
         f = _reward_figures(scores, again)
         f.failed, f.why = len(failures) / (4 * len(rows)), next(iter(failures), "")
+        ours = config.environment
+        f.played = bool(ours.name or ours.tools or task.respond or task.environment)  # which may give the reward
         f.hint = next((function.chat_hint for function in functions if function.chat_hint), "")
         means = {kind: mean(of) for kind, of in scores.items()}
         shown = ", ".join(
@@ -179,8 +185,8 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         ours, task=task.name, respond=task.respond, use=task.environment, stop=task.stop,
         length=lambda text: len(text) // CHARS_A_TOKEN,
     )  # fmt: skip
-    f, seconds, reasons, asked = SimpleNamespace(unsteady=""), list[float](), list[str](), list[tuple[str, str]]()
-    longest = list[int]()
+    f, seconds, longest = SimpleNamespace(unsteady="", broken="", answer=""), list[float](), list[int]()
+    reasons, asked = list[str](), list[tuple[str, str]]()
     with closing(environment):
         environment.start()
         opening, columns = environment.openings(prompts, columns)[0], {"seed": [*range(len(rows))], **columns}
@@ -200,6 +206,8 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
             counts = {"answered": sum(bool(reply.text) for reply in replies), "failed": len(answers.failures)}
             counts["over"] = len(turns) - sum(not reply.done for reply in replies) - counts["failed"]
             counts["invalid"] = sum(reply.invalid for reply in replies)
+            if kind.startswith("call ") and counts["invalid"] == len(turns):
+                f.broken, f.answer = f.broken or kind, f.answer or one_line(replies[0].text, SHOWN)
             paid = [reply.reward for reply in replies if reply.reward is not None]
             section.lines.append(
                 f"  {kind}: {len(turns)} tried, {', '.join(f'{count} {what}' for what, count in counts.items())}"
