@@ -153,6 +153,7 @@ class Run:
             return None
         except Interrupted as reason:
             saved = self._interrupted(reason)
+            self.display.close()
             if not self.world.is_main:
                 return reason.exit_code
             if saved is None:
