@@ -3,9 +3,9 @@
 vf-eval is that of an environment with verifiers, uv and the taskset, which needs nothing of tinyrl. A row says which
 task: {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}. Words of VF_EVAL behind the program are vf-eval's.
 
-VF_EVAL='/venv/bin/vf-eval --env.agent.harness.id null --env.agent.runtime.type subprocess'
-    tinyrl train grpo task.data=tasks.jsonl 'reward.functions=[{use: rewards.py:given}]'
-    environment.agent=examples/verifiers_agent.py:run
+    VF_EVAL='/venv/bin/vf-eval --env.agent.harness.id null --env.agent.runtime.type subprocess' \\
+        tinyrl train grpo task.data=tasks.jsonl 'reward.functions=[{use: rewards.py:given}]' \\
+        environment.agent=examples/verifiers_agent.py:run
 """
 
 import json

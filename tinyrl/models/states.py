@@ -27,8 +27,8 @@ def all_states(backbone: nn.Module, batch: Batch) -> Tensor:
 
 
 def states_at(states: Tensor, index: Tensor) -> Tensor:
-    """Return states[index], whose backward adds up in the order of `index`: rows that share a prompt use one state. On
-    a CPU the backward of indexing adds in the order in which threads arrive; on a GPU it sorts, index_select's does not
+    """Return states[index], whose backward adds up in the order of `index`: rows that share a prompt use one state.
+    Neither kernel does so on both devices: indexing's adds as threads arrive on a CPU, index_select's on a GPU.
     """
     return states.index_select(0, index) if states.device.type == "cpu" else states[index]
 

@@ -22,8 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.runs.records import Points, RunRecords, finite, float_or, messages_of, samples_of, to_float
-from tinyrl.text import escape_control, one_line
-from tinyrl.text import format_number as shown
+from tinyrl.text import escape_control, format_number, one_line
 
 FEWEST_STEPS = 12  # of training, before windows are compared
 NUM_SHOWN, SHOWN_CHARACTERS = 3, 200  # completions of each finding
@@ -377,7 +376,7 @@ def in_words(found: list[Finding], run: RunRecords | None = None) -> Iterator[st
         for row in examples(one, run):
             reward, index = to_float(row.get("reward")), row.get("prompt_index")
             about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, "
-            about += f"reward {'-' if math.isnan(reward) else shown(reward)}: "
+            about += f"reward {'-' if math.isnan(reward) else format_number(reward)}: "
             text = (messages_of(row) or [("", "")])[-1][1]
             lines.append(about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about)))))
         yield "\n".join(map(escape_control, lines))

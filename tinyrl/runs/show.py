@@ -16,8 +16,7 @@ from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_wi
 from tinyrl.runs.metrics import BEST, TABLE
 from tinyrl.runs.records import finite, json_lines, messages_of, read_steps, samples_of, subsample, to_float
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import escape_control, excerpt, join_truncated, one_line
-from tinyrl.text import format_number as shown
+from tinyrl.text import escape_control, excerpt, format_number, join_truncated, one_line
 
 Line = dict[str, Any]
 MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text, whose middle is left out beyond
@@ -50,7 +49,7 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     best = max((one["metric"] for one in found if one["metric"] is not None), default=math.nan)
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
-        metric = "-" if one["metric"] is None else shown(one["metric"], decimals=4)
+        metric = "-" if one["metric"] is None else format_number(one["metric"], decimals=4)
         verifies = (
             f"no: {escape_control(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
         )
@@ -77,7 +76,7 @@ def summary(run: RunDir, *, prompts: bool = True) -> str:
         for metric in TABLE:
             if metric.row and metric.key in lines[0] and metric.key in lines[-1]:
                 values = [line[metric.key] for line in (lines[0], lines[-1])]
-                values = " -> ".join("-" if value is None else shown(value) for value in values)
+                values = " -> ".join("-" if value is None else format_number(value) for value in values)
                 text.append(f"  {metric.row:26} {values}")
     text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
     if newest := list_checkpoints(run.checkpoints)[-1:]:

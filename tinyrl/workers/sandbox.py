@@ -73,7 +73,7 @@ class CannotIsolate(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of a program. ValueError: a limit that cannot be kept."""
+    """Limits of one run of a program. Raises ValueError for one that cannot be enforced."""
 
     wall_s: float = 10.0
     cpu_s: int = 10  # whole seconds
