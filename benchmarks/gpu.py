@@ -192,7 +192,7 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
 
     from tinyrl.config.recipe import load_config
     from tinyrl.generation.engine import Request
-    from tinyrl.generation.engines import engine_of
+    from tinyrl.generation.engines import select_engine
     from tinyrl.rollout.load import load_policy
     from tinyrl.runs.launched import Options
 
@@ -201,7 +201,8 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
     config = load_config("grpo", str(ours.write(settings)), overrides=overrides)
     parts = load_policy(config, options=Options(device=settings["device"]))
     longest = config.generation.max_new_tokens
-    engine: Any = engine_of(config.generation, parts, parts.tokenizer, stop=[], longest_response=longest)[0]
+    longest += config.generation.max_prompt_tokens
+    engine: Any = select_engine(config.generation, parts, parts.tokenizer, longest=longest, tried=longest)[0]
     if name == "fused without graphs":
         engine.by_graphs = False
     rows = read_rows(Path(settings["recipe"]["task"]["data"]))[: section["num_prompts"]]

@@ -3,26 +3,24 @@
 tests/test_docs.py fails where a page is not what this script would write.
 """
 
-from collections import defaultdict
 from pathlib import Path
 
 import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
+from tinyrl.config.aliases import ANSWERS
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import SECTIONS, allowed, fields_of
-from tinyrl.config.yaml_reader import dump_plain
+from tinyrl.config.settings import SECTIONS, describe
 
 NOTE = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
 NAMES = """
 ## Names from TRL, verl, OpenRLHF, PEFT and unsloth
 
-A setting given by such a name is refused, and the message has the name here: `beta` is `grpo.kl_coef`. Of a dotted name
-the end counts: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. Under `ppo`, a setting of `grpo` is that of `ppo`
-where it has one.
+A setting given by such a name is refused, and the message has the name here: `beta` is `grpo.kl_coef`. The end of a
+dotted name is enough: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. Most settings of `grpo`
+have the same name under `ppo`.
 """
 
 
@@ -46,29 +44,23 @@ def settings_page() -> str:
         read_by = f" Read by {', '.join(users)}." if section in OPTIONAL_SECTIONS else ""
         field = Config.model_fields[section]
         about = str(field.description)
-        defaults = field.get_default(call_default_factory=True)
         lines += [
             f"\n## {section}\n",
             f"{about[:1].upper()}{about[1:]}.{read_by}\n",
             *head("setting", "default"),
         ]
-        for name, kind in fields_of(section).items():
-            default = dump_plain({name: getattr(defaults, name)}).partition(":")[2]
-            lines.append(row(f"`{section}.{name}`", f"`{default.strip()}`", f"{kind['description']} ({allowed(kind)})"))
-            for item, of in fields_of(section, name, "0").items() if "items" in kind else ():
-                default = f"`{of['default']}`" if of.get("default") is not None else ""
-                lines.append(row(f"`{section}.{name}[].{item}`", default, f"{of['description']} ({allowed(of)})"))
-    under_dpo = {name: answer for name, answer in ALIASES_OF_DPO.items() if ALIASES.get(name) != answer}
-    lines += [NAMES, "| there | here |", "|---|---|", *names(ALIASES), *names(under_dpo, ", with `train dpo`")]
+        for name, default, meaning in describe(section):
+            lines.append(row(f"`{section}.{name}`", f"`{default}`" if default else "", meaning))
+    lines += [NAMES, "| there | here |", "|---|---|", *names(ANSWERS)]
     return NOTE + "\n".join(lines) + "\n"
 
 
-def names(answers: dict[str, str], under: str = "") -> list[str]:
-    """Return table rows of {name there: answer}; names with the same answer share a row."""
-    there: dict[str, list[str]] = defaultdict(list)
-    for name, answer in answers.items():
-        there[answer.replace("!", "not needed: ")].append(f"`{name}`")
-    return [row(", ".join(found) + under, answer) for answer, found in there.items()]
+def names(answers: dict[str, str]) -> list[str]:
+    """Return table rows of {names there: answer}."""
+    rows = []
+    for found, answer in answers.items():
+        rows.append(row(", ".join(f"`{name}`" for name in found.split()), answer.replace("!", "not needed: ")))
+    return rows
 
 
 def head(*titles: str) -> list[str]:

@@ -39,5 +39,5 @@ def test_the_chain_runs_from_text_to_a_table(
     rows = json.loads(capsys.readouterr().out)
     names = [row["target"].split("/")[0] for row in rows]
     assert names == [f"sentiment-{name}" for name in ("sft", "dpo", "ppo", "a2c", "grpo", "rloo")]
-    assert all({"reward", "verifier"} == row["win_rate"].keys() for row in rows[1:])
+    assert all(0 <= row["win_rate"]["mean"] <= 1 for row in rows[1:])
     assert all(row["num_prompts"] == 6 for row in rows)

@@ -49,29 +49,6 @@ def test_a_drawing_is_scored_as_it_was_drawn() -> None:
     assert float(flow.flow_step_kl(mean, flow.score(copy.deepcopy(model), path, digits)[1], std).detach().max()) == 0.0
 
 
-@SKLEARN
-@pytest.mark.release
-def test_flow_grpo_draws_what_is_asked_for_and_without_kl_hacks_its_reward() -> None:
-    flow = load("flow_digits")
-    torch.manual_seed(0)  # 1 and 2: benchmarks/RESULTS.md
-    data = flow.load()
-    model = flow.pretrain(data)
-    hacking = copy.deepcopy(model)
-    before = flow.measure(model, data)
-    assert before["reward"] < 0.55
-    flow.finetune(model, data, kl_coef=flow.KL_COEF)
-    after = flow.measure(model, data)
-    print(before, after)
-    assert after["reward"] >= 0.93
-    assert after["judge"] >= 0.93
-    assert after["distance"] <= 1.1 * before["distance"]
-    flow.finetune(hacking, data, kl_coef=0.0)
-    hacked = flow.measure(hacking, data)
-    print(hacked)
-    assert hacked["distance"] >= 2 * before["distance"]
-    assert hacked["judge"] < hacked["reward"]  # only the classifier that gave the reward is convinced
-
-
 @pytest.mark.slow
 def test_the_lookup_agent_plays_the_lookup_task_by_url(tmp_path: Path) -> None:
     """Its episodes are those of `respond`: several calls each, and right answers where it searches."""

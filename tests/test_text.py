@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.text import Excerpt, excerpt, mask_url, one_line, redact, resolve_url
+from tinyrl.text import Excerpt, excerpt, mask_url, one_line, resolve_url
 from tinyrl.tools.report import text_html
 
 
@@ -50,18 +50,12 @@ def test_one_line_is_short_and_harmless() -> None:
         ("https://host/x?api_key=hunter2&k=hunter2", "https://host/x?api_key=***&k=***"),
         ("https://host/x?hunter2", "https://host/x?***"),
         ("https://host/x?a=hunter2?hunter2", "https://host/x?a=***"),
-        ("https://host/x#hunter2", "https://host/x#***"),
-        ("https://host:1#hunter2@x", "https://host:1#***"),
-        ("http://me:hunt/er2@host/x?a=hunter2", "http://***@host/x"),  # no address, and said of in a sentence
-        ("http://me:hunt?er2@host", "http://***@host"),
         ("corpus.jsonl?a=b", "corpus.jsonl?a=b"),
     ],
 )
 def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
     assert mask_url(url) == mask_url(shown) == shown
-    if "#" not in url and "hunt/" not in url and "hunt?" not in url:
-        assert "hunter2" not in redact(f"error at '{url}', sorry")
-        assert redact(f"({url})") == f"({shown})"
+    assert mask_url(f"({url}) at '{url}', sorry") == f"({shown}) at '{shown}', sorry"
 
 
 def test_what_was_taken_from_a_url_is_in_the_environment(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import date, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from tinyrl.runs.records import finite, read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, check_new_run, write_atomic
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
-from tinyrl.text import format_number, join_truncated, truncate
+from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
 from tinyrl.workers.loading import use_of
 
@@ -70,9 +69,8 @@ def train(
     give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    method, folder = _text("method", method), _text("output_dir", output_dir)
-    options = _options(device, trust_remote_code)
-    recipe, name = (x if x is None else _text(key, x) for key, x in (("recipe", recipe), ("name", name)))
+    folder, recipe = os.fspath(output_dir), None if recipe is None else os.fspath(recipe)
+    options = Options(device, trust_remote_code)
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
@@ -86,9 +84,9 @@ def train(
 
 
 def evaluate(
-    target: str | os.PathLike[str] | OpenedRun,
+    target: str | os.PathLike[str],
     *,
-    vs: str | os.PathLike[str] | OpenedRun | None = None,
+    vs: str | os.PathLike[str] | None = None,
     task: str | None = None,
     data: str | None = None,
     settings: Settings | None = None,
@@ -100,13 +98,11 @@ def evaluate(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return what `tinyrl eval TARGET --json` prints. Raises ValueError for what a user can fix."""
-    num_prompts, samples = _plain(num_prompts), _plain(samples)
-    for key, count in {"num_prompts": num_prompts, "samples": samples}.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{key}={truncate(repr(count))}: it must be a whole number of at least 1")
+    if min(num_prompts, samples) < 1:
+        raise ValueError(f"num_prompts={num_prompts}, samples={samples}: at least 1 of each")
     asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, save_samples)
-    path, other = _text("a run or a model", target), None if vs is None else _text("vs", vs)
-    options = _options(device, trust_remote_code)
+    path, other = os.fspath(target), None if vs is None else os.fspath(vs)
+    options = Options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
         from tinyrl.evaluation.compare import evaluate_target
@@ -116,7 +112,7 @@ def evaluate(
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
     """Open a run folder. Raises ValueError when it is not one."""
-    return OpenedRun(open_folder(_text("path", path)))
+    return OpenedRun(open_folder(Path(path)))
 
 
 class OpenedRun:
@@ -127,6 +123,9 @@ class OpenedRun:
     def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
         self._folder, self.exit_code = folder, exit_code
         self.path, self.name = folder.path, folder.path.resolve().name
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def config(self) -> Config:
@@ -158,7 +157,7 @@ class OpenedRun:
         trust_remote_code: bool = False,
     ) -> OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
-        options = _options(device, trust_remote_code)
+        options = Options(device, trust_remote_code)
         with alone():
             config = self._folder.read_config(overrides_from(settings))
             check_before_loading(config)
@@ -174,13 +173,11 @@ class OpenedRun:
         configure_libraries()
         from tinyrl.tools.chat import ChatSession
 
-        return ChatSession(target, options=_options(device, trust_remote_code))
+        return ChatSession(target, options=Options(device, trust_remote_code))
 
     def __repr__(self) -> str:
         metrics = self.metrics
         text = f"run {self.path}: step {metrics[-1]['step'] if metrics else 0} of {self.config.run.num_steps}"
-        if rewards := [line["eval/reward_mean"] for line in metrics if line.get("eval/reward_mean") is not None]:
-            text += f", held-out reward {format_number(rewards[0])} -> {format_number(rewards[-1])}"
         if self.exit_code:
             how = {3: "stopped by a guard", 4: "no room", 75: "interrupted"}.get(self.exit_code, "not done")
             text += f", {how}; go on with .resume()"
@@ -232,26 +229,16 @@ def overrides_from(
     settings: Settings | None, reward: Any = None, rows: Any = None, eval_rows: Any = None, *, inputs: Path = Path()
 ) -> list[str]:
     """Return settings, rewards and rows as `section.key=value`; rows are written to a file in the folder `inputs`."""
-    if not isinstance(settings, Mapping | None):
-        raise ValueError(f"settings={truncate(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
     flat: dict[str, Any] = {}
     for key, value in (settings or {}).items():
-        if key in SECTIONS and isinstance(value, Mapping):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
-        elif not isinstance(key, str) or "." not in key:
-            raise ValueError(f"settings: {truncate(repr(key))} is no section.key; sections: {join_truncated(SECTIONS)}")
-        else:
-            flat[key] = value
+        section = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, Mapping) else None
+        flat |= section if section is not None and key in SECTIONS else {key: value}
     if reward is not None:
         several = reward if isinstance(reward, list | tuple | Mapping) else [reward]
         pairs = several.items() if isinstance(several, Mapping) else [(each, 1.0) for each in several]
-        flat["reward.functions"] = functions = []
-        for each, weight in pairs:
-            use = use_of(each) if callable(each) else each
-            if not isinstance(use, str) or type(weight := _plain(weight)) not in (int, float):
-                what = f"reward={truncate(repr(each))} with weight {truncate(repr(weight))}"
-                raise ValueError(f"{what}: name a function, or 'file.py:function', with a number")
-            functions.append({"use": use, "weight": float(weight)})
+        flat["reward.functions"] = [
+            {"use": use_of(each) if callable(each) else each, "weight": weight} for each, weight in pairs
+        ]
     if rows is not None:  # in place of a recipe's rows and of its task
         flat.setdefault("task.name", "rows")
         if eval_rows is None:
@@ -259,24 +246,12 @@ def overrides_from(
     for key, source in (("task.data", rows), ("task.eval_data", eval_rows)):
         if source is not None:
             flat[key] = source if isinstance(source, str | os.PathLike) else _write_rows(source, inputs)
-    try:
-        return [as_override(key, _plain(value)) for key, value in flat.items()]
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"settings: a value is no text, number, flag, list or mapping: {error}") from None
+    return [as_override(key, _plain(key, value)) for key, value in flat.items()]
 
 
-def _write_rows(rows: Any, inputs: Path) -> Path:
+def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path) -> Path:
     """Write rows as a .jsonl file named by its content."""
-    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
-        raise ValueError(f"rows={truncate(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
-    text = ""
-    for at, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise ValueError(f"row {at} is {truncate(repr(row))}, and a row is a dictionary of columns")
-        try:
-            text += json.dumps(_plain(row), allow_nan=False) + "\n"
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"row {at}, {truncate(repr(row))}, cannot be written as JSON: {error}") from None
+    text = "".join(json.dumps(_plain(f"row {at}", row)) + "\n" for at, row in enumerate(rows, start=1))
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -284,28 +259,15 @@ def _write_rows(rows: Any, inputs: Path) -> Path:
     return file
 
 
-def _plain(value: Any) -> Any:
-    """Convert to what JSON has: paths and dates to text, NaN to null, numpy's and torch's numbers to Python's."""
-    if hasattr(value, "tolist") and not isinstance(value, type):
-        value = value.tolist()
-    if isinstance(value, float | date) and value != value:  # a date that is none: pandas' NaT
-        return None
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, date | time):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+def _plain(place: str, value: Any) -> Any:
+    """Convert to JSON's types: NaN to null, paths to text, numbers of numpy and torch to Python's. Raises ValueError
+    for anything else.
+    """
 
+    def converted(other: Any) -> Any:
+        return other.tolist() if hasattr(other, "tolist") else os.fspath(other)
 
-def _options(device: str, trust_remote_code: bool) -> Options:
-    return Options(_text("device", device), trust_remote_code)
-
-
-def _text(name: str, value: Any) -> str:
-    """Return text, a path, or the path of a run as text; ValueError for anything else."""
-    text = _plain(value.path if isinstance(value, OpenedRun) else value)
-    if not isinstance(text, str):
-        raise ValueError(f"{name}={truncate(repr(value))}: it must be text or a path")
-    return text
+    try:
+        return json.loads(json.dumps(value, default=converted), parse_constant={"NaN": None}.__getitem__)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{place}: {truncate(repr(value))} is no JSON: {error}") from None

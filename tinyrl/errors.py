@@ -3,8 +3,13 @@
 Wrong config or data (exit 2) is a plain ValueError, found before training.
 """
 
+import contextlib
 import errno
+from pathlib import Path
 
+import psutil
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 NO_MEMORY = (  # messages of errors without a type of their own: torch's allocators, the loader, threads, C++
     "DefaultCPUAllocator: ",
     "CUDA error: out of memory",
@@ -16,9 +21,7 @@ NO_MEMORY = (  # messages of errors without a type of their own: torch's allocat
     "can't start new thread",
     "unable to mmap",
 )
-MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError, SystemError)  # the exceptions that carry them
-SEE_CHECK = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
-EXPLAINED = ("warning: reward: ", "warning: chat template: ")  # notes about which `tinyrl check` shows more
+MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError)  # the exceptions that carry them
 
 
 class Stop(Exception):
@@ -70,3 +73,11 @@ def no_memory(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "Cannot allocate memory"
     return None if error.__cause__ is None else no_memory(error.__cause__)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that the machine, or the container that limits us, has in all."""
+    total = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # there is no container, or its limit is "max"
+        total = min(total, int(CGROUP_LIMIT.read_text()))
+    return total

@@ -10,13 +10,14 @@ import re
 import unicodedata
 import urllib.parse
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
 _KEPT = frozenset("\n\t\u200c\u200d")
 # Control, format (bidi overrides, zero-width, tags), surrogate, private use, unassigned, line and paragraph separators.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 ERROR_CHARACTERS = 300  # of a library's message
+CHARACTER_TOKENS = 8  # no character is made of more
 MASK = "***"  # replaces what may be secret in a URL
 # A word is matched from its beginning only, without backtracking: else a line of 64 KB takes minutes.
 _URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
@@ -72,13 +73,11 @@ def join_truncated(names: Iterable[str], *, most: int = 12) -> str:
 
 
 def decode_utf8(raw: bytes, source: str) -> str:
-    """Decode a file, without its BOM. Raises ValueError naming the line and the byte that is not UTF-8."""
+    """Decode a file, without its BOM. Raises ValueError with its name."""
     try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        byte = f"byte {raw[error.start]:#04x} at offset {error.start}"
-        raise ValueError(f"{source}:{line}: not UTF-8: {byte}; save the file as UTF-8") from None
+        raise ValueError(f"{source}: not UTF-8 ({error}); save the file as UTF-8") from None
 
 
 def first_line(error: BaseException) -> str:
@@ -100,7 +99,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
 # ---- URLs ----
 
 
-def redact(text: str) -> str:
+def mask_url(text: str) -> str:
     """Mask the userinfo and the values of the query of each URL in a text."""
 
     def masked_query(match: re.Match[str]) -> str:
@@ -118,16 +117,6 @@ def is_address(url: str) -> bool:
         return False
 
 
-def mask_url(url: str) -> str:
-    """Mask the userinfo, the values of the query and the fragment of a URL; return other text unchanged."""
-    if "://" not in url:
-        return url
-    if not is_address(url) and "@" in url:  # such as a password with a slash
-        return f"{url.partition('://')[0]}://{MASK}@{url.rpartition('@')[2].partition('?')[0]}"
-    url, hash_sign, _ = url.partition("#")
-    return redact(url) + (f"#{MASK}" if hash_sign else "")
-
-
 def resolve_url(url: str, *, setting: str) -> str:
     """Restore the masked parts of a setting's URL from the environment: generation.url from TINYRL_GENERATION_URL.
 
@@ -137,9 +126,33 @@ def resolve_url(url: str, *, setting: str) -> str:
         return url
     variable = f"TINYRL_{setting.upper().replace('.', '_')}"
     whole = os.environ.get(variable, "")
-    if mask_url(whole) != mask_url(url) or MASK in whole:
-        raise ValueError(
-            f"{setting}={truncate(url)} is recorded without its secrets: set the environment variable {variable} to "
-            f"the whole address{f'; it is {truncate(mask_url(whole))}' if whole else ''}"
-        )
+    if MASK in whole or mask_url(whole) != mask_url(url):
+        raise ValueError(f"{setting}={truncate(url)} is recorded without secrets: set {variable} to the whole address")
     return whole
+
+
+class IncrementalDetokenizer:
+    """Text of tokens as they come, returned once it is whole: bytes of half a character wait for the others.
+
+    before: tokens in front of them, decoded along: a tokenizer may join or drop spaces there. options: of decoding.
+    """
+
+    def __init__(self, tokenizer: Any, *, before: Iterable[int] = (), **options: Any) -> None:
+        self._tokenizer, self._tokens = tokenizer, [*before]
+        self._options: Any = options or {"skip_special_tokens": True}
+        self._before, self._out = 0, len(self._tokens)  # text is decoded from `before`; up to `out` it was returned
+
+    def add(self, tokens: list[int], *, at_end: bool = False) -> str:
+        self._tokens += tokens
+        known, text = (
+            str(self._tokenizer.decode(part, **self._options))
+            for part in (self._tokens[self._before : self._out], self._tokens[self._before :])
+        )
+        half = text.endswith("\ufffd") and len(self._tokens) - self._out < CHARACTER_TOKENS
+        if len(text) <= len(known) or (half and not at_end):
+            return ""
+        self._before, self._out = self._out, len(self._tokens)
+        return text[len(known) :]
+
+    def end(self) -> str:
+        return self.add([], at_end=True)

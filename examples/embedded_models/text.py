@@ -18,7 +18,6 @@ from tinyrl.tasks.lookup import (
     draw_question,
     fact,
     found_text,
-    search_text,
 )
 from tinyrl.tasks.reviews import openings
 from tinyrl.tasks.sort import draw_letters, sort_completion, sort_prompt
@@ -111,7 +110,7 @@ def written_episode(world: str, question: Question, rng: random.Random) -> str:
         while known is None:  # who found nothing asks again
             query = _written_query([*found.split(), key], rng)
             known = fact(world, *query) if len(query) == 3 else None
-            text += search_text(" ".join(query)) + found_text(known)
+            text += f" search {' '.join(query)} ;" + found_text(known)
         found = known
         if rng.random() < WRONG_COPY_SHARE:
             wrong_name = key in RELATIONS

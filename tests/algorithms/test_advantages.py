@@ -71,33 +71,16 @@ def test_the_deviation_of_a_batch_keeps_how_far_groups_spread() -> None:
     assert group_advantages(alone, group_size=2, scale="batch").tolist() == [0.0, 0.0]
 
 
-def naive_gdpo(rows: list[list[float]], weights: list[float], group_size: int) -> list[float]:
-    """GDPO as a loop: each reward's group by itself, then the batch, mean and all."""
-    sums = [0.0] * len(rows)
-    for k, weight in enumerate(weights):
-        for first in range(0, len(rows), group_size):
-            group = [i for i in range(first, first + group_size) if not math.isnan(rows[i][k])]
-            scores = [rows[i][k] for i in group]
-            if len(set(scores)) > 1:
-                for i in group:
-                    deviation = statistics.stdev(scores) + 1e-4
-                    sums[i] += weight * (rows[i][k] - statistics.mean(scores)) / deviation
-    valid = [i for i, row in enumerate(rows) if not all(math.isnan(x) for x in row)]
-    mean, deviation = statistics.mean(sums[i] for i in valid), statistics.stdev([sums[i] for i in valid])
-    return [(sums[i] - mean) / (deviation + 1e-4) if i in valid else 0.0 for i in range(len(rows))]
-
-
-def test_gdpo_is_the_scalar_loop() -> None:
-    generator = torch.Generator().manual_seed(8)
-    scores = torch.rand(24, 3, generator=generator) * torch.tensor([1.0, 100.0, 0.01])
-    scores[3, 1] = scores[7, :] = NAN  # does not apply; no reward at all
-    scores[16:, 2] = 0.5  # flat in one reward
-    scores[8:16] = 1.0  # flat in all
-    weights = torch.tensor([1.0, 0.5, -2.0])
-    got = decoupled_advantages(scores, weights=weights, group_size=8).tolist()
-    assert got == pytest.approx(naive_gdpo(scores.tolist(), weights.tolist(), 8), abs=1e-5)
-    assert got[7] == 0.0
-    assert got[8:16] == [0.0] * 8
+def test_gdpo_by_hand() -> None:
+    """Pairs: both rewards differ; flat in one, and the other does not apply; no reward at all; flat in both."""
+    scores = torch.tensor(
+        [[0.0, 10.0], [4.0, 70.0], [NAN, 5.0], [NAN, 5.0], [NAN, NAN], [NAN, NAN], [1.0, 2.0], [1.0, 2.0]]
+    )
+    # of a pair d apart each is d / 2 off the mean, and the deviation is d / sqrt(2)
+    total = 2.0 / (math.sqrt(8.0) + 1e-4) - 0.5 * 30.0 / (math.sqrt(1800.0) + 1e-4)
+    deviation = math.sqrt(2 * total**2 / 5) + 1e-4  # six rows have a reward
+    got = decoupled_advantages(scores, weights=torch.tensor([1.0, -0.5]), group_size=2).tolist()
+    assert got == pytest.approx([-total / deviation, total / deviation, 0, 0, 0, 0, 0, 0], rel=1e-5)
 
 
 @pytest.mark.parametrize("group", [[0.1, 0.1, 0.1], [0.7, NAN, 0.7], [NAN, NAN, 5.0], [NAN, NAN, NAN], [1e30] * 3])

@@ -5,11 +5,67 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.algorithms.scalar_loops import random_batch, scalar_policy_loss
 from tinyrl.algorithms.losses import clipped_policy_loss, importance_ratio
 
 NAN, INF = math.nan, math.inf
+
+
+def random_batch() -> dict[str, Tensor]:
+    """Six rows of up to eight tokens: a full one, an empty one, the rest with holes; the policies are far apart."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -2.0 * torch.rand(6, 8, generator=generator)
+    mask = torch.rand(6, 8, generator=generator) < 0.7
+    mask[0], mask[1] = True, False
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs + 0.4 * torch.randn(6, 8, generator=generator),
+        "advantages": torch.randn(6, 8, generator=generator),
+        "mask": mask,
+        "token_weights": 2.0 * torch.rand(6, 8, generator=generator),
+    }
+
+
+def by_loop(
+    batch: dict[str, Tensor],
+    *,
+    clip_eps: float,
+    clip_eps_high: float | None = None,
+    dual_clip: float | None = None,
+    ratio_level: str = "token",
+    aggregation: str = "token",
+    denominator: float | None = None,
+) -> dict[str, float]:
+    """PPO's clipped objective written as the paper does: minus min(r A, clip(r) A), token by token."""
+    names = ["loss", "clipfrac", "approx_kl", "ratio", *(["dual_clipfrac"] if dual_clip else [])]
+    terms: dict[str, list[list[float]]] = {name: [] for name in names}
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    for b in range(6):
+        true = [t for t in range(8) if batch["mask"][b, t]]
+        log_ratios = [float(batch["logprobs"][b, t]) - float(batch["old_logprobs"][b, t]) for t in true]
+        for name in names if true else ():
+            terms[name].append([])
+        for t, own in zip(true, log_ratios, strict=True):
+            advantages = batch["advantages"]
+            advantage = float(advantages[b] if advantages.dim() == 1 else advantages[b, t])
+            ratio = math.exp(sum(log_ratios) / len(log_ratios) if ratio_level != "token" else own)
+            objective = min(ratio * advantage, min(max(ratio, 1 - clip_eps), 1 + high) * advantage)
+            found = {"clipfrac": float(objective != ratio * advantage)}
+            if dual_clip is not None:
+                found["dual_clipfrac"] = float(advantage < 0 and dual_clip * advantage > objective)
+                objective = max(objective, dual_clip * advantage) if advantage < 0 else objective
+            weight = float(batch["token_weights"][b, t]) if "token_weights" in batch else 1.0
+            found |= {"loss": -weight * objective, "ratio": ratio, "approx_kl": math.exp(own) - 1 - own}
+            for name, value in found.items():
+                terms[name][-1].append(value)
+
+    def average(rows: list[list[float]], count: float | None) -> float:
+        if aggregation == "sequence":
+            return sum(sum(row) / len(row) for row in rows) / len(rows)
+        return sum(map(sum, rows)) / (count or sum(map(len, rows)))
+
+    return {f"policy/{name}": average(rows, denominator if name == "loss" else None) for name, rows in terms.items()}
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -32,7 +88,7 @@ def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool
     if not weighted:
         del batch["token_weights"]
         batch["advantages"] = batch["advantages"][:, 0]
-    want = scalar_policy_loss(batch, **settings)
+    want = by_loop(batch, **settings)
     loss, metrics = clipped_policy_loss(**batch, **settings)
     assert loss.item() == pytest.approx(want["policy/loss"], rel=1e-5)
     assert {k: v.item() for k, v in metrics.items()} == pytest.approx(want, rel=1e-5)
@@ -119,3 +175,17 @@ def test_an_advantage_of_one_token_moves_all_of_a_sequence_under_gspo_alone() ->
     impossible = torch.tensor([[-0.9, -INF]], requires_grad=True)
     ratio = importance_ratio(impossible, old, mask, ratio_level="sequence-token")
     assert torch.isfinite(torch.autograd.grad(ratio.sum(), impossible)[0]).all()
+
+
+def test_refusals() -> None:
+    zeros, mask = torch.zeros(2, 3), torch.ones(2, 3).bool()
+    for name, value in (
+        ("aggregation", "constant"),
+        ("aggregation", "mean"),
+        ("ratio_level", "word"),
+        ("dual_clip", 1),
+    ):
+        with pytest.raises(AssertionError, match=name):
+            clipped_policy_loss(zeros, zeros, zeros, mask, **{"clip_eps": 0.2, name: value})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AssertionError, match="advantages"):
+        clipped_policy_loss(zeros, zeros, torch.zeros(3), mask, clip_eps=0.2)

@@ -75,7 +75,7 @@ def test_several_targets_are_one_table(grpo_run: Path) -> None:
     words = ("eval", first, str(grpo_run), "--num-prompts", "16", "--json")
     baseline, same = json.loads(tinyrl(*words, folder=grpo_run).stdout)
     assert "win_rate" not in baseline
-    assert (same["reward_mean"], same["win_rate"]["reward"]["mean"]) == (baseline["reward_mean"], 0.5)
+    assert (same["reward_mean"], same["win_rate"]["mean"]) == (baseline["reward_mean"], 0.5)
     assert "not distinguishable" in tinyrl("eval", first, "--vs", first, "--num-prompts", "16", folder=grpo_run).stdout
 
 
@@ -97,7 +97,7 @@ def test_a_run_is_reported_exported_and_talked_to(grpo_run: Path) -> None:
     lines = tinyrl(*words, folder=grpo_run).stdout.splitlines()
     assert lines[0] == f"{grpo_run}/export/merged-float32"
     assert f"serve      vllm serve {grpo_run}/export/merged-float32" in lines
-    assert f"{grpo_run}/export/merged-float32 exists" in tinyrl(*words, folder=grpo_run, code=2).stderr
+    tinyrl(*words, folder=grpo_run)  # an export may be replaced
     asked = "letters: b a sorted:\n/reward\n"
     assert "reward " in tinyrl("chat", str(grpo_run), "--device", "cpu", folder=grpo_run, typed=asked).stdout
     named = tinyrl("chat", str(grpo_run.parent / "grpo-sort-2"), folder=grpo_run, code=2).stderr

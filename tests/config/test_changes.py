@@ -11,11 +11,11 @@ from tinyrl.training.launch import changed_settings, check_changes
 
 
 def test_changed_settings_are_shown_with_both_values_and_the_first_three_named() -> None:
-    before = {"optim": {"learning_rate": 0.1, "schedule": "constant"}, "reward": None, "gone": 1}
+    before = {"optim": {"learning_rate": 0.1, "schedule": "constant"}, "reward": {"model": None, "gone": 1}}
     now = {"optim": {"learning_rate": 0.2, "schedule": "constant", "new": 3}, "reward": {"model": "x"}}
     assert changed_settings(before, now) == [
         "optim.learning_rate: 0.1 then, 0.2 now",
-        'reward: null then, {"model": "x"} now',
+        'reward.model: null then, "x" now',
     ]
     config = load_config("grpo", None, overrides=[])
     before = config.model_dump(mode="json")

@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
-from tinyrl.cli.commands import app
 from tinyrl.config.method_sections import PRESETS, GrpoConfig
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config, check_training
 from tinyrl.config.settings import allowed, fields_of
 
@@ -42,12 +39,6 @@ def test_defaults_that_depend_on_other_fields():
     for loss, beta in (("sigmoid", 0.1), ("ipo", 0.1), ("kto", 0.1), ("simpo", 2.0)):
         assert make("dpo", dpo={"loss": loss}).dpo.beta == beta
     assert make("dpo", dpo={"loss": "simpo", "beta": 2.5}).dpo.beta == 2.5
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_config_writes_the_sections_of_its_method_alone(name: str) -> None:
-    config = make(name, grpo={"num_prompts": 4}, ppo={"num_prompts": 64}, sft={}, critic={}, reward={})
-    assert {*config.written()} & {*OPTIONAL_SECTIONS} == {*METHODS[name].sections}
 
 
 # ---- presets: every part, as the papers have it ----
@@ -113,17 +104,13 @@ def test_wrong_types_and_ranges_are_refused(section: str, field: str, values: tu
 
 def test_no_field_takes_a_number_that_overflows():
     """1e300 is infinite in float32; so is what a learning rate or a weight decay of it makes of the weights."""
-    settings, tried = make("grpo"), 0
-    for section in fields_of():
-        for name, kind in fields_of(section).items():
-            if "number" in allowed(kind).replace("whole number", ""):
-                tried += 1
-                for value in (1e300, -1e300):
-                    with pytest.raises(ValidationError):
-                        getattr(settings, section).model_validate({name: value})
-    assert tried > 20
-    with pytest.raises(ValidationError):
-        settings.reward.model_validate({"functions": [{"use": "a.py:f", "weight": 1e300}]})
+    settings = make("grpo")
+    numbers = [(section, name) for section in fields_of() for name, kind in fields_of(section).items()
+               if "number" in allowed(kind).replace("whole number", "")]  # fmt: skip
+    assert len(numbers) > 20
+    for section, name in numbers:
+        with pytest.raises(ValidationError):
+            getattr(settings, section).model_validate({name: 1e300})
 
 
 # ---- conflicts ----
@@ -143,20 +130,17 @@ SERVER = {"engine": "server", "url": "http://a:1"}
         ("ppo", {**FULL, "critic": {"kind": "adapter"}}, "critic.kind=adapter"),
         ("grpo", {**FULL, "generation": SERVER}, "generation.engine=server needs lora.enabled=true"),
         ("grpo", {"environment": {"name": "python", "tools": ["a.py:f"]}}, "environment.tools"),
-        ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257"),
         ("grpo", {"grpo": {"minibatch_size": 100}}, "grpo.minibatch_size=100"),
         ("grpo", {"grpo": {"group_size": 1}}, "grpo.group_size=1"),
         ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05"),
-        ("grpo", {"grpo": {**GDPO, "advantage": "leave-one-out"}}, "grpo.advantage=leave-one-out"),
-        ("grpo", {"grpo": {**GDPO, "kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.kl_estimator=k1"),
-        ("grpo", {"grpo": GDPO, "reward": {"overlong_tokens": 9}}, "reward.overlong_tokens=9"),
-        ("grpo", {"grpo": GDPO, "reward": {"truncated": "penalize"}}, "reward.truncated=penalize"),
+        ("grpo", {"grpo": {**GDPO, "advantage": "leave-one-out"}}, "grpo.preset=gdpo"),
+        ("grpo", {"grpo": {**GDPO, "kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.preset=gdpo"),
+        ("grpo", {"grpo": GDPO, "reward": {"truncated": "penalize"}}, "grpo.preset=gdpo"),
         ("grpo", {"generation": {"engine": "server"}}, "generation.url"),
         ("grpo", {"generation": {"engine": "server", "url": "localhost:8000"}}, "generation.url"),
         ("distill", {"teacher": {"path": "self"}}, "teacher.hint"),
         ("distill", {"teacher": {"path": "start", "hint": "x"}, "reference": {"kind": "none"}}, "reference.kind=none"),
         ("distill", {"teacher": {"path": "http://a:1"}, "generation": {"temperature": 0.5}}, "temperature=0.5"),
-        ("distill", {"distill": {"on_policy_fraction": 0.5}, "environment": {"name": "python"}}, "environment.name"),
         ("grpo", {**AGENT, "grpo": {"advantage": "reinforce++"}}, "grpo.advantage=reinforce++"),
         ("grpo", {**AGENT, "grpo": {"dynamic_sampling_rounds": 2}}, "grpo.dynamic_sampling_rounds=2"),
         ("grpo", {**AGENT, "grpo": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.kl_estimator=k1"),
@@ -192,6 +176,3 @@ def test_training_takes_no_cut_distribution_and_evaluation_does(name: str, value
         with pytest.raises(ValueError, match=f"generation.{name}={value}"):
             check_training(config)
     check_training(make("grpo", generation={"top_k": 0, "top_p": 1.0}))
-    done = CliRunner().invoke(app, ["check", "grpo", "--quick", f"generation.{name}={value}"])
-    assert done.exit_code == 2
-    assert f"generation.{name}={value}" in done.output

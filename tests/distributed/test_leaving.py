@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,9 @@ from tests.distributed.ranks import Ranks
 from tests.faults.children import PATIENCE_S, ROOT, Child, before_call, workers_left
 from tests.tiny_models import tiny_model
 from tests.training.test_resume import assert_same
-from tinyrl.api import evaluate
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.errors import out_of_memory
 from tinyrl.models.parallel import leave
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
@@ -38,7 +34,6 @@ from tinyrl.runs.signals import StopFlag
 from tinyrl.training import run as training_run
 from tinyrl.training import step
 from tinyrl.training.launch import resume
-from tinyrl.training.step import Updater
 
 FOUR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
 LAST = {"RANK": "3", "LOCAL_RANK": "3"}
@@ -52,7 +47,7 @@ def test_what_takes_one_process_is_refused_once(monkeypatch: pytest.MonkeyPatch)
     words = ["train", "grpo", "generation.engine=server", "generation.url=http://127.0.0.1:8000"]
     result = CliRunner().invoke(app, words, env=FOUR)
     assert result.exit_code == 2
-    assert "generation.engine=server samples for one process, and 4 were launched" in result.stderr
+    assert "generation.engine=server samples for one process" in result.stderr
 
 
 def launch(*words: str, **options: Any) -> subprocess.Popen[Any]:
@@ -82,25 +77,6 @@ def test_a_launched_run_is_stopped_and_evaluated(tmp_path: Path) -> None:
     assert (tmp_path / "said.txt").read_text().count("tinyrl train --resume runs/run") == 1
     assert psutil.wait_procs(family, timeout=20)[1] == []
     assert newest_sound(run.checkpoints)[0] is not None
-    asked = ("eval", "runs/run", "--vs", "start", "--num-prompts", "7", "--samples", "2", "--json", "--device", "cpu")
-    done = launch(*asked, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    (line,) = done.communicate(timeout=PATIENCE_S)[0].splitlines()
-    assert done.returncode == 0
-    wanted = evaluate(str(run.path), vs="start", num_prompts=7, samples=2, device="cpu")
-    assert_alike(json.loads(line), json.loads(json.dumps(wanted)))
-
-
-def assert_alike(ours: Any, wanted: Any) -> None:
-    """Numbers to 1e-5, all else the same."""
-    if isinstance(wanted, dict):
-        assert set(ours) == set(wanted)
-        for key in set(wanted) - {"target"}:
-            assert_alike(ours[key], wanted[key])
-    elif isinstance(wanted, list):
-        for mine, other in zip(ours, wanted, strict=True):
-            assert_alike(mine, other)
-    else:
-        assert ours == (pytest.approx(wanted, rel=1e-5, abs=1e-6) if isinstance(wanted, float) else wanted)
 
 
 STEPS = 3
@@ -188,66 +164,6 @@ def test_a_killed_process_ends_the_others_and_loses_nothing(model: Path, whole: 
     assert undisturbed.end() == [0, 0], undisturbed.said
     assert_same(RunDir(tmp_path / "two/run"), RunDir(tmp_path / "run"), STEPS)  # to the bit
     assert_like(whole, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signalled", [(0, 1), (1,)])
-def test_a_signal_at_any_moment_to_any_of_them(model: Path, tmp_path: Path, signalled: tuple[int, ...]) -> None:
-    ranks = Ranks(train, settings_for(model, num_steps=500, eval_prompts=0), tmp_path, folder=tmp_path)
-    until = time.monotonic() + 60
-    while not (tmp_path / "run/metrics.jsonl").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(random.Random(13 + len(signalled) + signalled[0]).uniform(0.0, 1.0))
-    for rank in signalled:
-        ranks[rank].send(signal.SIGTERM)
-    assert ranks.end() == [75, 75], ranks.said
-    assert_saved(ranks, tmp_path)
-
-
-# ---- memory ----
-
-
-def starve_rank_1(rank: int) -> None:
-    """Memory runs out on rank 1 at the first micro-batch of more than a row; both print the budget at the end."""
-    plain = Updater._accumulate
-
-    def starved(one: Any, batch: Any) -> Any:
-        if rank == 1 and batch.num_rows > 1:
-            raise torch.OutOfMemoryError("planted")
-        return one.loss(batch)
-
-    def accumulate(self: Updater, passes: Any) -> Any:
-        try:
-            return plain(self, [one._replace(loss=partial(starved, one)) for one in passes])
-        finally:
-            print(f"budget {self.policy.micro_batches.tokens}", flush=True)
-
-    Updater._accumulate = accumulate
-
-
-@pytest.mark.slow
-def test_memory_that_runs_out_on_one_process(model: Path, whole: RunDir, tmp_path: Path) -> None:
-    ranks = Ranks(train, settings_for(model, micro_batch_tokens=500), tmp_path, starve_rank_1, folder=tmp_path)
-    assert ranks.end() == [0, 0], ranks.said
-    assert "budget 500" in ranks[0].said
-    assert "budget 500" not in ranks[1].said
-    assert_like(whole, RunDir(tmp_path / "run"))
-
-
-def leave_rank_1_no_memory(rank: int) -> None:
-    def out(*_: Any) -> Any:
-        raise out_of_memory("with one sequence of 16 tokens in a micro-batch", torch.OutOfMemoryError("planted"))
-
-    if rank == 1:
-        setattr(Updater, "_accumulate", out)  # noqa: B010  pyright knows it as a method
-
-
-@pytest.mark.slow
-def test_a_process_without_any_memory_tells_the_others(model: Path, tmp_path: Path) -> None:
-    ranks = Ranks(train, settings_for(model), tmp_path, leave_rank_1_no_memory, folder=tmp_path)
-    assert ranks.end() == [75, 4], ranks.said
-    assert "process 1 has left (out of memory with one sequence of 16 tokens" in ranks[0].said
-    assert newest_sound(tmp_path / "run/checkpoints")[0] is not None
 
 
 # ---- weights that are not the same ----

@@ -1,12 +1,10 @@
 """The Python environment: replies to cells, what stays from turn to turn, and that nothing gets out."""
 
 import json
-import os
-import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, python
 from tinyrl.environments.environment import Environment
-from tinyrl.environments.python import NO_OUTPUT, UNREADABLE, Python, call_in, cut, fenced, kept_cells, was_stopped
+from tinyrl.environments.python import NO_OUTPUT, STOPPED, UNREADABLE, Python, call_in, kept_cells
 from tinyrl.workers.sandbox import why_not_isolated
 
 pytestmark = [
@@ -22,11 +20,17 @@ pytestmark = [
     pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated())),
 ]
 Interpreters = Callable[[], list[psutil.Process]]
+TIMED_OUT = STOPPED["timed out"]
+
+
+def python_with(timeout_s: float = 5, **settings: Any) -> Python:
+    of = {"name": "python", "max_turns": 10, "max_observation_tokens": 500, "timeout_s": timeout_s, **settings}
+    return Python(EnvironmentConfig.model_validate(of))
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Python]:
-    interpreters = Python(timeout_s=2)
+    interpreters = python_with(timeout_s=2)
     yield interpreters
     interpreters.close()
 
@@ -35,7 +39,7 @@ def shared() -> Iterator[Python]:
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
     options = {"most_live": 100, **getattr(request, "param", {})}
     monkeypatch.setattr(python, "MOST_LIVE", options.pop("most_live"))
-    interpreters = Python(timeout_s=5, **options)
+    interpreters = python_with(**options)
     yield interpreters
     interpreters.close()
 
@@ -92,35 +96,31 @@ def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run(shared: Python):
 
 
 ANSWERS = {
-    "x = 20\nx + 1": "21",
     "print('a', end='')\n'b'": "a\n'b'",
-    "import sys\nprint('b', file=sys.stderr)\nprint('c')": "b\nc",
     "import os\nos.write(1, b'd\\n')\nNone": "d",
     "x = 1": NO_OUTPUT,
     "__name__": "'__main__'",
     "print('so far')\nf = {}\nf['k']": "so far\nLine 3: KeyError: 'k'",
     "def f():\n    return g\nf()": "Line 2: NameError: name 'g' is not defined",
     "x = 1\nx = = 2": "Line 2: SyntaxError: invalid syntax",
-    "import numpy": "Line 1: ModuleNotFoundError: No module named 'numpy'",
     "\n\nexit()": "Line 3: SystemExit: None",
     "input()": "Line 1: EOFError: EOF when reading a line",
     "\0": "SyntaxError: source code string cannot contain null bytes",
     "import os\nos.write(1, b'\\xff\\xed\\xa0\\x80\\n')\nNone": "\ufffd" * 4,
     "'\\ud800'": "'\\ud800'",
     "import sys, os\nsys.stdout.close()\nos.close(1)": NO_OUTPUT,
-    "while True: pass": python.TIMED_OUT,
+    "while True: pass": TIMED_OUT,
 }
-STOPPED = {
-    "import time\nwhile True:\n    try: time.sleep(99)\n    except BaseException: pass": python.TIMED_OUT,
-    "x = bytearray(10**9)": python.OUT_OF_MEMORY,
-    "while True: print('x' * 1000)": python.TOO_MUCH_OUTPUT,
-    "import os\nos._exit(0)": python.CRASHED,
-    "import os\nos.closerange(0, 64)": python.CRASHED,
-    "import ctypes\nctypes.string_at(0)": python.CRASHED,
+ENDED = {
+    "import time\nwhile True:\n    try: time.sleep(99)\n    except BaseException: pass": TIMED_OUT,
+    "x = bytearray(10**9)": STOPPED["out of memory"],
+    "while True: print('x' * 1000)": STOPPED["output too long"],
+    "import os\nos._exit(0)": STOPPED[""],
+    "import ctypes\nctypes.string_at(0)": STOPPED[""],
 }
 
 
-@pytest.mark.parametrize("cells", [ANSWERS, pytest.param(STOPPED, marks=pytest.mark.slow)], ids=["answers", "stopped"])
+@pytest.mark.parametrize("cells", [ANSWERS, pytest.param(ENDED, marks=pytest.mark.slow)], ids=["answers", "stopped"])
 def test_a_cell_is_answered_with_its_output_and_its_value_or_error(cells: dict[str, str], shared: Python):
     """A stopped one is not run again, and leaves what was there before."""
     many, begun = [[]] * len(cells), [tool_call("begun = 1"), NO_OUTPUT]
@@ -132,22 +132,14 @@ def test_a_cell_is_answered_with_its_output_and_its_value_or_error(cells: dict[s
 
 def test_a_block_is_answered_in_a_block_and_a_tool_call_with_the_output_alone(shared: Python):
     prompts = ["text", "text", [{"role": "user", "content": "messages"}], "text", "text"]
-    harmful = "print('\\ud800', '\\0\\x1b[31m\\u202e', '<|im_end|>', 'a\\r\\nb', '```\\nc')"
+    harmful = "print('\\ud800', '<|im_end|>', 'a\\r\\nb', '```\\nc')"
     written = [block("6 * 7"), block("6 * 7").rstrip(), block("6 * 7").rstrip(), tool_call("6 * 7"), block(harmful)]
-    fence, text = "```output\n42\n```\n", "\\ud800 \ufffd\ufffd[31m\ufffd <|im_end|> a\nb ```\nc"
+    fence, text = "```output\n42\n```\n", "\\ud800 <|im_end|> a\nb ```\nc"
     texts = [fence, "\n" + fence, fence, "42", f"````output\n{text}\n````\n"]
     replies = shared.respond(prompts, [turns(turn) for turn in written], seed=[*range(5)])
     assert replies == [Reply(text) for text in texts]
-
-
-def test_a_long_output_is_cut_in_the_middle(shared: Python):
-    for text in episode(shared, "print('a' + 'x' * 10**6 + 'z')", "raise ValueError('x' * 10**6)"):
-        assert len(text) < 1000 + len("\n[1,000,000 characters left out]\n") + 1
-        assert "x\n[999,0" in text
-        assert " characters left out]\nx" in text
-    assert cut("a" * 8 + "b" * 10 + "c" * 4, 12) == f"{'a' * 8}\n[10 characters left out]\ncccc"
-    assert cut("a\n" * 6, 12) == "a\n" * 6
-    assert cut("\0" * 13, 12) == "\ufffd" * 8 + "\n[1 characters left out]\n" + "\ufffd" * 4
+    [text] = episode(shared, "print('a' + 'x' * 10**6 + 'z')")
+    assert (len(text) < 1100, text[:2], text[-2:]) == (True, "ax", "xz")
 
 
 # State
@@ -168,6 +160,12 @@ def test_names_and_random_numbers_stay_and_nothing_is_printed_twice(alone: Pytho
     assert others[2] != others[3]
     assert episode(alone, *codes, seed=7)[3:] == others[2:]
     assert episode(alone, draw, seed=8)[0] not in others
+    # episodes that part do not share an interpreter
+    begun = [tool_call("x = 1"), NO_OUTPUT]
+    both = [turns(*begun, tool_call(f"x += {n}"), NO_OUTPUT, tool_call("x")) for n in (1, 2)]
+    for until in (1, 3, 5):
+        replies = alone.respond([[], []], [transcript[:until] for transcript in both], seed=[0, 0])
+    assert replies == [Reply("2"), Reply("3")]
 
 
 def test_a_cell_runs_once_and_its_interpreter_waits_frozen_until_the_episode_is_over(
@@ -176,28 +174,15 @@ def test_a_cell_runs_once_and_its_interpreter_waits_frozen_until_the_episode_is_
     pid = "import os\nn = globals().get('n', 0) + 1\nos.getpid(), n"
     [first] = episode(alone, pid)
     [process] = interpreters()
+    deadline = time.monotonic() + 10
     while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     messages = [tool_call(pid), first, tool_call("n += 1"), NO_OUTPUT, tool_call("os.getpid(), n")]
     assert alone.respond([[]], [turns(*messages[:3])]) == [Reply(NO_OUTPUT)]
     assert alone.respond([[]], [turns(*messages)]) == [Reply(f"({process.pid}, 2)")]
     assert alone.respond([[]], [turns(*messages, "x", "It is over.")]) == [None]
     assert interpreters() == []
-    # one that was killed is replaced, and the earlier cells run again
-    episode(alone, "x = 5")
-    [process] = interpreters()
-    process.kill()
-    while process.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.001)
-    assert alone.respond([[]], [turns(tool_call("x = 5"), NO_OUTPUT, tool_call("x"))]) == [Reply("5")]
-
-
-def test_episodes_that_part_do_not_share_an_interpreter(alone: Python):
-    begun = [tool_call("x = 1"), NO_OUTPUT]
-    both = [turns(*begun, tool_call(f"x += {n}"), NO_OUTPUT, tool_call("x")) for n in (1, 2)]
-    for until in (1, 3, 5):
-        replies = alone.respond([[], []], [transcript[:until] for transcript in both], seed=[0, 0])
-    assert replies == [Reply("2"), Reply("3")]
 
 
 @pytest.mark.parametrize(
@@ -218,12 +203,9 @@ def test_interpreters_that_are_too_many_or_not_needed_again_end(
 
 
 def test_a_stopped_cell_is_known_by_its_answer_also_when_that_was_cut():
-    answers = [fenced(python.TIMED_OUT), "1", "\n" + fenced(python.CRASHED)[:40], UNREADABLE]
-    messages = [text for code, answer in zip("abcd", answers, strict=True) for text in (block(code), answer)]
-    assert kept_cells(turns(*messages, block("e"))) == ["b", "d"]
-    assert was_stopped(python.OUT_OF_MEMORY[:30])
-    assert was_stopped(python.TOO_MUCH_OUTPUT)
-    assert not any(map(was_stopped, ["", "T", "Timed out: 3", NO_OUTPUT, f"It said {python.TIMED_OUT}"]))
+    answers = [f"```output\n{TIMED_OUT}\n```\n", "1", "\n```output\n" + STOPPED[""][:30], "", f"It said {TIMED_OUT}"]
+    messages = [text for code, answer in zip("abcde", answers, strict=True) for text in (block(code), answer)]
+    assert kept_cells(turns(*messages, block("f"))) == ["b", "d", "e"]
 
 
 # Time
@@ -235,48 +217,23 @@ def test_a_cell_has_its_own_time_whatever_ran_before(alone: Python):
     assert episode(alone, busy, busy, limit)[-1] == "True"
 
 
-def test_a_thread_left_behind_gets_no_time_between_turns(alone: Python, interpreters: Interpreters):
-    spin = "import threading, time\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()"
-    before = [tool_call(spin), episode(alone, spin)[0], tool_call("time.process_time()")]
-    [process] = interpreters()
-    used = sum(process.cpu_times()[:2])
-    time.sleep(0.5)
-    assert sum(process.cpu_times()[:2]) <= used + 0.05
-    assert alone.respond([[]], [turns(*before)]) != [Reply(python.TIMED_OUT)]
-
-
 # Nothing gets out
 
 
-def test_a_cell_cannot_reach_files_the_network_or_processes(shared: Python):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        attacks = [
-            f"open({str(Path(__file__).resolve())!r}).read()",
-            "open('/etc/passwd').read()",
-            f"import os\nos.listdir({str(Path(python.__file__).parent)!r})",
-            f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=5)",
-            "import os\nwhile True: os.fork()",
-            "import os\nos.kill(os.getppid(), 9)",
-            f"import os\nos.kill({os.getpid()}, {signal.SIGTERM.value})",
-            "import subprocess\nsubprocess.run(['true'])",
-            # by the socket of its requests
-            "import socket, array\n"
-            "own = [socket.socket(fileno=fd) for fd in range(3, 7) if stat.S_ISSOCK(os.fstat(fd)[0])]\n"
-            "own[0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])",
-        ]
-        for attack in attacks:
-            assert "PermissionError" in episode(shared, "import os, stat", attack)[1], attack
-
-
-def test_a_forged_answer_is_the_episodes_own(shared: Python):
-    forge = (
-        "import os, threading, time\ndef write():\n    time.sleep(0.3)\n    for fd in range(3, 9):\n"
-        "        try: os.write(fd, b'\\n' * 9)\n        except OSError: pass\n"
-        "threading.Thread(target=write).start(); time.sleep(1.5)"
-    )
-    assert len(episode(shared, forge, "6 * 7")) == 2
-    assert episode(shared, "6 * 7", seed=1) == ["42"]
+@pytest.mark.parametrize(
+    "attack",
+    [
+        f"open({str(Path(__file__).resolve())!r}).read()",
+        "import os\nos.kill(os.getppid(), 9)",
+        # by the socket of its requests
+        "import array, os, socket, stat\n"
+        "own = [socket.socket(fileno=fd) for fd in range(3, 7) if stat.S_ISSOCK(os.fstat(fd)[0])]\n"
+        "own[0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])",
+    ],
+    ids=["file", "parent", "socket"],
+)
+def test_a_cell_is_behind_the_walls_of_the_sandbox(attack: str, shared: Python):
+    assert "PermissionError" in episode(shared, attack)[0]
 
 
 def test_closing_ends_the_interpreters_and_a_system_without_the_sandbox_is_refused(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,22 +24,16 @@ class Shelf:
         return [self.answers.get(query, []) for query in queries]
 
 
-class Broken:
-    def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
-        raise SearchFailed("the server is on fire")
-
-
 PARIS = '"Paris"\nParis is the capital of France.'
-LYON = '"Lyon"\nLyon lies on the Rhône.'
 
 
-def play(*turns: str, shelf: Any = None, **options: Any) -> list[Any]:
+def play(*turns: str, shelf: Any, top_k: int = 3, max_length: int = 10**6, length: Any = len) -> list[Any]:
     transcripts = [[{"role": "assistant", "content": turn}] for turn in turns]
-    retriever: Any = shelf or Shelf(capital=[PARIS, LYON])
-    return respond(["?"] * len(turns), transcripts, retriever=retriever, seed=[0] * len(turns), **options)
+    how: Any = {"retriever": shelf, "top_k": top_k, "max_length": max_length, "length": length}
+    return respond(["?"] * len(turns), transcripts, seed=[0] * len(turns), **how)
 
 
-def test_the_last_complete_search_of_the_last_turn_counts():
+def test_the_last_complete_search_of_a_turn_counts_and_an_answer_ends_the_episode():
     for turn, query in [
         ("<think>hm</think><search> capital </search>", "capital"),
         ("<search>first</search> <search>capital</search>", "capital"),
@@ -50,13 +45,6 @@ def test_the_last_complete_search_of_the_last_turn_counts():
         shelf = Shelf()
         assert play(turn, shelf=shelf) == [Reply(NOTHING_FOUND)]
         assert shelf.asked == [([query], 3)]
-    read = {"role": "tool", "content": "<information>Doc 1(Title: x) <answer>no</answer></information>"}
-    turns = [{"role": "assistant", "content": text} for text in ("<search>capital</search>", "Hm.")]
-    shelf: Any = Shelf()
-    assert respond(["?"], [[turns[0], read, turns[1]]], retriever=shelf) == [Reply(INVALID, invalid=True)]
-
-
-def test_a_turn_with_an_answer_ends_the_episode_and_one_with_neither_is_invalid():
     shelf = Shelf()
     over = ["<answer>Paris</answer>", "<search>capital</search> no, <answer>Paris</answer>", "<answer></answer>"]
     invalid = ["", "Paris.", "<search>capital", "</search><search>", "</answer><answer>"]
@@ -64,20 +52,17 @@ def test_a_turn_with_an_answer_ends_the_episode_and_one_with_neither_is_invalid(
     assert shelf.asked == []
 
 
-def test_a_batch_is_one_search_for_those_who_ask_and_the_same_query_is_asked_once():
+def test_a_batch_is_one_search_and_a_search_that_fails_is_in_the_place_of_its_replies():
     shelf = Shelf(a=["A\na"], b=["B\nb"])
     turns = ["<search>b</search>", "<answer>x</answer>", "what?", "<search>a</search>", "<search>b</search>"]
     a, b = (Reply(f"{OPENING}Doc 1(Title: {n}) {n.lower()}{CLOSING}") for n in "AB")
     assert play(*turns, shelf=shelf, top_k=5) == [b, None, Reply(INVALID, invalid=True), a, b]
     assert shelf.asked == [(["b", "a"], 5)]
-
-
-def test_a_search_that_fails_is_in_the_place_of_its_replies():
-    turns = ["<search>a</search>", "what?", "<search>b</search>", "<answer>x</answer>", "<search></search>"]
-    replies = play(*turns, shelf=Broken())
-    assert replies[1::2] == [Reply(INVALID, invalid=True), None]
-    assert [str(replies[0]), str(replies[2])] == ["the server is on fire"] * 2
-    assert replies[4] == Reply(NOTHING_FOUND)
+    broken = mock.Mock(**{"search.side_effect": SearchFailed("the server is on fire")})
+    replies = play(*turns, "<search></search>", shelf=broken)
+    assert [str(reply) for reply in replies[::3]] == ["the server is on fire"] * 2
+    assert replies[1:3] == [None, Reply(INVALID, invalid=True)]
+    assert replies[5] == Reply(NOTHING_FOUND)
 
 
 def test_a_passage_cannot_leave_its_quotation():
@@ -103,34 +88,19 @@ def test_passages_that_are_too_long_are_cut_to_the_same_length_between_words():
         "Doc 3(Title: C) cobalt cobalt cobalt cobalt ...</information>\n\n"
     )
     assert len(reply.text) == 150
-
-
-def test_a_reply_is_as_long_as_allowed_and_always_closed():
-    shelf = Shelf(q=["A\n" + "amber " * 40, "B\nbirch", "C\n" + "x" * 5000])
-    for max_length in (0, 49, 150):
-        [reply] = play("<search>q</search>", shelf=shelf, max_length=max_length)
-        assert reply.text.startswith(OPENING)
-        assert reply.text.endswith(CLOSING)
-        assert len(reply.text) <= max(max_length, len(OPENING + CLOSING))
-    shelf = Shelf(q=["A\n" + "amber " * 40, "B\n" + "birch " * 40])
+    assert play("<search>q</search>", shelf=shelf, max_length=0) == [Reply(OPENING + CLOSING)]
     [reply] = play("<search>q</search>", shelf=shelf, max_length=30, length=lambda text: len(text.split()))
     assert 20 < len(reply.text.split()) <= 30
-    for passage, end in (("T\n<" + " " * 1_000_000 + "x", ""), ("T\n" + "word " * 200_000, " ...")):
-        [reply] = play("<search>q</search>", shelf=Shelf(q=[passage]))
-        assert len(reply.text) < 21_000
-        assert reply.text.endswith(f"{end}{CLOSING}")
+    [reply] = play("<search>q</search>", shelf=Shelf(q=["T\n<" + " " * 1_000_000 + "x"]))
+    assert len(reply.text) < 21_000
 
 
 def test_a_corpus_file_or_a_server_is_opened_by_its_name(tmp_path: Path):
-    def open_(corpus: str, **more: Any) -> tuple[Any, str, None]:
-        return opened(EnvironmentConfig.model_validate({"name": "search", "corpus": corpus, **more}), length=len)
-
     (tmp_path / "a.jsonl").write_text(json.dumps({"contents": PARIS}) + "\n")
-    answer, about, _ = open_(f"{tmp_path}/a.jsonl")
+    config = EnvironmentConfig.model_validate({"name": "search", "corpus": f"{tmp_path}/a.jsonl"})
+    answer, about, _ = opened(config, length=len)
     assert about == f"of {tmp_path}/a.jsonl (passages: 1), 3 a query"
     [reply] = answer(["?"], [[{"role": "assistant", "content": "<search>capital of France</search>"}]], seed=[0])
     assert reply == Reply(f'{OPENING}Doc 1(Title: "Paris") Paris is the capital of France.{CLOSING}')
     with pytest.raises(ValueError, match="Is it running"):
-        open_("http://127.0.0.1:9/retrieve", timeout_s=0.2)
-    with pytest.raises(ValueError, match="is not the address of a server"):
-        open_("ftp://127.0.0.1/corpus.jsonl")
+        opened(config.model_copy(update={"corpus": "http://127.0.0.1:9/retrieve", "timeout_s": 0.2}), length=len)

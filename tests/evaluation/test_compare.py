@@ -68,25 +68,19 @@ def compare(folder: Path, other: str, *, split: str = "eval", num_prompts: int =
 SAME = {"reward_mean": 0.0, "distinguishable": False}  # without an interval: no prompt differs
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"run": {"seed": 7}},
-        {"reward": {"functions": [{"use": "REWARDS:vowels", "weight": 3.0}]}},
-        {"generation": {"temperature": 0.5, "max_new_tokens": 2}},
-        {"task": {"name": "sort", "data": None}},
-    ],
-    ids=lambda sections: next(iter(sections)),
-)
 @pytest.mark.wide
-def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
-    sections = json.loads(json.dumps(sections).replace("REWARDS", f"{folder}/rewards.py"))
+def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path) -> None:
+    """The first target's seed, reward, sampling settings and rows count, not the other's."""
+    sections: dict[str, Any] = {
+        "run": {"seed": 7},
+        "reward": {"functions": [{"use": f"{folder}/rewards.py:vowels", "weight": 3.0}]},
+        "generation": {"temperature": 0.5, "max_new_tokens": 2},
+        "task": {"name": "sort", "data": None},
+    }
     result = compare(folder, variant(folder, tmp_path.name, **sections))
     assert result["difference"].items() >= {**SAME, "left_out": 0}.items()
     assert result["num_prompts"] == result["other"]["num_prompts"] == 40
-    assert (
-        result["reward/number"] == result["other"]["reward/number"] > 100
-    )  # the prompts' numbers, about 200 on average
+    assert result["reward/number"] == result["other"]["reward/number"] > 100  # the prompts' numbers, about 200
     assert result["greedy"]["reward_mean"] == result["other"]["greedy"]["reward_mean"]
 
 
@@ -101,13 +95,11 @@ def test_prompts_that_the_other_run_was_trained_on_are_left_out_or_too_many(fold
     result = compare(folder, other)
     assert result["difference"].items() >= {**SAME, "left_out": len(seen)}.items()
     assert result["num_prompts"] == result["other"]["num_prompts"] == 40 - len(seen)
-    assert compare(folder, other, num_prompts=10)["num_prompts"] == 10
     other = variant(folder, f"{tmp_path.name}-all", task={"eval_data": rows})
-    with pytest.raises(ValueError, match=r"was trained on 40 of the 40 held-out prompts of first/.*--split train"):
+    with pytest.raises(ValueError, match=r"was trained on 40 of the 40 .*--split train"):
         compare(folder, other)
     result = compare(folder, other, split="train", num_prompts=12)
-    assert result["difference"].items() >= {**SAME, "left_out": 0}.items()
-    assert result["num_prompts"] == 12
+    assert (result["difference"]["left_out"], result["num_prompts"]) == (0, 12)
 
 
 def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_path: Path) -> None:
@@ -122,11 +114,11 @@ def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_
     rows = compare_all([first, other, same], asked, options=options)
     assert [row["target"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]
     assert {row["num_prompts"] for row in rows} == {40 - compare(folder, same)["difference"]["left_out"]} != {40}
-    assert rows[2].pop("win_rate")["reward"] == {"mean": 0.5, "ci": ANY, "ties": ANY}
+    assert rows[2].pop("win_rate") == {"mean": 0.5, "ci": ANY, "ties": ANY}
     assert rows[2].pop("difference")["reward_mean"] == 0.0
     assert {**rows[2], "target": rows[0]["target"]} == rows[0]
     alone, pair = compare_all([first, other], asked, options=options)[1], compare(folder, other)
-    assert alone.pop("win_rate")["reward"]["mean"] == pytest.approx(1 - pair["win_rate"]["reward"]["mean"])
+    assert alone.pop("win_rate")["mean"] == pytest.approx(1 - pair["win_rate"]["mean"])
     assert alone.pop("difference")["reward_mean"] == pytest.approx(-pair["difference"]["reward_mean"])
     assert alone == pair["other"] == evaluate_target(other, asked, options=options)
 

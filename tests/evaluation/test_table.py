@@ -15,13 +15,13 @@ def result(**more: Any) -> dict[str, Any]:
 
 
 def test_a_missing_number_is_never_nan_and_small_ones_keep_their_digits() -> None:
-    rates = {"reward": {"mean": math.nan, "ci": [math.nan] * 2, "ties": math.nan}}
+    rate = {"mean": math.nan, "ci": [math.nan] * 2, "ties": math.nan}
     one = result(num_prompts=1, reward_mean=math.nan, reward_ci=[math.nan] * 2)
-    one |= {"other": {**one, "target": "b/step-000002"}, "difference": NOTHING, "win_rate": rates, "trained_on": 3}
+    one |= {"other": {**one, "target": "b/step-000002"}, "difference": NOTHING, "win_rate": rate}
     assert "nan" not in render(one, as_json=False)
     assert json.loads(render(one, as_json=True))["reward_ci"] == [None, None]
     side = result(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
     difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False, "left_out": 0}
-    text = render({**side, "other": side, "difference": difference, "win_rate": {}}, as_json=False)
+    text = render({**side, "other": side, "difference": difference, "win_rate": rate}, as_json=False)
     for shown in ("0.000321 (0.04)", "-0.0001 to 0.0007", "-0.00012 (95 % interval -0.500 to +0.00034"):
         assert shown in text

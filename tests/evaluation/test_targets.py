@@ -8,7 +8,7 @@ import pytest
 
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.targets import Asked, check_asked, find, measured_by, prompt_keys, trained_on
+from tinyrl.evaluation.targets import Asked, check_asked, find, measured_by, trained_on
 
 METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -48,10 +48,9 @@ def test_a_run_is_sampled_or_measured_by_its_method() -> None:
     assert found["grpo"].measured is found["sft"].sampled is found["reward"].sampled is None
     assert [measured(f"runs/{name}").method for name in ("sft", "reward")] == ["sft", "reward"]
     sft, reward = found["sft"], found["reward"]
-    with pytest.raises(ValueError, match="runs/reward is a reward model and the first one is a policy"):
-        measured_by(measured("runs/sft"), reward)
-    with pytest.raises(ValueError, match="runs/sft is a policy and the first one is a reward model"):
-        measured_by(measured("runs/reward"), sft)
+    for first, other in (("sft", reward), ("reward", sft)):
+        with pytest.raises(ValueError, match=f"runs/{other.path[5:]}"):
+            measured_by(measured(f"runs/{first}"), other)
 
 
 def test_text_is_sampled_too_where_something_judges() -> None:
@@ -96,15 +95,12 @@ def test_a_file_takes_the_place_of_the_held_out_rows() -> None:
     ("path", "asked", "parts"),
     [
         ("runs/none", Asked(), "runs/none is not a run.*`runs/grpo`.*--task NAME"),
-        ("runs/grpo", Asked(task="srot"), "task.name.*`sort`"),
+        ("runs/grpo", Asked(task="srot"), "task.name.*srot"),
         ("runs/grpo", Asked(settings=("model.path=x",)), "override 'model.path=x'"),
-        ("runs/grpo", Asked(settings=("task.data=x",)), "override 'task.data=x'.*--data FILE"),
-        ("runs/grpo", Asked(settings=("reward.modle=x",)), "override 'reward.modle=x': unknown key"),
         ("runs/sft", Asked(settings=("generation.top_k=1",)), "runs/sft is a run of sft"),
         ("runs/reward", Asked(task="sort"), "runs/reward is a reward model"),
         ("runs/grpo", Asked(data="rows.jsonl", split="train"), "--data FILE.*--split train"),
-        ("runs/sft", Asked(save_samples="s.jsonl"), "--save-samples.*runs/sft; name a task"),
-        ("runs/reward", Asked(save_samples="s.jsonl"), "--save-samples.*runs/reward; a reward model"),
+        ("runs/sft", Asked(save_samples="s.jsonl"), "--save-samples.*runs/sft"),
         ("runs/grpo", Asked(save_samples="no/s.jsonl"), "--save-samples no/s.jsonl: there is no folder"),
     ],
 )
@@ -126,10 +122,7 @@ def test_the_other_side_is_measured_on_the_rows_of_the_first() -> None:
 
 
 def test_prompts_of_every_method_are_known_by_the_same_keys() -> None:
-    kept = [prompt_keys(Config.model_validate({"method": m, "task": {"data": "rows.jsonl"}}), "train") for m in METHODS]
-    assert kept[0] == kept[1] == kept[2] == trained_on("runs/sft")
-    assert len(kept[0]) == 36
-    held_out = prompt_keys(Config.model_validate({"method": "sft", "task": {"data": "rows.jsonl"}}), "eval")
-    assert len(held_out) == 4
-    assert not held_out & kept[0]
+    found = [trained_on(f"runs/{method}") for method in METHODS]
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 36  # a tenth is held out
     assert trained_on("starter") == frozenset()

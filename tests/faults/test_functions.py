@@ -74,7 +74,7 @@ ANSWERING = """
 """
 ENVIRONMENT_FAULTS = {  # what an environment does to the bad prompt's episodes, and the reason for dropping them
     "dies": ("os._exit(7)", "`respond` ended its process with exit code 7"),
-    "reward NaN": ("replies[row] = Reply(reward=float('nan'))", "gave the reward nan"),
+    "reward NaN": ("replies[row] = Reply(reward=float('nan'))", "gave the reward NaN"),
     "hangs": ("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)"),
 }
 
@@ -168,18 +168,3 @@ def test_odd_text_is_read_cut_and_shown_harmlessly(tmp_path: Path, capfd: pytest
     assert run.samples.stat().st_size < 300_000
     write_report(run.path)
     assert "<script>alert" not in (run.path / "report.html").read_text()
-
-
-def test_the_right_answer_is_not_scored_when_the_environment_says_it(tmp_path: Path) -> None:
-    """Every answer is `answer <right> .`, and no other reward can come of it than from what the policy wrote."""
-    says = "replies[row] = f' answer {answer[row]} .'"
-    code, run, _ = running.train(answered_by(tmp_path, doing(says, always=True)), tmp_path)
-    assert code == 0
-    on_output = 0
-    for line in samples(run):
-        right = next(turn["content"] for turn in line["episode"] if turn["role"] == "tool").split()[1]
-        own = "\n".join(turn["content"] for turn in line["episode"] if turn["role"] == "assistant").split()
-        answers = own[own.index("answer") + 1 :] if "answer" in own else []
-        assert line["rewards"]["lookup"] == float(answers in ([right], [right, "."]))
-        on_output += line["rewards"]["lookup"] == 0.0
-    assert on_output > 10

@@ -64,7 +64,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
 
     Freed memory is not kept in this process: otherwise its amount would decide, and not the limit.
     """
-    keep_nothing()
+    device.keep_freed_memory = lambda: False  # freed memory is returned at once
     options: Any = {"options": Options(device="cpu"), "overwrite": False, "command": ["test"]}
     launch = start(settings, output_dir=str(folder), name=name, **options)
     if room_mb is not None:
@@ -76,15 +76,6 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
     rows, tokens = getattr(launch.method, "collector").engine.max_rows, launch.policy.micro_batches.tokens  # noqa: B009
     facts.write_text(json.dumps({"max_rows": rows, "micro_batch_tokens": tokens}))
     sys.exit(code)
-
-
-def keep_nothing() -> None:
-    """Return freed memory at once, as is the default; an earlier test may have had it kept."""
-    device.keep_freed_memory = lambda: False
-    library = ctypes.CDLL(None)
-    library.mallopt(-1, 128 << 10)
-    library.mallopt(-3, 128 << 10)
-    library.malloc_trim(0)
 
 
 def address_space() -> int:
@@ -128,14 +119,3 @@ def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_mod
     assert whole.micro_batch_tokens == 100_000
     assert within.micro_batch_tokens < 1000
     assert_alike(within.run, whole.run)
-
-
-@pytest.mark.slow
-def test_one_row_that_cannot_be_sampled_ends_the_run_and_is_explained(deep_cache_model: Path, tmp_path: Path) -> None:
-    """Its keys and values take 130 MB, and memory runs out with every smaller number of rows."""
-    long = {"max_new_tokens": 2000, "stop": [chr(code) for code in range(33, 127)]}  # there is room for more than comes
-    within = end_of(settings_for(deep_cache_model, generation=long), tmp_path, room_mb=10)
-    assert within.code == 4, within.said
-    assert within.max_rows == 1
-    assert "Traceback" not in within.said
-    assert "generation.max_new_tokens" in within.said[within.said.index("out of memory while training") :]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import running
-from tests.environments.test_search_server import Server, documents, says
+from tests.environments.test_search_server import Server, documents
 from tests.faults.lookup_runs import lookup_query, searching
 from tinyrl.config.recipe import load_written_config
 from tinyrl.environments import search
@@ -26,7 +26,7 @@ def test_secrets_of_a_search_servers_address_are_sent_and_in_no_file(
     thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        server.answers = [says({"result": [documents("a b")]})]
+        server.answers = [(200, {"result": [documents("a b")]})]
         address = server.url.replace("//", f"//me:{secret}@") + f"?api_key={secret}"
         variable = "TINYRL_ENVIRONMENT_CORPUS"
         monkeypatch.delenv(variable, raising=False)
@@ -46,8 +46,7 @@ def test_secrets_of_a_search_servers_address_are_sent_and_in_no_file(
         server.http.server_close()
         thread.join()
     assert {path for path, *_ in server.requests} == {f"/retrieve?api_key={secret}"}
-    assert len({*server.logins}) == 1
-    assert server.logins[0] is not None
+    assert len({login for _, login, _ in server.requests} - {None}) == 1
     said = capsys.readouterr()
     assert secret not in said.out + said.err
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]

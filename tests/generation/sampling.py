@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tinyrl.generation.decoder import WeightLayout
-from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings
+from tinyrl.config.sections import GenerationConfig
+from tinyrl.generation.engine import Completion, Request, SamplingEngine
 from tinyrl.generation.engines import FusedEngine, HfEngine
-from tinyrl.generation.server import ServerEngine
+from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.policy import Policy
@@ -22,7 +22,6 @@ TEMPLATE = (
     "{{ tools | tojson if tools }}{{ mood }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-Engine = HfEngine | FusedEngine | ServerEngine
 
 
 def make_engine(
@@ -32,23 +31,19 @@ def make_engine(
     lora: bool = False,
     reference: bool = False,
     dtype: torch.dtype = torch.float32,
-    base_dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     **options: Any,
 ) -> Any:
-    model = load_causal_lm(str(folder), dtype=base_dtype)
+    model = load_causal_lm(str(folder), dtype=dtype)
     if lora:
         torch.manual_seed(0)  # A is drawn: two engines with the same arguments have the same weights
         model = wrap_in_lora(model, lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"))
-    settings = SamplingSettings(**({"temperature": 1.0, "max_new_tokens": 20} | options))
-    roles, tokenizer = Policy(model, device=device, reference=reference), load_tokenizer(str(folder))
+    settings = GenerationConfig.model_validate({"max_new_tokens": 20} | options)
+    policy, tokenizer = Policy(model, device=device, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
-        return FusedEngine(roles, tokenizer, settings, dtype=dtype, layout=layout_in(dtype))
-    return HfEngine(roles, tokenizer, settings)
-
-
-def layout_in(dtype: torch.dtype) -> WeightLayout:
-    return "merged" if dtype == torch.float32 else "separate_lora"
+        layout = "merged" if dtype == torch.float32 else "separate_lora"
+        return FusedEngine(policy, tokenizer, settings, layout=layout)
+    return HfEngine(policy, tokenizer, settings)
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
@@ -61,7 +56,7 @@ def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[
     return engine.sample(requests(prompts), count, **options)
 
 
-def stir(engine: Engine, *, by: float = 0.1) -> None:
+def stir(engine: SamplingEngine, *, by: float = 0.1) -> None:
     """Move the policy's weights, so that a forgotten adapter shows."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -69,10 +64,10 @@ def stir(engine: Engine, *, by: float = 0.1) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * by).to(parameter.device))
 
 
-def scored(engine: Engine, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+def scored(engine: SamplingEngine, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
     """Log-probabilities as a training pass computes them."""
     with torch.no_grad(), engine.policy.acting("policy"):
-        batch = engine.policy.batch(prompts, responses)
+        batch = engine.policy.batch_of(examples(prompts, responses))
         rows, _ = engine.policy.logprobs("policy", batch, temperature=engine.settings.temperature)
     return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 

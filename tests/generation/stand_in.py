@@ -40,7 +40,6 @@ class Faults:
     shift: float = -0.5
     token: int | None = None  # whose text is another
     leaves_out: bool = False  # the last token of a prompt that is scored
-    raw: bool = False  # log-probabilities are those before the temperature
     busy: int = 0  # answers of 503 before the first other one
     sleeps: bool = False  # it can
 
@@ -59,8 +58,7 @@ class StandIn:
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.loaded: dict[str, dict[str, Tensor]] = {}
-        self.log: list[str] = []  # load, unload, sleep, wake
-        self.applied: list[dict[str, Tensor]] = []
+        self.log, self.applied = list[str](), list[dict[str, Tensor]]()  # load, unload, sleep, wake
         self.asleep, self.completions, self._lock = False, 0, threading.Lock()
 
     def __enter__(self) -> StandIn:
@@ -90,8 +88,7 @@ class StandIn:
         config = json.loads((folder / "adapter_config.json").read_text())
         if config["r"] > self.max_lora_rank:
             return 500, {"error": {"message": f"LoRA rank {config['r']} exceeds max_lora_rank {self.max_lora_rank}."}}
-        if name in self.loaded:
-            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        assert name not in self.loaded
         most = self.faults.loads_applied
         if most is None or len(self.applied) < most:
             self.applied.append(self._merged(folder, config["lora_alpha"] / config["r"]))
@@ -115,8 +112,7 @@ class StandIn:
 
     def complete(self, asked: dict[str, Any]) -> Answer | None:
         assert set(asked) <= KNOWN, set(asked) - KNOWN
-        if self.asleep:  # vLLM would let it wait
-            return 500, {"error": {"message": "asked while it sleeps"}}
+        assert not self.asleep
         faults = self.faults
         with self._lock:
             if faults.dead_after is not None and self.completions >= faults.dead_after:
@@ -153,10 +149,9 @@ class StandIn:
         ids, new, logprobs = list(asked["prompt"]), len(asked["prompt"]), list[float]()
         for u in noise.tolist():
             output = torch.func.functional_call(self.model, weights, kwargs={"input_ids": torch.tensor([ids])})
-            logits = output.logits[0, -1].double()
-            log_p = (logits / (asked["temperature"] or 1.0)).log_softmax(-1)
+            log_p = (output.logits[0, -1].double() / (asked["temperature"] or 1.0)).log_softmax(-1)
             token = int(log_p.argmax()) if asked["temperature"] == 0 else self._inverse_cdf(log_p.exp(), u, asked)
-            logprobs.append(float(logits.log_softmax(-1)[token] if self.faults.raw else log_p[token]))
+            logprobs.append(float(log_p[token]))
             ids.append(token)
             text = self.tokenizer.decode(ids[new:])
             if token in asked["stop_token_ids"] or any(stop in text for stop in asked["stop"]):
@@ -174,19 +169,11 @@ class StandIn:
         return scores[:-1] if self.faults.leaves_out else scores
 
     def _inverse_cdf(self, probs: Tensor, u: float, asked: dict[str, Any]) -> int:
-        weights = probs.tolist()
-        kept, mass = set[int](), 0.0
-        for token in probs.argsort(descending=True, stable=True).tolist():
-            if mass >= asked["top_p"] or (asked["top_k"] and len(kept) == asked["top_k"]):
-                break
-            kept.add(token)
-            mass += weights[token]
-        cumulative = 0.0
-        for token in sorted(kept):
-            cumulative += weights[token]
-            if cumulative > u * mass:
-                return token
-        return max(kept)
+        ordered, order = probs.sort(descending=True, stable=True)
+        keep = ordered.cumsum(0) - ordered < asked["top_p"]
+        keep[asked["top_k"] or len(keep) :] = False
+        kept = torch.zeros_like(probs).scatter(0, order, ordered * keep)
+        return int((kept.cumsum(0) <= u * kept.sum()).sum())
 
 
 class _Server(ThreadingHTTPServer):

@@ -1,7 +1,4 @@
-"""Keyed uniforms; a token by inverse CDF against a naive cumulative sum; truncation; shares of what is sampled."""
-
-import math
-from collections import Counter
+"""Keyed uniforms; a token by inverse CDF against a naive cumulative sum; truncation."""
 
 import numpy as np
 import pytest
@@ -33,15 +30,6 @@ def test_every_part_of_a_key_matters():
     grid = [keys(a, b, (c,), (d,))[0] for a in parts[0] for b in parts[1] for c in parts[2] for d in parts[3]]
     assert len(set(grid)) == len(grid)
     assert keys(1, 2, (3, 4), (5, 6)) == [*keys(1, 2, (3,), (5,)), *keys(1, 2, (4,), (6,))]
-
-
-def test_first_uniforms_of_samples_are_uniform_and_uncorrelated():
-    n = 20_000
-    u = uniforms(sample_keys(0, 0, prompts=np.zeros(n, dtype=np.int64), samples=np.arange(n)), num_tokens=1)[:, 0]
-    # Kolmogorov-Smirnov at 0.1 %: 1.95 / sqrt(n)
-    assert float((u.sort().values - torch.arange(1, n + 1) / n).abs().max()) < 1.95 / math.sqrt(n)
-    for lag in (1, 2, 7):
-        assert abs(float(torch.corrcoef(torch.stack([u[:-lag], u[lag:]]))[0, 1])) < 3.3 / math.sqrt(n)
 
 
 @pytest.mark.parametrize(
@@ -87,25 +75,6 @@ def test_truncation_by_hand(top_k: int, top_p: float, kept: list[float]):
     params = row_params([SamplingParams(top_p=top_p, top_k=top_k), SamplingParams()], CPU)
     found = truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"])
     torch.testing.assert_close(found, torch.stack([torch.tensor(kept), probs[0]]))
-
-
-@pytest.mark.parametrize(("name", "temperature"), [("fused", 0.6), ("hf", 1.0)])
-def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperature: float, name: str):
-    """Chi-square over every completion of at most two tokens, on a vocabulary of eight; 1 % of seeds would fail."""
-    engine = make_engine(tiny("llama", vocabulary=WORDS), name, temperature=temperature, max_new_tokens=2)
-    count, eos = 6000, 1
-    drawn = Counter(tuple(c.tokens) for c in sample(engine, count, prompts=[[3, 4, 5]], seed=4)[0])
-    outcomes = [[eos], *([first, second] for first in range(8) if first != eos for second in range(8))]
-    logprobs = scored(engine, [[3, 4, 5]] * len(outcomes), outcomes)
-    expected = {tuple(o): count * math.exp(sum(lp)) for o, lp in zip(outcomes, logprobs, strict=True)}
-    assert set(drawn) <= set(expected)
-    assert sum(expected.values()) == pytest.approx(count, rel=1e-4)
-    rest = [(drawn[o], e) for o, e in expected.items() if e < 5]
-    assert rest
-    cells = [*((drawn[o], e) for o, e in expected.items() if e >= 5), tuple(map(sum, zip(*rest, strict=True)))]
-    statistic, freedom = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells), len(cells) - 1
-    # Wilson and Hilferty's approximation of the 99th percentile
-    assert statistic < freedom * (1 - 2 / (9 * freedom) + 2.326 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
 @pytest.mark.parametrize(("options", "allowed"), [({"top_k": 3}, 3), ({"top_p": 1e-6}, 1)])

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +22,8 @@ from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
-from tinyrl.generation.engine import Completion, FinishReason, Request, Response, sample_keys, uniforms
-from tinyrl.generation.turns import play, play_plainly
+from tinyrl.generation.engine import Completion, FinishReason, Request, sample_keys, uniforms
+from tinyrl.generation.turns import play
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
@@ -52,7 +53,8 @@ class Scripted:
 
     def restart(self) -> None:
         self.restarts += 1
-        self.responses, self.random = defaultdict[int, Response](Response), random.Random(0)
+        self.responses = defaultdict[int, Completion](lambda: Completion([], [], "length", []))
+        self.random = random.Random(0)
         self.turns, self.reasons = defaultdict[int, list[list[int]]](list), defaultdict[int, list[FinishReason]](list)
         self.ready: list[tuple[int, list[int] | None]] = []
 
@@ -79,7 +81,7 @@ class Scripted:
         return came
 
     def completions(self, group: int) -> list[list[Completion]]:
-        flat = [self.responses[i].ended(self.reasons[i][-1]) for i in range(len(self.responses))]
+        flat = [replace(self.responses[i], finish_reason=self.reasons[i][-1]) for i in range(len(self.responses))]
         return [flat[i : i + group] for i in range(0, len(flat), group)]
 
 
@@ -89,15 +91,8 @@ def make(folder: Any, name: str = "fused", **options: Any) -> Any:
     return engine
 
 
-def fast(engine: Any, script: Scripted, **options: Any) -> list[list[Completion]]:
+def played(engine: Any, script: Scripted, **options: Any) -> list[list[Completion]]:
     engine.play(requests(), 4, **{"episodes": script, "seed": 0, "step": 0, **options})
-    return script.completions(4)
-
-
-def plain(engine: Any, script: Scripted, **options: Any) -> list[list[Completion]]:
-    """Each turn sampled anew from its whole prefix, all of a turn before the next."""
-    how: Any = {"episodes": script, "options": {"seed": 0, "step": 0, **options}}
-    play_plainly(requests(), 4, engine=engine, **how)
     return script.completions(4)
 
 
@@ -107,7 +102,7 @@ def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Complet
 
 
 @pytest.mark.parametrize(("kind", "max_rows", "look_every", "late"), [("qwen2", 3, 4, True), ("qwen3", None, 1, False)])
-def test_fast_turns_give_the_episodes_of_plain_turns(
+def test_held_rows_give_the_episodes_of_whole_prefixes(
     tiny: TinyModels, kind: str, max_rows: int | None, look_every: int, late: bool
 ):
     """Ragged turns, prompts and replies; EOS, stop strings and limits; greedy and sampled. Whenever replies come,
@@ -117,13 +112,12 @@ def test_fast_turns_give_the_episodes_of_plain_turns(
     engine.max_rows, engine.look_every = max_rows, look_every
     for each in (engine, library):
         stir(each)
-    for options in ({}, {"greedy": True}, {"seed": 5, "step": 2}):
+    for options in ({"greedy": True}, {"seed": 5, "step": 2}):
         script, plainly = Scripted(late=late), Scripted()
-        assert_same_episodes(fast(engine, script, **options), plain(library, plainly, **options))
+        assert_same_episodes(played(engine, script, **options), played(library, plainly, **options))
         assert script.reasons == plainly.reasons
-        if not options:
-            assert {r for of_one in script.reasons.values() for r in of_one} == {"eos", "stop", "length"}
-            assert {len(of_one) for of_one in script.reasons.values()} == {1, 2, 3}
+    assert {r for of_one in script.reasons.values() for r in of_one} == {"eos", "stop", "length"}
+    assert {len(of_one) for of_one in script.reasons.values()} == {1, 2, 3}
 
 
 def spoken(tiny: TinyModels, stop: list[str], observation: list[int]) -> tuple[Any, list[list[list[int]]]]:
@@ -152,7 +146,7 @@ def test_only_replies_are_prefilled_and_only_once(
 ):
     monkeypatch.setattr(scheduler, "EXTEND_TOKENS", {"cpu": 24})
     script = Scripted()
-    episodes = [c for group in fast(make(tiny("llama")), script) for c in group]
+    episodes = [c for group in played(make(tiny("llama")), script) for c in group]
     assert [lengths for name, lengths in prefills if name == "prefill"] == [[len(p) for p in PROMPTS]]
     extended = [lengths for name, lengths in prefills if name == "extend"]
     observed = sum(c.action_mask.count(False) for c in episodes if c.action_mask)
@@ -163,7 +157,7 @@ def test_only_replies_are_prefilled_and_only_once(
 
 
 def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    expected, script = plain(make(tiny("llama")), Scripted()), Scripted(late=True)
+    expected, script = played(make(tiny("llama"), "hf"), Scripted()), Scripted(late=True)
     engine, extend, new_cache, caches = make(tiny("llama")), Decoder.extend, Decoder.new_cache, list[Any]()
 
     def full(self: Decoder, *args: Any, **named: Any) -> Any:
@@ -178,16 +172,8 @@ def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(tiny: TinyModels,
 
     monkeypatch.setattr(Decoder, "extend", full)
     monkeypatch.setattr(Decoder, "new_cache", noted)
-    assert_same_episodes(fast(engine, script), expected)
+    assert_same_episodes(played(engine, script), expected)
     assert (script.restarts, engine.max_rows) == (3, 4)
-
-
-def test_a_reply_that_leaves_no_room_is_found_before_it_is_prefilled(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """It would be written into the next row's part of the cache."""
-    monkeypatch.setattr(Decoder, "extend", lambda *_, **__: pytest.fail("prefilled"))
-    script = Scripted(lambda *_: [40] * (Scripted.max_episode_tokens - 5), limits=(5,))
-    with pytest.raises(AssertionError):
-        make(tiny("llama")).play(requests(PROMPTS[:1]), 4, episodes=script, seed=0, step=0)
 
 
 # ---- with an environment: the lookup task ----
@@ -226,21 +212,6 @@ def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.Monkey
         assert all([c.logprobs for c in other] == [c.logprobs for c in first] for other in others)
 
 
-def test_episodes_that_begin_again_are_the_same(parts: Any, monkeypatch: pytest.MonkeyPatch):
-    (expected, _), extend, calls = episodes_of(parts, num_prompts=1), Decoder.extend, list[int]()
-
-    def full_at_first(self: Decoder, *args: Any, **named: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("full")
-        return extend(self, *args, **named)
-
-    monkeypatch.setattr(parts.engine, "max_rows", None)
-    monkeypatch.setattr(Decoder, "extend", full_at_first)
-    assert_same_episodes([episodes_of(parts, num_prompts=1)[0]], [expected])
-    assert len(calls) > 1
-
-
 def test_an_episode_is_drawn_and_scored_as_one_sequence(parts: Any):
     """One forward pass of the library over each whole row gives the log-probabilities, and with the random numbers of
     the row's places the tokens.
@@ -272,8 +243,6 @@ def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(parts.runner.environment, "_respond", noted)
     for step in (STEP, STEP, STEP + 1):
-        episodes_of(parts, step=step)
-    batch = len(parts.train_prompts) * GROUP
-    assert len(asked) == 3 * batch
-    assert sorted(asked[:batch]) == sorted(asked[batch : 2 * batch])
-    assert len({*asked}) == 2 * batch
+        episodes_of(parts, num_prompts=1, step=step)
+    assert sorted(asked[:GROUP]) == sorted(asked[GROUP : 2 * GROUP])
+    assert (len(asked), len({*asked})) == (3 * GROUP, 2 * GROUP)

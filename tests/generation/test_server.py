@@ -16,7 +16,7 @@ from tinyrl.data import http_client
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
-from tinyrl.generation.server import ServerClient, ServerEngine
+from tinyrl.generation.server import ServerEngine
 
 
 @pytest.fixture(autouse=True)
@@ -31,43 +31,36 @@ def served(tiny: TinyModels) -> Iterator[StandIn]:
         yield server
 
 
-def engines(server: StandIn, *, sleeps: bool = False, **options: Any) -> tuple[ServerEngine, HfEngine]:
+def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, HfEngine]:
     """(through the server, hf) over the same perturbed adapter."""
-    plain = make_engine(server.folder, lora=True, reference=True, **{"max_new_tokens": 6, **options})
+    options = {"max_new_tokens": 6, "url": server.url, **options}
+    plain = make_engine(server.folder, lora=True, reference=True, **options)
     stir(plain)
-    client = ServerClient(server.url)
-    ours = ServerEngine(plain.policy, plain.tokenizer, plain.settings, server=client, longest=40, sleeps=sleeps)
-    return ours, plain
+    return ServerEngine(plain.policy, plain.tokenizer, plain.settings, longest=40), plain
 
 
 # ---- the same completions ----
 
 
-@pytest.mark.parametrize(("role", "greedy"), [("policy", False), ("base", True)])
-def test_completions_are_those_of_the_hf_engine(served: StandIn, role: Any, greedy: bool) -> None:
-    ours, plain = engines(served)
-    assert_same(sample(ours, role=role, greedy=greedy), sample(plain, role=role, greedy=greedy))
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, {"role": "base", "greedy": True}),
+        ({"temperature": 0.7, "max_new_tokens": 3}, {}),
+        ({"stop": ["a", "%"], "max_new_tokens": 20}, {}),
+    ],
+)
+def test_completions_are_those_of_the_hf_engine(served: StandIn, options: dict[str, Any], how: Any) -> None:
+    ours, plain = engines(served, **options)
+    drawn = sample(ours, 4, **how)
+    assert_same(drawn, sample(plain, 4, **how))
+    assert ("stop" in options) == ("stop" in {c.finish_reason for group in drawn for c in group})
     assert ours.first_gap is not None
     assert ours.first_gap < 1e-6
-
-
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0.7, "max_new_tokens": 3}, {"stop": ["a", "%"], "max_new_tokens": 20}]
-)
-def test_settings_reach_the_server(served: StandIn, options: dict[str, Any]) -> None:
-    ours, plain = engines(served, **options)
-    drawn = sample(ours, 4)
-    assert_same(drawn, sample(plain, 4))
-    assert ("stop" in options) == ("stop" in {c.finish_reason for group in drawn for c in group})
+    later = [Request([20, 21, 22], 3, first_sample=5, max_new_tokens=4), Request([30], 1)]
+    assert_same(ours.sample(later, 2, seed=2, step=3), plain.sample(later, 2, seed=2, step=3))
     ours, plain = engines(served, **options, top_p=0.5, top_k=30)
     assert tokens_of(sample(ours)) == tokens_of(sample(plain))
-
-
-def test_a_later_turn_continues_with_the_numbers_of_its_first_token(served: StandIn) -> None:
-    ours, plain = engines(served)
-    later = [Request([20, 21, 22], 3, first_sample=5, first_token=7, max_new_tokens=4), Request([30], 1)]
-    key: dict[str, Any] = {"seed": 2, "step": 3}
-    assert_same(ours.sample(later, 2, **key), plain.sample(later, 2, **key))
 
 
 def test_each_version_has_a_name_of_its_own_and_the_one_before_is_unloaded(served: StandIn) -> None:
@@ -86,15 +79,14 @@ def test_each_version_has_a_name_of_its_own_and_the_one_before_is_unloaded(serve
     assert not folder.exists()
 
 
-# ---- what is refused before the first step ----
+# ---- what is refused before the first step, and what happens later ----
 
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"faults": Faults(loads_applied=0)}, "does not sample with the adapter"),
+        ({"faults": Faults(loads_applied=0)}, "the adapter"),
         ({"faults": Faults(shift_after=0, shift=-1.0)}, "another base"),
-        ({"faults": Faults(raw=True)}, "--logprobs-mode processed_logprobs"),
         ({"faults": Faults(token=77)}, "tokenizer"),
         ({"max_lora_rank": 1}, "docs/scale.md"),
         ({"max_model_len": 39}, "39 tokens"),
@@ -106,9 +98,6 @@ def test_a_server_that_is_not_ours(tiny: TinyModels, wrong: dict[str, Any], name
         ours, _ = engines(server, temperature=0.7)
         with pytest.raises(ValueError, match=named):
             ours.start(PROMPTS)
-
-
-# ---- what happens later ----
 
 
 def test_log_probabilities_that_are_another_models_stop_the_run(served: StandIn) -> None:
@@ -132,43 +121,21 @@ def test_a_busy_server_is_asked_again_and_a_dead_one_interrupts(served: StandIn)
     assert_same(sample(ours), sample(plain))
 
 
-def drawn_as(last: Any = -1.0, **wrong: Any) -> dict[str, Any]:
-    """The answer to a request for six tokens, with another last log-probability or other fields."""
-    right = {"token_ids": [5] * 6, "logprobs": {"token_logprobs": [-1.0] * 5 + [last]}, "finish_reason": "length"}
-    return {"choices": [{**right, **wrong}]}
+def choice(tokens: int = 6, last: Any = -1.0) -> dict[str, Any]:
+    """The answer to a request for six tokens."""
+    logprobs = {"token_logprobs": [-1.0] * 5 + [last]}
+    return {"choices": [{"token_ids": [5] * tokens, "logprobs": logprobs, "finish_reason": "length"}]}
 
 
-FALSE_MODELS = (None, {"data": []}, {"data": [{"id": 3}]}, {"data": [{"id": "base", "max_model_len": "512"}]})
-FALSE_COMPLETIONS = (
-    None,
-    {"choices": drawn_as()["choices"] * 2},
-    *(drawn_as(wrong) for wrong in (None, float("nan"), 0.5)),
-    *(drawn_as(token_ids=wrong) for wrong in ([5] * 5, [5] * 5 + [-1], [5] * 5 + [10**7])),
-    drawn_as(token_ids=[5] * 48, logprobs={"token_logprobs": [-1.0] * 48}),
-    drawn_as(finish_reason="stop"),  # no text stops it here
-    drawn_as(token_ids=[5], logprobs={"token_logprobs": [-1.0]}),  # cut off where there was room
-)
-
-
-def test_a_false_answer_is_named_and_never_trained_on(served: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [None, choice(last=float("nan")), choice(last=0.5), choice(tokens=5)])
+def test_a_false_answer_is_named_and_never_trained_on(
+    served: StandIn, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
     ours, _ = engines(served)
-    for answer in FALSE_MODELS:
-        monkeypatch.setattr(StandIn, "models", lambda self, answer=answer: (200, answer))
-        with pytest.raises(ValueError, match="/v1/models"):
-            ours.start(PROMPTS)
-
-    def sampled(answer: Any) -> list[Any]:
-        ours._notes, ours.served[None], ours.checked[None] = ["started"], "base", {}
-        monkeypatch.setattr(StandIn, "complete", lambda self, asked: (200, answer))
-        return sample(ours, 1, role="base")
-
-    for answer in FALSE_COMPLETIONS:
-        with pytest.raises(Interrupted, match="/v1/completions"):
-            sampled(answer)
-    assert {c.finish_reason for [c] in sampled(drawn_as())} == {"length"}
-    ours.eos = [5]  # and nothing may follow a token that ends a completion
+    ours.start(PROMPTS)
+    monkeypatch.setattr(StandIn, "complete", lambda self, asked: (200, answer))
     with pytest.raises(Interrupted, match="/v1/completions"):
-        sampled(drawn_as())
+        sample(ours, 1)
 
 
 # ---- a server that sleeps ----
@@ -177,7 +144,7 @@ def test_a_false_answer_is_named_and_never_trained_on(served: StandIn, monkeypat
 def test_it_is_awake_only_while_it_samples(tiny: TinyModels) -> None:
     """Adapters are loaded under a new name each time it wakes, although the weights have not changed."""
     with StandIn(tiny("llama"), faults=Faults(sleeps=True)) as sleeper:
-        ours, plain = engines(sleeper, sleeps=True)
+        ours, plain = engines(sleeper, server_sleep=True)
         ours.start(PROMPTS)
         assert sleeper.asleep
         for role in ("policy", "policy", "base"):
@@ -185,10 +152,6 @@ def test_it_is_awake_only_while_it_samples(tiny: TinyModels) -> None:
             assert sleeper.asleep
         loads = ["wake", "load", "sleep"], ["wake", "load", "unload", "sleep"], ["wake", "load", "unload", "sleep"]
         assert sleeper.log == [*(what for load in loads for what in load), "wake", "sleep"]
-        sleeper.faults.dead_after = sleeper.completions + 2
-        with pytest.raises(Interrupted, match=r"did not answer"):
-            sample(ours)
-        assert sleeper.asleep
 
 
 def test_a_run_through_a_server_that_dies_is_resumed(tiny: TinyModels, tmp_path: Path) -> None:
@@ -200,6 +163,7 @@ def test_a_run_through_a_server_that_dies_is_resumed(tiny: TinyModels, tmp_path:
         server.faults.dead_after = 60
         code, run, _ = running.train(settings, tmp_path)
         assert code == 75
+        assert server.asleep
         server.faults.dead_after = None
         assert running.go_on(run) == 0
     settings = running.config("grpo", tiny("llama"), generation={"engine": "hf", "max_prompt_tokens": 64})

@@ -30,7 +30,7 @@ KERNELS_A_LAYER, KERNELS_BESIDE = 40, 48
 def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: str = "fused", **options: Any) -> Any:
     """With an adapter that has moved; the fused one decodes by graphs."""
     settings = {"lora": True, "max_new_tokens": NEW, **options}
-    engine = make_engine(tiny("qwen3"), name, device=device, dtype=dtype, base_dtype=dtype, **settings)
+    engine = make_engine(tiny("qwen3"), name, device=device, dtype=dtype, **settings)
     stir(engine, by=0.02)
     engine.eos = set(range(1, 12))
     if name == "fused":

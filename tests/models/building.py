@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyrl.models.batch import Batch, make_batch
+from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.policy import CriticKind, Policy
@@ -61,7 +61,7 @@ def stir(parameters: dict[str, nn.Parameter], *, seed: int = 0) -> None:
 
 
 def a_batch() -> Batch:
-    return make_batch([[2, 3, 4], [9]], [[5, 6, 7], [8, 10]])
+    return batch_of(examples([[2, 3, 4], [9]], [[5, 6, 7], [8, 10]]))
 
 
 def logprobs(roles: Policy, role: Any) -> Tensor:

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.building import CPU, full_roles
 from tests.tiny_models import TinyModels
 from tinyrl.errors import OutOfRoom
-from tinyrl.models.batch import batch_of, examples, make_batch
+from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.states import last_states, response_states
 
 
 def test_layout_of_two_rows_with_and_without_a_mask():
     prompts, responses = [[5, 6], [7]], [[8], [9, 10, 11]]
-    batch = make_batch(prompts, responses)
+    batch = batch_of(examples(prompts, responses))
     assert batch.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -54,7 +54,7 @@ class Adding(TorchDispatchMode):
 def test_no_gradient_is_added_up_in_the_order_of_threads(tiny: TinyModels):
     """Rows of a group read the state of their prompt's last token, all of them."""
     roles = full_roles(tiny("llama"), reference=False)
-    batch = roles.batch([[5, 6]] * 4, [[8], [9, 10], [11], [12, 13]], last_tokens=True)
+    batch = roles.batch_of(examples([[5, 6]] * 4, [[8], [9, 10], [11], [12, 13]]), last_tokens=True)
     with torch.autograd.set_multithreading_enabled(False), Adding() as adding:
         states = response_states(roles.backbone("policy"), batch)
         (states.square().sum() + last_states(roles.backbone("policy"), batch).square().sum()).backward()
@@ -68,7 +68,7 @@ def test_padded_log_probabilities_are_the_unpadded_ones(tiny: TinyModels, kind: 
     prompts = [[7, 8, 9], [0, 4], list(range(20, 40))]
     responses = [[11, 0, 12, 0], list(range(50, 62)), [0]]
     with torch.no_grad(), roles.acting("policy") as model:
-        logprobs, entropies = roles.logprobs("policy", make_batch(prompts, responses), temperature=0.7)
+        logprobs, entropies = roles.logprobs("policy", batch_of(examples(prompts, responses)), temperature=0.7)
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double() / 0.7
             p = logits.exp() / logits.exp().sum(-1, keepdim=True)
@@ -87,13 +87,17 @@ GROUPS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]
 LENGTHS = [5, 1, 3, 9, 2, 2, 2, 2, 8]
 
 
+def lengths(prompts: list[list[int]], responses: list[int], *, packed: bool = True) -> SequenceLengths:
+    return SequenceLengths.of(examples(prompts, [[0] * n for n in responses]), packed=packed)
+
+
 def test_tokens_of_rows_together():
     """A prompt counts once, and so do the 10 tokens behind which the prompts of two groups have 2 and 3, and a row 1"""
-    packed, padded = (SequenceLengths.of(GROUPS, LENGTHS, packed=packed) for packed in (True, False))
+    packed, padded = (lengths(GROUPS, LENGTHS, packed=packed) for packed in (True, False))
     assert (packed.cost([0, 4, 5]), padded.cost([0, 4, 5])) == (10 + 5 + 6 + 4, 3 * 15)
     start = [0] * 10
     prompts = [[*start, 1, 1]] * 2 + [[*start, 2, 2, 2]] * 2 + [[*start, 3]]
-    sizes = SequenceLengths.of(prompts, [4, 4, 5, 5, 6], packed=True)
+    sizes = lengths(prompts, [4, 4, 5, 5, 6])
     assert [sizes.cost(rows) for rows in ([0], [0, 1], [0, 2], range(5))] == [16, 20, 10 + 6 + 8, 10 + 10 + 13 + 7]
     assert sizes.plan(range(5), max_tokens=33) == [[2, 3, 0, 1], [4]]
 
@@ -108,18 +112,18 @@ def test_tokens_of_rows_together():
     ],
 )
 def test_groups_share_their_prompt_while_they_fit_and_are_split_after_that(max_tokens: int, plan: list[list[int]]):
-    assert SequenceLengths.of(GROUPS, LENGTHS, packed=True).plan(range(9), max_tokens=max_tokens) == plan
+    assert lengths(GROUPS, LENGTHS).plan(range(9), max_tokens=max_tokens) == plan
 
 
 def test_less_room_breaks_the_widest_until_every_row_is_alone():
     """The row of 90 is alone from the start and does not hide that the others can still be split."""
-    sizes = SequenceLengths.of([[1], [1], [1], [2]], [5, 5, 5, 89], packed=True)
+    sizes = lengths([[1], [1], [1], [2]], [5, 5, 5, 89])
     plan, seen = sizes.plan(range(4), max_tokens=1000), []
     while (budget := sizes.smaller(plan)) is not None:
         plan = sizes.plan(range(4), max_tokens=budget)
         seen.append((budget, plan))
     assert seen == [(53, [[3], [0, 1, 2]]), (8, [[3], [0], [1], [2]])]
-    padded = SequenceLengths.alone([20, 20, 100], packed=False)
+    padded = lengths([[1]] * 3, [19, 19, 99], packed=False)
     assert padded.plan([0, 2, 1], max_tokens=40) == [[2], [0, 1]]  # longest first
     assert padded.smaller([[2], [0, 1]]) == 20
 
@@ -130,7 +134,7 @@ def test_less_room_breaks_the_widest_until_every_row_is_alone():
     st.booleans(),
 )
 def test_plans_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]], max_tokens: int, packed: bool):
-    sizes = SequenceLengths.of([[g] * (3 * g + 1) for g, _ in rows], [n for _, n in rows], packed=packed)
+    sizes = lengths([[g] * (3 * g + 1) for g, _ in rows], [n for _, n in rows], packed=packed)
     plan = sizes.plan(range(len(rows)), max_tokens=max_tokens)
     assert sorted(row for micro in plan for row in micro) == list(range(len(rows)))
     assert all(len(micro) == 1 or sizes.cost(micro) <= max_tokens for micro in plan)
@@ -138,7 +142,7 @@ def test_plans_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]]
 
 def test_out_of_memory_starts_over_with_smaller_micro_batches():
     """Real allocations: more than two rows together ask for more memory than any machine has."""
-    sizes, seen = SequenceLengths.alone([10, 10, 10, 10, 10], packed=True), []
+    sizes, seen = lengths([[i] for i in range(5)], [9] * 5), []
 
     def run(rows: list[int]) -> None:
         seen.append(rows)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTr
 from tests.models.building import CPU, lora, lora_roles
 from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import layers, packing
+from tinyrl.models.batch import examples
 from tinyrl.models.checks import check_head, in_float32, packs_exactly, supports_fused_layers
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import Head, head_of
@@ -85,7 +86,7 @@ def test_models_with_windows_or_soft_caps_are_padded(tiny: TinyModels):
     assert packs_exactly(tiny_causal(Qwen2Config(**SHAPE)).model)
     assert not packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=32)).model)
     assert packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=None)).model)
-    assert lora_roles(tiny("gemma2")).batch([[5, 6]], [[7]]).packing is None
+    assert lora_roles(tiny("gemma2")).batch_of(examples([[5, 6]], [[7]])).packing is None
 
 
 def test_bfloat16_rows_are_packed_on_sharp_logits_and_wrong_packing_is_not(
@@ -171,4 +172,4 @@ def test_half_precision_is_ours_under_its_own_autocast_and_a_comparison_leaves_n
     assert all(p.grad is None for p in roles.causal.parameters())
     assert {p.dtype for n, p in roles.causal.named_parameters() if "lora_" not in n} == {torch.bfloat16}
     with torch.no_grad(), in_float32(backbone):
-        assert all_states(backbone, roles.batch([[5, 6]], [[7]])).dtype == torch.float32
+        assert all_states(backbone, roles.batch_of(examples([[5, 6]], [[7]]))).dtype == torch.float32

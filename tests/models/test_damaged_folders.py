@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.models.building import CPU, lora_roles, stir
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
+from tinyrl.models.batch import examples
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.loading import check_vocabulary, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
@@ -133,7 +134,7 @@ def use(role: str, folder: Path, base: Path) -> None:
     check_vocabulary(tokenizer, roles.causal, path=config.model.path)
     if model is not None:
         assert model.scores([[2, 3]], micro_batches=MicroBatches(CPU, 100)) != []
-    batch = roles.batch([[2, 3, 4]], [[5, 6]], last_tokens=True)
+    batch = roles.batch_of(examples([[2, 3, 4]], [[5, 6]]), last_tokens=True)
     with torch.no_grad(), roles.acting("policy"):
         assert roles.logprobs("policy", batch, temperature=1.0)[0].isfinite().all()
 

@@ -1,6 +1,7 @@
 """Device, dtype and thread count of a run; errors of memory; random generators."""
 
 import json
+import os
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from tinyrl.models.device import (
     as_out_of_memory,
+    cores_here,
     make_accelerator,
     python_rng,
     restore_rng,
@@ -18,9 +20,13 @@ from tinyrl.models.device import (
 )
 
 
-def test_threads_follow_from_the_width_and_the_cores():
+def test_threads_follow_from_the_width_and_the_cores(monkeypatch: pytest.MonkeyPatch):
     for width, cores, threads in ((255, 8, 1), (256, 1, 1), (256, 64, 4), (4096, 16, 16)):
         assert threads_for(width=width, cores=cores) == threads
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    for wanted, cores in (("", 8), ("3", 3), ("16", 8), ("0", 8), ("4,2", 8)):
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+        assert cores_here() == cores
 
 
 def test_the_device_is_there_and_autocast_follows_dtype(monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from tests.models.live_bytes import LiveBytes
 from tests.models.test_packing import PROMPTS, RESPONSES
 from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import layers
+from tinyrl.models.batch import examples
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
 from tinyrl.models.lora import wrap_in_lora
 from tinyrl.models.policy import Policy
@@ -27,7 +28,7 @@ def gradients(
     roles: Policy, states: Callable[..., Tensor], *, low: torch.dtype | None = None, recompute: bool = False
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Log-probabilities of a packed batch, and by name the gradient of a sum that weighs each differently."""
-    batch = roles.batch(PROMPTS, RESPONSES)
+    batch = roles.batch_of(examples(PROMPTS, RESPONSES))
     inside = roles.gradient_checkpointing() if recompute else torch.enable_grad()
     with roles.acting("policy"), inside:
         with torch.autocast(roles.device.type, dtype=low or torch.bfloat16, enabled=low is not None):
@@ -77,7 +78,7 @@ def test_every_role_acts_by_its_own_weights(tiny: TinyModels):
     stir(roles.parameters["policy"])
     roles.add_critic("adapter", lora=lora(["q_proj", "down_proj"]))
     stir(roles.parameters["critic"], seed=1)
-    batch, backbone = roles.batch(PROMPTS, RESPONSES), roles.backbone("policy")
+    batch, backbone = roles.batch_of(examples(PROMPTS, RESPONSES)), roles.backbone("policy")
     for role in ("policy", "reference", "critic"):
         with torch.no_grad(), roles.acting(role):
             assert supports_fused_layers(backbone)
@@ -125,7 +126,7 @@ def test_a_micro_batch_keeps_less_than_the_librarys_and_recomputed_only_inputs_o
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     roles = Policy(wrap_in_lora(model, lora()), device=CPU, reference=False)
-    batch, backbone = roles.batch([[1] * 8] * 4, [[2] * 16] * 4), roles.backbone("policy")
+    batch, backbone = roles.batch_of(examples([[1] * 8] * 4, [[2] * 16] * 4)), roles.backbone("policy")
     assert supports_fused_layers(backbone)
 
     def most(states: Callable[..., Tensor]) -> int:

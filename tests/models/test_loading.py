@@ -56,15 +56,20 @@ def test_an_adapter_is_no_model_and_needs_its_base_and_safetensors(tiny: TinyMod
         load_start_adapter(load_causal_lm(str(tiny("llama")), dtype=torch.float32), str(tmp_path))
 
 
-def test_a_model_is_an_embedded_name_a_folder_or_a_hub_name(tiny: TinyModels, tmp_path: Path):
+def test_a_model_is_an_embedded_name_a_folder_or_a_hub_name(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = tiny("llama")
     assert resolve_model_path(str(folder)) == str(folder)
     assert resolve_model_path("owner/name") == "owner/name"
     assert resolve_model_path("starter").endswith("model")
     (tmp_path / "my-model").mkdir()
+    (tmp_path / "runs" / "grpo-sort-1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     for path, named in (
         (tmp_path / "my-modle", "no such folder.*my-model"),
         ("startr", "no such folder.*starter"),
+        ("runs/grpo-sort-2", "no such folder.*grpo-sort-1"),
         (folder / "config.json", "is a file; name the folder"),
         (tmp_path / "my-model", r"no config.json \(it has: nothing\)"),
     ):

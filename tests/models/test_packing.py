@@ -69,7 +69,7 @@ def gradients(roles: Policy, role: Any, loss: Callable[[], Tensor]) -> dict[str,
 
 def policy_loss(roles: Policy, rows: Sequence[int] = range(len(ROWS)), *, start: Sequence[int] = ()) -> Tensor:
     """Weighs every token differently, so that no mistake cancels."""
-    batch = roles.batch([[*start, *PROMPTS[i]] for i in rows], [RESPONSES[i] for i in rows])
+    batch = roles.batch_of(examples([[*start, *PROMPTS[i]] for i in rows], [RESPONSES[i] for i in rows]))
     logprobs, entropy = roles.logprobs("policy", batch, temperature=0.7, entropy_grad=True)
     weights = torch.linspace(-1.0, 2.0, logprobs.numel()).view_as(logprobs)
     return (weights * logprobs).sum() + 0.3 * entropy.square().sum()
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, start: 
     """Groups of several rows, single ones and rows without a response, behind one system prompt or none."""
     roles = (lora_roles if start else full_roles)(tiny(kind, pad_is_eos=not start))
     stir(roles.parameters["policy"])
-    packed = roles.batch([[*start, *prompt] for prompt in PROMPTS], RESPONSES)
+    packed = roles.batch_of(examples([[*start, *prompt] for prompt in PROMPTS], RESPONSES))
     assert packed.input_ids.shape[1] == len(start) + sum(map(len, (A, B, C, D))) + 3 + 6 + 1 + 9 + 2
     assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles, start=start))))
 
@@ -127,15 +127,15 @@ def test_values_and_scores_are_those_of_padded_rows(tiny: TinyModels):
     stir(roles.parameters["policy"])
 
     def loss() -> Tensor:
-        return roles.values(roles.batch(PROMPTS, RESPONSES)).square().sum()
+        return roles.values(roles.batch_of(examples(PROMPTS, RESPONSES))).square().sum()
 
     assert_same_gradients(*both(roles, lambda: gradients(roles, "critic", loss)))
     with torch.no_grad(), roles.acting("policy"):
-        ours, theirs = both(roles, lambda: roles.scores(roles.batch(PROMPTS, RESPONSES, last_tokens=True)))
+        ours, theirs = both(roles, lambda: roles.scores(roles.batch_of(examples(PROMPTS, RESPONSES), last_tokens=True)))
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         assert theirs.unique().numel() == len(ROWS)
         with pytest.raises(AssertionError, match="without its last tokens"):
-            roles.scores(roles.batch(PROMPTS, RESPONSES))
+            roles.scores(roles.batch_of(examples(PROMPTS, RESPONSES)))
 
 
 def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):

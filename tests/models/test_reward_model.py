@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora_roles, stir
 from tests.tiny_models import TinyModels, tiny_tokenizer
-from tinyrl.models.batch import make_batch
+from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.build import attach_reward_adapter
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.lora import save_adapter
@@ -101,7 +101,7 @@ def test_an_adapter_and_head_score_on_the_shared_base(tiny: TinyModels, tmp_path
         expected = made.scores(a_batch())
     with torch.no_grad(), roles.acting("reward"):
         assert torch.equal(roles.scores(a_batch()), expected)
-        alone = [roles.scores(make_batch([p], [r]))[0] for p, r in (([2, 3, 4], [5, 6, 7]), ([9], [8, 10]))]
+        alone = [roles.scores(batch_of(examples([p], [r])))[0] for p, r in (([2, 3, 4], [5, 6, 7]), ([9], [8, 10]))]
     torch.testing.assert_close(torch.stack(alone), expected, atol=1e-5, rtol=0)
     assert torch.equal(logprobs(roles, "policy"), policy)
     assert {n for n, t in every_tensor(roles).items() if t.requires_grad} == trainable

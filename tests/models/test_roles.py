@@ -23,7 +23,7 @@ from tests.models.building import (
     values,
 )
 from tests.tiny_models import TinyModels, sharp_model
-from tinyrl.models.batch import make_batch
+from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_matrices, merged_weight
 from tinyrl.models.policy import CriticKind, Policy, recomputable_layers
@@ -171,7 +171,7 @@ def test_the_row_of_the_pad_token_learns_as_every_other(tiny: TinyModels, tmp_pa
         roles = full_roles(folder, reference=False)
         roles.add_critic("separate", model=load_causal_lm(str(folder), dtype=torch.float32))
         stir(roles.parameters["critic"])
-        batch = make_batch([[2, 3, 4, eos, 6]], [[5, eos, 7]])
+        batch = batch_of(examples([[2, 3, 4, eos, 6]], [[5, eos, 7]]))
         with roles.acting("policy"):
             roles.logprobs("policy", batch, temperature=1.0)[0].sum().backward()
         with roles.acting("critic"):
@@ -188,7 +188,7 @@ def test_a_critic_with_a_smaller_embedding_reads_ids_it_has_no_row_for_as_its_la
     roles = lora_roles(sharp_model(tmp_path, vocab_size=300))
     roles.add_critic("separate", model=load_causal_lm(str(tiny("llama")), dtype=torch.float32))
     stir(roles.parameters["critic"])
-    found, expected = (roles.batch([[2, 3]], [[5, beyond, 6]], last_tokens=True) for beyond in (299, 257))
+    found, expected = (roles.batch_of(examples([[2, 3]], [[5, beyond, 6]]), last_tokens=True) for beyond in (299, 257))
     with torch.no_grad(), roles.acting("critic"):
         assert torch.equal(roles.values(found), roles.values(expected))
     assert found.input_ids.max() == 299  # the policy reads what it sampled

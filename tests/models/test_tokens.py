@@ -139,10 +139,10 @@ def test_a_text_behind_a_text_has_no_space_of_its_own(scheme: str):
     whole = reward_tokens(tokenizer, "hello", "yes sir", text_format=TextFormat(), max_tokens=99, adapter=True)
     assert pieces(tokenizer, whole)[-3:] == ["yes", "▁sir", "</s>"]
     observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={2}, max_tokens=50)
-    said = [*render_prompt(tokenizer, "hello").tokens, *answer, *observations("no sir", ended_at=2).tokens]
+    said = [*render_prompt(tokenizer, "hello").tokens, *answer, *observations("no sir", ended_at=2)[0]]
     messages = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "content": "no sir"}]
     assert said == render_prompt(tokenizer, messages).tokens
-    assert pieces(tokenizer, observations("no", ended_at=None).tokens) == ["no"]
+    assert pieces(tokenizer, observations("no", ended_at=None)[0]) == ["no"]
     tokenizer = sentencepiece("always", template=None)
     assert pieces(tokenizer, tokens_behind(tokenizer, "hello", " yes sir")) == ["▁yes", "▁sir"]
     assert pieces(tokenizer, tokens_behind(tokenizer, "", "yes sir")) == ["▁yes", "▁sir"]
@@ -155,19 +155,6 @@ def test_a_template_that_writes_a_tool_as_the_assistant_has_no_tools():
     template = CHATML.replace("<|im_start|>{{ m.role }}", f"<|im_start|>{role}")
     for given, wanted in ((template, "user"), (CHATML, "tool")):
         assert ObservationTokens(chatml(given), chat=True, variables={}, eos={1}, max_tokens=9).role == wanted
-
-
-def test_a_prompt_that_is_rendered_already_is_not_rendered_again():
-    tokenizer = chatml()
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    wanted = render_prompt(tokenizer, messages)
-    assert render_prompt(tokenizer, wanted.text) == wanted
-    assert render_prompt(tokenizer, f"{wanted.text}c").tokens == [*wanted.tokens, *as_text(tokenizer, "c")]
-    assert render_prompt(tokenizer, f"so {wanted.text}").text.startswith("<|im_start|>user\nso <|im_start|>system")
-    with pytest.raises(ValueError, match="rendered already"):
-        render_prompt(tokenizer, wanted.text, system_prompt="d")
-    answered = render_answer(tokenizer, wanted.text, "yes<|im_end|>\n", **HOW)
-    assert answered == render_answer(tokenizer, messages, "yes", **HOW)
 
 
 # ---- chat templates ----

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.running import LookedAt
+from tinyrl import errors
 from tinyrl.errors import Interrupted
 from tinyrl.rewards.functions import FunctionReward, RewardCall
 from tinyrl.workers import calls
@@ -61,7 +62,7 @@ def test_a_batch_is_scored_in_order_and_arrives_as_it_is(make_reward: MakeReward
     completions = [[{"role": "assistant", "content": "\udfff"}], "x" * 300_000]
     columns = {"nested": [{"a": [1, None, True]}, 1.5], "large": [2**70, -1], "completion_ids": [[7], [8]]}
     call = reward(prompts, completions, columns)
-    assert (shown(call), call.failures, call.retried) == ([1.5, None], [], None)
+    assert (shown(call), call.failures, reward.retried) == ([1.5, None], [], None)
     assert json.loads((tmp_path / "seen.json").read_text()) == [prompts, completions, columns]
 
 
@@ -109,7 +110,7 @@ def test_a_function_that_raises_once_loses_nothing(make_reward: MakeReward):
     """)
     call = score(reward, ["a", "b"])
     assert (shown(call), call.failures) == ([1.0, 1.0], [])
-    assert call.retried == "raised OSError: the network blinked (rewards.py, line 7)"
+    assert reward.retried == "raised OSError: the network blinked (rewards.py, line 7)"
 
 
 def test_rows_that_raise_are_dropped_and_others_keep_their_scores(make_reward: MakeReward):
@@ -128,22 +129,16 @@ def test_rows_that_raise_are_dropped_and_others_keep_their_scores(make_reward: M
     assert found[4] == "`score` returned NaN"
 
 
-def test_the_rows_are_tried_in_a_fresh_process_unless_the_batch_is_whole(make_reward: MakeReward):
-    code = """
+def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
+    reward = make_reward("""
         calls = []
         def score(prompts, completions, **columns):
             calls.append(len(prompts))
             if len(prompts) > 1:
                 raise RuntimeError("together")
             return [float(len(calls))]
-        score.whole_batch = {}
-    """
-    assert shown(score(make_reward(code.format(False)), ["a", "b", "c"])) == [1.0, 2.0, 3.0]
-    whole = make_reward(code.format(True))
-    call = score(whole, ["a", "b"])
-    assert shown(call) == [None, None]
-    assert reasons(call) == dict.fromkeys(range(2), "`score` raised RuntimeError: together (rewards.py, line 6)")
-    assert shown(score(whole, ["a"])) == [1.0]
+    """)
+    assert shown(score(reward, ["a", "b", "c"])) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +149,7 @@ def test_the_rows_are_tried_in_a_fresh_process_unless_the_batch_is_whole(make_re
         ("ctypes.string_at(0)", 30, "died of SIGSEGV (rewards.py, line 5)"),
         ("os._exit(3)", 30, "ended its process with exit code 3"),
         ("sys.exit('no\\n more\\x1b[2J')", 30, "ended its process with exit code 1; it last wrote: more[ESC][2J"),
-        ("os.closerange(3, 100), time.sleep(1000)", 30, "broke off its connection to us"),
+        ("os.closerange(3, 100), time.sleep(1000)", 30, "gave no answer"),
     ],
 )
 @pytest.mark.wide
@@ -170,7 +165,7 @@ def test_a_row_that_hangs_or_crashes_is_found(make_reward: MakeReward, fault: st
     call = score(reward, ["a", "bad", "c"])
     assert shown(call) == [1.0, None, 1.0]
     assert reasons(call) == {1: f"`score` {reason}"}
-    assert call.retried == reason
+    assert reward.retried == reason
     assert shown(score(reward, ["a"])) == [1.0]
 
 
@@ -181,7 +176,6 @@ def test_a_function_that_outlasts_its_worker_is_ended_by_us(make_reward: MakeRew
         def score(prompts, completions, **columns):
             faulthandler.cancel_dump_traceback_later()
             time.sleep(1000)
-        score.whole_batch = True
         """,
         timeout_s=0.5,
     )
@@ -208,33 +202,17 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
     to_kill.append(int(first))
     with LookedAt(kill_instead_of_stopping):
         call = score(reward, ["a" * 1_000_000])
-    assert (len(to_kill), call.failures, call.retried) == (0, [], "died of SIGKILL")
+    assert (len(to_kill), call.failures, reward.retried) == (0, [], "died of SIGKILL")
     assert call.scores[0] != first
 
 
-def test_a_function_that_keeps_crashing_is_given_up(
-    make_reward: MakeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Rows that raise are no lost workers: all are tried."""
-    monkeypatch.setattr(calls, "MAX_WORKERS_LOST", 2)
-    crashes = make_reward("""
-        import os
-        def score(prompts, completions, **columns):
-            with open("rewards.log", "a") as log:
-                log.write("x")
-            os._exit(9)
-    """)
-    call = score(crashes, ["a"] * 5)
-    assert (tmp_path / "rewards.log").read_text() == "xxx"  # the batch and two rows
-    assert shown(call) == [None] * 5
-    assert reasons(call)[1] == "`score` ended its process with exit code 9"
-    assert "was not tried again alone: 2 rows" in reasons(call)[2]
+def test_rows_that_fail_alone_are_tried_for_a_limited_time(make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch):
     raises = make_reward("def score(prompts, completions):\n    return [float(text) for text in completions]")
-    assert shown(score(raises, ["a", "b", "c", "d", "5"])) == [None] * 4 + [5.0]
+    assert shown(score(raises, ["a", "b", "5"])) == [None, None, 5.0]
     monkeypatch.setattr(calls, "ROWS_TIMEOUTS", 0)
     call = score(raises, ["a", "5"])
     assert shown(call) == [None, None]
-    assert "was not tried again alone: 0 x timeout_s" in reasons(call)[1]
+    assert "was not tried again alone" in reasons(call)[1]
 
 
 def test_what_a_function_prints_is_kept_in_lines_and_stays_out_of_the_way(
@@ -280,7 +258,7 @@ def test_a_column_that_is_not_json_is_named(make_reward: MakeReward, value: obje
     ("code", "why"),
     [
         ("import no_such_module\ndef score(): ...", r"No module named .* \(rewards\.py, line 1\)"),
-        ("score = 'high'", "it is a str"),
+        ("score = 'high'", "'high' is not a callable"),
         ("import time\ntime.sleep(1000)\ndef score(): ...", r"no answer within 0\.5 s \(rewards\.py, line 2"),
     ],
 )
@@ -301,33 +279,12 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
 
 
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calls, "CGROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(errors, "CGROUP_LIMIT", tmp_path / "memory.max")
     total = psutil.virtual_memory().total
     for limit, wanted in ((None, total // 2), ("max\n", total // 2), ("1000000\n", 500_000)):
         if limit is not None:
             (tmp_path / "memory.max").write_text(limit)
         assert calls.memory_limit() == wanted
-
-
-CHAT = [{"role": "assistant", "content": "4"}]
-
-
-def test_messages_taken_for_text_are_noticed(make_reward: MakeReward):
-    """Where it compares one with text; not where it reads it, and one that handles it as text fails its rows."""
-    whole = "import re\ndef score(prompts, completions, **columns):\n    return [{code} for c in completions]"
-    for code in ("float('4' in c)", "float('4' != c)", "float(c[-3:] == '4')"):
-        reward = make_reward(whole.format(code=code))
-        assert not reward(["p"], ["4"], {}).failures
-        assert reward.chat_hint is None
-        assert not reward(["p"], [CHAT], {}).failures
-        assert "its text is completion[0]" in str(reward.chat_hint)
-    for code in ("float(c[0]['content'] == '4')", "float(c == [1])", "float({} in c)"):
-        reward = make_reward(whole.replace("{code}", code))
-        assert not reward(["p"], [CHAT], {}).failures
-        assert reward.chat_hint is None
-    for code in ("float(c.strip())", "float(re.search('4', c) is not None)"):
-        [reason] = reasons(make_reward(whole.format(code=code))(["p"], [CHAT], {})).values()
-        assert "its text is completion[0]" in reason
 
 
 def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
@@ -357,50 +314,12 @@ def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(ma
             score(reward, completions)
         assert answers == []
         call = score(reward, ["abc"])
-        assert (call.scores, call.retried) == ([3.0], None)
+        assert call.scores == [3.0]
 
 
-def test_an_empty_batch_starts_nothing_and_a_timeout_is_a_positive_number(make_reward: MakeReward):
+def test_an_empty_batch_starts_nothing(make_reward: MakeReward):
     reward = make_reward("raise RuntimeError('not needed')\ndef score(prompts, completions):\n    return []")
     assert reward([], [], {}) == RewardCall([])
-    for timeout_s in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"^reward\.timeout_s: must be a number of seconds above 0"):
-            make_reward("def score():\n    return []", timeout_s=timeout_s)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "json.dumps = lambda *a, **k: 1 / 0",
-        "json.loads = lambda *a, **k: 1 / 0",
-        "json.decoder.scanner = json.encoder.c_make_encoder = json._default_encoder = json._default_decoder = None",
-    ],
-)
-def test_json_that_a_function_breaks_is_its_own(broken: str, make_reward: MakeReward):
-    reward = make_reward(f"import json\n{broken}\ndef score(completions, **columns):\n    return [1.0, 2.0]\n")
-    assert shown(score(reward, ["a", "b"])) == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "written",
-    ["[]", "{}", '{"error": 1}', '{"values": [1, 2], "failures": 7}', "[" * 9999],
-)
-@pytest.mark.wide
-def test_a_false_reply_in_the_pipe_is_a_failure_of_the_function(written: str, make_reward: MakeReward):
-    """It looks for the pipe among the open files of its process, and finds it."""
-    reward = make_reward(f"""
-        import os
-        def score(completions, **columns):
-            for fd in range(3, 20):
-                try:
-                    os.write(fd, {written!r}.encode() + b"\\n")
-                except OSError:
-                    pass
-            return [1.0] * len(completions)
-    """)
-    call = score(reward, ["a", "b"])
-    assert shown(call) == [None, None]
-    assert all("`score`" in reason for reason in reasons(call).values())
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What a reward model reads: templates with their closing tokens, one BOS, system prompts, the end of long texts."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,26 +24,24 @@ def read(tokenizer, prompt, completion, text_format=AUTO, room=100):
     return reward_tokens(tokenizer, prompt, completion, text_format=text_format, max_tokens=room)
 
 
-def test_a_template_closes_the_turn_and_brings_its_own_special_tokens():
-    """<s> user : hello </s> <s> assistant : world </s>; the tokenizer's own <s> and </s> would come twice."""
-    turn = [1, 7, 8, 3, 2, 1, 0, 8, 4, 2]
-    for pattern in (None, "<s> $A", "<s> $A </s>"):
-        assert read(small_tokenizer(pattern=pattern, template=TEMPLATE), "hello", "world") == turn
+HELLO = [1, 7, 8, 3, 2, 1, 0, 8]  # <s> user : hello </s> <s> assistant :
+BEGUN = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello "}]
+OTHER = [{"role": "system", "content": "hello"}, {"role": "user", "content": "hello"}]
 
 
-def test_a_system_prompt_stands_first_and_replaces_the_data_s():
-    tokenizer = small_tokenizer(template=TEMPLATE)
-    asked = [{"role": "system", "content": "hello"}, {"role": "user", "content": "hello"}]
-    turn = [1, 0, 8, 4, 2, 1, 7, 8, 3, 2, 1, 0, 8, 3, 2]  # <s> system : world </s> <s> user : hello </s> ...
-    assert read(tokenizer, asked, "hello", KIND) == turn
-    assert read(tokenizer, "hello", "hello", KIND) == turn
-    assert read(tokenizer, asked, "hello") == [1, 0, 8, 3, *turn[4:]]
-
-
-def test_a_turn_that_the_prompt_began_is_one_turn():
-    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello "}]
-    assert read(small_tokenizer(template=TEMPLATE), asked, "world") == [1, 7, 8, 3, 2, 1, 0, 8, 3, 4, 2]
-    assert asked[1]["content"] == "hello "
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text_format", "tokens"),
+    [
+        ("hello", "world", AUTO, [*HELLO, 4, 2]),  # the turn is closed, without the tokenizer's own <s> and </s>
+        (OTHER, "hello", AUTO, [1, 0, 8, 3, 2, *HELLO, 3, 2]),
+        (OTHER, "hello", KIND, [1, 0, 8, 4, 2, *HELLO, 3, 2]),  # the format's system prompt replaces the data's
+        ("hello", "hello", KIND, [1, 0, 8, 4, 2, *HELLO, 3, 2]),
+        (BEGUN, "world", AUTO, [*HELLO, 3, 4, 2]),  # a turn that the prompt began is one turn
+    ],
+)
+def test_a_chat_template_closes_the_turn_and_brings_its_own_special_tokens(prompt, answer, text_format, tokens):
+    for pattern in (None, "<s> $A </s>"):
+        assert read(small_tokenizer(pattern=pattern, template=TEMPLATE), prompt, answer, text_format) == tokens
 
 
 def test_without_a_template_the_tokenizer_s_special_tokens_stand_around_the_text_once():
@@ -90,7 +87,7 @@ def test_an_adapter_reads_what_the_policy_would_have_sampled():
         how = {"text_format": text_format, "max_tokens": room, "adapter": True}
         return reward_tokens(small_tokenizer(template=template), "hello", answer, **how)
 
-    prompt = [1, 7, 8, 3, 2, 1, 0, 8]
+    prompt = HELLO
     assert AUTO.render(small_tokenizer(template=TEMPLATE), "hello").tokens == prompt
     assert adapter("world") == [*prompt, 4, 2]
     assert adapter("world", PLAIN) == [3, 4, 2]
@@ -101,25 +98,20 @@ def test_an_adapter_reads_what_the_policy_would_have_sampled():
 def test_a_template_that_refuses_a_role_is_a_sentence():
     with pytest.raises(ValueError, match="refuses messages with the roles tool, assistant: no tools here"):
         read(small_tokenizer(template=TEMPLATE), [{"role": "tool", "content": "hello"}], "world")
-    with pytest.raises(ValueError, match="this reward model's tokenizer has no chat template"):
+    with pytest.raises(ValueError, match=r"task\.chat=true"):
         read(small_tokenizer(), "hello", "world", TextFormat(chat=True))
 
 
 def test_the_format_is_kept_with_the_weights(tmp_path: Path):
     tensors, kind = {"weight": torch.zeros(1, 2)}, TextFormat(False, "Be kind.")
-    save_file(tensors, tmp_path / SCORE_HEAD)
-    assert TextFormat.of_adapter(str(tmp_path)) is None
-    save_file(tensors, tmp_path / SCORE_HEAD, metadata=kind.metadata())
-    assert TextFormat.of_adapter(str(tmp_path)) == kind
-    assert TextFormat.of_config(SimpleNamespace()) == TextFormat("auto", None)
+    for metadata, wanted in ((None, TextFormat()), (kind.metadata(), kind)):
+        save_file(tensors, tmp_path / SCORE_HEAD, metadata=metadata)
+        assert TextFormat.of_adapter(str(tmp_path)) == wanted
     stored = {"chat": False, "system_prompt": "Be kind."}
-    assert TextFormat.of_config(SimpleNamespace(tinyrl_text_format=stored)) == kind
-    for damaged in (3, {"chat": "yes"}, {"chat": "auto", "system_prompt": 3}):
-        with pytest.raises(ValueError, match="tinyrl_text_format must hold"):
-            TextFormat.of_config(SimpleNamespace(tinyrl_text_format=damaged))
-        save_file(tensors, tmp_path / SCORE_HEAD, metadata={"tinyrl_text_format": json.dumps(damaged)})
-        with pytest.raises(ValueError, match=r"score_head\.safetensors: tinyrl_text_format must hold"):
-            TextFormat.of_adapter(str(tmp_path))
+    for config, wanted in (({}, TextFormat()), ({"tinyrl_text_format": stored}, kind)):
+        assert TextFormat.of_config(SimpleNamespace(**config)) == wanted
+    with pytest.raises(ValueError, match="system_prompt"):
+        TextFormat.of_config(SimpleNamespace(tinyrl_text_format={"system_prompt": 3}))
 
 
 def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:

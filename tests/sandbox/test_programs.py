@@ -1,8 +1,6 @@
 """Programs in a sandbox: what they may do, how outcomes are reported, and that only right answers pass."""
 
 import ctypes
-import json
-import math
 import os
 import sys
 import textwrap
@@ -18,7 +16,6 @@ from tinyrl.workers.cage import filter_for
 from tinyrl.workers.sandbox import (
     CAGE,
     CannotIsolate,
-    Limits,
     passes_tests,
     python_block,
     run_program,
@@ -33,24 +30,23 @@ needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(
 
 
 @needs_isolation
-def test_a_script_reads_and_prints():
+def test_a_script_reads_and_prints_and_its_environment_is_not_ours(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
     program = """
 from __future__ import annotations
-import sys
+import os, sys
 def main():
     print(sum(int(line) for line in sys.stdin), "é\\u2028", sys.argv, __file__)
-    print("aside", file=sys.stderr)
+    print(hash("text"), *os.environ, file=sys.stderr)
 if __name__ == "__main__":
     main()
     exit()
 """
     outcome = run_program(program, stdin="1\n2\n39")
     assert (outcome.reason, outcome.ok, outcome.exit_code) == ("ok", True, 0)
-    assert (outcome.stdout, outcome.stderr) == ("42 é\u2028 ['program.py'] program.py\n", "aside\n")
-    assert 0 < outcome.seconds < 10
-    assert 0 < outcome.cpu_seconds < 10
-    traced = run_program("import traceback\ntry: 1 / 0  # here\nexcept ArithmeticError: traceback.print_exc()")
-    assert 'File "program.py", line 2, in <module>\n    try: 1 / 0  # here' in traced.stderr
+    assert outcome.stdout == "42 é\u2028 ['program.py'] program.py\n"
+    assert set(outcome.stderr.split()[1:]) - {"LC_CTYPE"} == {*sandbox.ENVIRONMENT}
+    assert outcome.stderr == run_program(program, stdin="1").stderr
 
 
 @needs_isolation
@@ -73,16 +69,6 @@ def test_the_standard_library_works(program: str):
     assert (outcome.stdout, outcome.reason) == ("done\n", "ok"), outcome.stderr
 
 
-@needs_isolation
-def test_nothing_of_ours_is_in_its_environment(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    outcome = run_program("import os, json; print(json.dumps(dict(os.environ)))")
-    expected = {"LANG", "PYTHONHASHSEED", "OPENSSL_CONF", "MALLOC_ARENA_MAX", "HOME", "TMPDIR"}
-    assert set(json.loads(outcome.stdout)) - {"LC_CTYPE"} == expected
-    same = [run_program("print(hash('text'), {*'abcdefgh'})").stdout for _ in range(2)]
-    assert same[0] == same[1]
-
-
 # How programs end
 
 
@@ -92,11 +78,8 @@ def test_nothing_of_ours_is_in_its_environment(monkeypatch: pytest.MonkeyPatch):
     [
         ("1/0", "exit code 1: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "exit code 3"),
-        ("\0", "exit code 1: "),
         ("x = '\ud800'", "exit code 1: SyntaxError: "),
-        ("quit()", "ok"),
         ("import os; os.write(1, b'\\xff\\xed')", "ok"),
-        ("import numpy", "exit code 1: ModuleNotFoundError: No module named 'numpy'"),
         ("raise MemoryError", "out of memory"),
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
         ("input()", "exit code 1: EOFError: EOF when reading a line"),
@@ -107,13 +90,6 @@ def test_a_program_ends_with_a_short_reason(program: str, reason: str):
     outcome = run_program(program)
     assert outcome.reason.startswith(reason), outcome.reason
     assert outcome.ok == (reason == "ok")
-
-
-def test_limits_that_cannot_be_kept_are_refused():
-    wrong = [("wall_s", 0), ("wall_s", math.nan), ("cpu_s", 0.5), ("memory_bytes", 1 << 20), ("output_bytes", -1)]
-    for name, value in wrong:
-        with pytest.raises(ValueError, match=f"Limits: {name} must be a"):
-            Limits(**{name: value})  # pyright: ignore
 
 
 # Verdicts
@@ -130,16 +106,15 @@ def test_programs_are_judged_case_by_case():
     assert passes_tests(program, []) == []
 
 
-def test_outputs_are_compared_by_words_in_lines():
-    assert same_output("  1   2 \r\n3\n\n", "1 2\n3")
-    assert same_output("", "\n")
-    assert not same_output("1\n2", "1 2")
-    assert not same_output("1\n\n2", "1\n2")
-
-
-def test_the_last_complete_block_is_the_program():
+def test_outputs_are_compared_by_words_in_lines_and_the_last_complete_block_is_the_program():
+    for printed, expected, same in [
+        ("  1   2 \r\n3\n\n", "1 2\n3", True),
+        ("", "\n", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+    ]:
+        assert same_output(printed, expected) == same
     for text, block in {
-        "": None,
         "a\n```python\nx = 1\n  y\n```\nb": "x = 1\n  y",
         "```python\n1\n```\n```py\n2\n```\n```\n3\n```": "2",
         "```python\n1\n```\n```python\n2": "1",
@@ -207,31 +182,20 @@ def test_the_filter_of_system_calls(machine: str, architecture: int, column: int
     instructions = filter_for(machine)
     expected = [
         ((0, 63), (), ALLOWED),  # read
-        ((231, 94), (), ALLOWED),  # exit_group
         ((41, 198), (1, 1, 0), REFUSED),  # socket
         ((53, 199), (1, 1 | 0o2000000, 0), ALLOWED),  # socketpair, AF_UNIX, a stream
-        ((53, 199), (1, 2, 0), REFUSED),  # datagrams could be sent to anyone
         ((44, 206), (3, 0, 1, 0, 0, 0), ALLOWED),  # sendto nobody in particular
         ((44, 206), (3, 0, 1, 0, 0x7F0000000000, 16), REFUSED),
-        ((44, 206), (3, 0, 1, 0, 0x1000, 16), REFUSED),
         ((56, 220), (0x3D0F00,), ALLOWED),  # clone, as threads are made
-        ((56, 220), (17,), REFUSED),  # as processes are
         ((56, 220), (0x10010000,), REFUSED),  # a thread in a namespace of users
         ((435, 435), (), NO_SUCH_CALL),  # clone3
         ((257, 56), (-100 & 0xFFFFFFFFFFFFFFFF, 0, 0o2000000), ALLOWED),  # openat, to read
-        ((257, 56), (0, 0, 0o1101), ALLOWED),  # to write, created and emptied
         ((257, 56), (0, 0, 0o1000), REFUSED),  # emptied though only to be read
         ((72, 25), (3, 2), ALLOWED),  # fcntl F_SETFD
         ((72, 25), (3, 8), REFUSED),  # F_SETOWN
-        ((302, 261), (0, 7), ALLOWED),  # prlimit64 of itself
         ((302, 261), (1, 7), REFUSED),
-        ((157, 167), (15, 0), ALLOWED),  # prctl PR_SET_NAME
         ((157, 167), (1, 0), REFUSED),  # PR_SET_PDEATHSIG
         ((62, 129), (1, 9), REFUSED),  # kill
-        ((76, 45), (), REFUSED),  # truncate
-        ((268, 53), (), REFUSED),  # fchmodat
-        ((280, 88), (), REFUSED),  # utimensat
-        ((310, 270), (), REFUSED),  # process_vm_readv
         ((101, 117), (), REFUSED),  # ptrace
         ((425, 425), (), REFUSED),  # io_uring_setup
         ((5000, 5000), (), REFUSED),  # what there may be one day
@@ -244,28 +208,20 @@ def test_the_filter_of_system_calls(machine: str, architecture: int, column: int
         filter_for("riscv64")
 
 
-@pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder, with the reward function of the module's docstring."""
+@needs_isolation
+@pytest.mark.slow
+def test_the_example_is_a_reward_function_and_leaves_no_program_behind_when_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of the module's docstring."""
     monkeypatch.chdir(tmp_path)
     code = (sandbox.__doc__ or "").split("# rewards.py")[1].split("\n\nEach run")[0].partition("\n")[2]
     (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
-
-
-@needs_isolation
-@pytest.mark.usefixtures("example")
-def test_the_example_is_a_reward_function():
     program = "Here it is.\n```python\nprint(int(input()) * 2)\n```"
     completions = [program, [{"role": "assistant", "content": program.replace("* 2", "+ 2")}], "print(4)"]
     with FunctionReward("rewards.py:score") as reward:
         call = reward(["p"] * 3, completions, {"tests": [[["1", "2"], ["2", "4"]]] * 3})
     assert (call.scores, call.failures) == ([1.0, 0.5, 0.0], [])
-
-
-@needs_isolation
-@pytest.mark.slow
-@pytest.mark.usefixtures("example")
-def test_a_reward_function_given_up_leaves_no_program_behind():
     endless = "```python\nimport time\nwhile True: time.sleep(0.01)\n```"
     with FunctionReward("rewards.py:score", timeout_s=1.5) as reward:
         call = reward(["p"], [endless], {"tests": [[["1", "2"]]]})

@@ -1,9 +1,7 @@
 """The corpora of the embedded models: splits, the grammar read back, answers as the tasks give them."""
 
 import random
-import string
 
-from examples.embedded_models.build import build_tokenizer
 from examples.embedded_models.reviews import (
     HELD_OUT,
     TRAINING,
@@ -73,13 +71,3 @@ def test_pairs_and_labels_follow_the_grammar_without_held_out_nouns() -> None:
         assert all((polarity(str(row["completion"])) > 0) == bool(row["label"]) for row in good)
         texts = [pair["chosen"] + pair["rejected"] for pair in pairs] + [str(row["completion"]) for row in labelled]
         assert not {word.strip(".,") for text in texts for word in text.split()} & set(absent)
-
-
-def test_the_tokenizer_reads_letters_as_tokens_and_texts_in_parts() -> None:
-    tokenizer = build_tokenizer()
-    assert {len(tokenizer(f" {letter}").input_ids) for letter in string.ascii_lowercase} == {1}
-    for text in ("letters: d b a sorted: a b d", "Größe, 東京 🎬\n\ttabs  and   spaces .", "", " ,."):
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
-    for row in language_rows(300, seed=5):
-        parts = tokenizer(row["prompt"]).input_ids + tokenizer(row["completion"]).input_ids
-        assert parts == tokenizer(row["prompt"] + row["completion"]).input_ids

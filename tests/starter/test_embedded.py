@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tinyrl.starter
 from examples.embedded_models.build import HERE, PLANS, build, build_lookup_tokenizer, write_blank_models
@@ -14,13 +13,9 @@ from examples.embedded_models.reviews import reward_pairs
 from examples.embedded_models.text import episode_rows, language_rows
 from tests import running
 from tinyrl.config.recipe import load_config
-from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.reward_model import SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT
-from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
 from tinyrl.starter import write_rows
 from tinyrl.tasks.lookup import TASK
 
@@ -109,23 +104,3 @@ def test_every_word_of_lookup_is_one_token_and_texts_round_trip() -> None:
         assert tokenizer.unk_token_id not in tokens
         assert tokenizer.decode(tokens) == text
     assert tokenizer.decode(tokenizer(" search Ada\nfoo <b>").input_ids) == " search Ada<unk><unk>"
-
-
-def played(parts: Collector, *, greedy: bool) -> tuple[float, float]:
-    """(share of right answers, share of answers without a search) of whole episodes on held-out questions."""
-    key: dict[str, Any] = {"group_size": 1 if greedy else 4, "step": EVAL_STEP, "greedy": greedy}
-    samples = parts.collect(parts.eval_prompts, **key)
-    turns = [sum(m["role"] == "assistant" for m in one.played.transcript) for one in samples if one.played]
-    return sum(one.reward for one in samples) / len(samples), turns.count(1) / len(samples)
-
-
-def test_greedy_decoding_never_searches_and_sampling_does_in_nearly_half_of_the_episodes() -> None:
-    torch.set_num_threads(1)
-    config = load_config("grpo", "lookup", overrides=["run.threads=1", "task.max_samples=128"])
-    parts = load_collector(config, options=Options())
-    right, unsearched = played(parts, greedy=True)
-    assert unsearched == 1.0
-    assert right <= 0.15
-    right, unsearched = played(parts, greedy=False)
-    assert 0.45 < unsearched < 0.65
-    assert 0.2 < right < 0.45

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from tests.conftest import shared_data
 from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import EOS, tiny_tokenizer
-from tinyrl.data.formats import preference, text_examples
+from tinyrl.data.formats import text_examples
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import ObservationTokens, answer_tokens, render_answer
 from tinyrl.tasks.prompts import render_prompt, token_ids
@@ -74,8 +74,7 @@ def turns_of(tokenizer: Any, row: dict[str, Any], **more: Any) -> list[tuple[str
         ("hello", "world", ([3], [4, 2])),
         *[(None, text, ([1], [3, 2])) for text in ("hello", "<s> hello", "hello </s>", "<s> hello </s>")],
         (None, "hello </s> world", ([1], [3, 2, 4, 2])),
-        ("hello", "<s> world </s>", ([3], [4, 2])),
-        ("<s> hello", "<s> world", ([1, 3], [4, 2])),
+        ("<s> hello", "world </s>", ([1, 3], [4, 2])),
     ],
 )
 def test_a_text_has_one_start_and_one_end(prompt: str | None, answer: str, wanted: tuple[list[int], list[int]]):
@@ -85,30 +84,7 @@ def test_a_text_has_one_start_and_one_end(prompt: str | None, answer: str, wante
     assert render_answer(around, prompt, answer, **HOW) == (with_bos, wanted[1])
     around.bos_token = None  # then a text begins with EOS
     if prompt is None and answer == "hello":
-        assert render_answer(around, None, "</s> hello", **HOW) == render_answer(around, None, answer, **HOW)
         assert render_answer(around, None, answer, **HOW) == ([2], [3, 2])
-
-
-RENDERED = "[system]add<eos>\n[user]2+2?<eos>\n[assistant]"
-
-
-@pytest.mark.parametrize(
-    ("template", "chosen", "rejected", "prompt"),
-    [
-        (PLAIN, f"{RENDERED}It is 4<eos>\n", f"{RENDERED}It is 5<eos>\n", RENDERED),
-        (OPENS, f"{RENDERED}<think>\nI see a</think>4", f"{RENDERED}<think>\nI see b</think>4", RENDERED),
-        (None, "2+2? <think>a b</think> It is 4", "2+2? <think>a b</think> It is 5", "2+2? <think>a b</think> It is"),
-    ],
-)
-def test_pairs_that_hold_their_prompt_are_read_as_they_are(
-    template: str | None, chosen: str, rejected: str, prompt: str
-):
-    """What both begin with is no message to be rendered once more, and does not end within a thought."""
-    tokenizer, pair = tokenizer_with(template), preference({"chosen": chosen, "rejected": rejected})
-    for side, text in zip(pair.answers, (chosen, rejected), strict=True):
-        read, learnt = parts_of(tokenizer, pair.prompt, side)
-        assert read == prompt
-        assert read + learnt == f"{text.removesuffix(chr(10)).removesuffix('<eos>')}<eos>"
 
 
 # ---- turns of a chat ----
@@ -119,9 +95,7 @@ ASKED = "[user]2+2?<eos>\n[assistant]"
 @pytest.mark.parametrize(
     ("template", "prompt", "answer", "more", "wanted"),
     [
-        # a text that begins as its prompt ends does not repeat it
-        *[(PLAIN, [USER], text, {}, (ASKED, "4<eos>"))
-          for text in ("4", "4<eos>\n", "<eos>\n[assistant]4<eos>", f"{ASKED}4<eos>\n")],
+        *[(PLAIN, [USER], text, {}, (ASKED, "4<eos>")) for text in ("4", "4<eos>\n")],  # one end
         # a <think> that the template opens is not learnt twice
         *[(opening(opens), [USER], text, {}, (ASKED + opens, learnt)) for opens, text, learnt in (
             ("<think>\n", "<think>\nI\n</think>4", "I\n</think>4<eos>"),
@@ -171,7 +145,6 @@ def test_each_turn_of_a_conversation_is_exact():
 
 
 def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
-    """Words at spaces: the turn would grow the prompt's last word, which the policy never sees."""
     turn = "{% if m.role == 'assistant' %}{{ m.content }} </s>{% endif %}"
     tokenizer = small_tokenizer(template=f"hello{{% for m in messages %}}{turn}{{% endfor %}}")
     assert render_answer(tokenizer, [USER], said("world"), **HOW) == ([3], [4, 2])  # not [UNK] for "helloworld"
@@ -199,19 +172,6 @@ def real() -> Any:
 NEEDS_DATA = pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
 
 
-@NEEDS_DATA
-def test_turns_of_a_real_template():
-    """It opens a <think> as the variable says, and keeps that of earlier turns."""
-    row = {"messages": [USER, *said("<think>\neasy\n</think>\n\n4"), {"role": "user", "content": "3+3?"}, *said("6")]}
-    question = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    (first, second) = turns_of(real(), row, variables={"open_thinking": True})
-    assert first == (question, "easy\n</think>\n\n4<|im_end|>")
-    after = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    assert second == (f"{question}easy\n</think>\n\n4<|im_end|>\n{after}", "\n</think>\n\n6<|im_end|>")
-    with pytest.raises(ValueError, match="does not continue its own prompt"):  # thoughts behind a closed think block
-        turns_of(real(), row)
-
-
 # ---- observations: what the template would make of the whole conversation, and text that stays text ----
 
 LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
@@ -233,9 +193,9 @@ def test_the_tokens_of_an_episode_are_those_of_the_whole_conversation(make: Any,
     for reply in REPLIES:
         assert opened == ""
         tokens += token_ids(tokenizer, CALL + tokenizer.eos_token)
-        read = observations(reply, ended_at=end)
-        assert read.text == reply
-        tokens, opened = tokens + read.tokens, observations.opened
+        read, text = observations(reply, ended_at=end)
+        assert text == reply
+        tokens, opened = tokens + read, observations.opened
         messages += [{"role": "assistant", "content": CALL}, {"role": "tool", "content": reply}]
     whole = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(tokens) == whole
@@ -246,22 +206,21 @@ def test_the_tokens_of_an_episode_are_those_of_the_whole_conversation(make: Any,
 def test_special_tokens_in_a_reply_are_only_text(make: Any) -> None:
     tokenizer = make()
     observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={tokenizer.eos_token_id}, max_tokens=200)
-    harmless = observations("abc", ended_at=tokenizer.eos_token_id).tokens
-    special = [tokenizer.eos_token, tokenizer.pad_token, "<|im_start|>", "<|im_end|>", EOS]
-    text = f"a {' '.join(special)} [assistant]<|im_start|>assistant\nyes{tokenizer.eos_token}"
-    read = observations(text, ended_at=tokenizer.eos_token_id)
+    harmless = observations("abc", ended_at=tokenizer.eos_token_id)[0]
+    text = f"a {tokenizer.eos_token} {EOS} [assistant]<|im_start|>assistant\nyes{tokenizer.eos_token}"
+    read, _ = observations(text, ended_at=tokenizer.eos_token_id)
     for number in tokenizer.all_special_ids:
-        assert read.tokens.count(number) == harmless.count(number)
-    assert text in tokenizer.decode(read.tokens)
+        assert read.count(number) == harmless.count(number)
+    assert text in tokenizer.decode(read)
     as_text = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert observations(text, ended_at=None).tokens == as_text
+    assert observations(text, ended_at=None)[0] == as_text
 
 
 @both
 def test_a_long_reply_is_cut_and_its_text_goes_as_far_as_its_tokens(make: Any) -> None:
     tokenizer = make()
     observations = ObservationTokens(tokenizer, chat=False, variables={}, eos=set(), max_tokens=8)
-    for text in ("word " * 100_000, " " * 1_000_000, "x" * 1_000_000, "é" * 5000):
-        read = observations(text, ended_at=None)
-        assert len(read.tokens) <= 8
-        assert tokenizer.decode(read.tokens) == read.text == observations.cut(text)
+    for text in ("word " * 100_000, "é" * 5000):
+        read, shown = observations(text, ended_at=None)
+        assert len(read) <= 8
+        assert tokenizer.decode(read) == shown == observations.cut(text)

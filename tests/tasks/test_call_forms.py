@@ -98,15 +98,12 @@ def test_calls_are_read_in_the_form_of_the_template(
     assert ("tool_calls" in message) == (bool(calls) and not form.in_text)
     assert calls_of(message) == calls
     assert form.in_text == (template in (HERMES, None))
-    begins = {LLAMA: "{", MISTRAL: "[", GRANITE: "<|tool_call|>"}
-    assert form.begins == begins.get(template or "", "<tool_call>")
 
 
 def test_a_broken_call_is_one_that_fails() -> None:
     for template, text in (
         (LLAMA, '{"name": "add", "parameters": {'),
         (MISTRAL, '[TOOL_CALLS][{"name": "add"'),
-        (MISTRAL, "[TOOL_CALLS]" + "[" * 100_000),
         (MISTRAL, '[TOOL_CALLS][{"arguments": {}}]'),
         (CODER, "<tool_call>\n<function=>\n</function>"),
     ):

@@ -16,7 +16,7 @@ from tinyrl.data.rows import example_rows
 from tinyrl.rollout.load import load_method
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
-from tinyrl.tasks import Task, layout_notes, load_split, load_splits, load_task, text_in
+from tinyrl.tasks import Task, load_split, load_splits, load_task, text_in
 
 TASK = Task(
     name="toy",
@@ -49,7 +49,7 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
     name = f"{tmp_path / 'mine.py'}:TASK"
     config = Config.model_validate({"method": "grpo", "task": {"name": name}})
     check_before_loading(config)
-    assert load_splits(config) == [[{"prompt": "ab:", "answer": "ba"}], [{"prompt": "cd:", "answer": "dc"}]]
+    assert load_splits(config) == ([{"prompt": "ab:", "answer": "ba"}], [{"prompt": "cd:", "answer": "dc"}])
     verify = load_task(name).verify
     assert verify is not None
     assert verify(["ab:"] * 2, ["ba", "ab"], answer=["ba", "ba"]) == [1.0, 0.0]
@@ -58,7 +58,7 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
     for wrong in ("other.py:TASK", "none.py:TASK", "mine.py:X"):
         with pytest.raises(ValueError, match=r"^task\.name="):
             load_task(f"{tmp_path / wrong}")
-    with pytest.raises(ValueError, match="`countdown`"):
+    with pytest.raises(ValueError, match=r"^task\.name: .*countdown"):
         load_task("countdwon")
 
 
@@ -87,21 +87,16 @@ def test_data_and_eval_data_override_a_tasks_own_rows(tmp_path: Path):
     assert rows_of(TOY, "eval", max_samples=2) == [{"q": "eval 0"}, {"q": "eval 1"}]
     assert [rows_of(TOY, split, **both) for split in ("train", "eval")] == [[{"q": "a"}], [{"q": "b"}]]
     assert [len(rows_of(TOY, split, **one)) for split in ("train", "eval")] == [3, 1]
-    with pytest.raises(ValueError, match=r"no task\.data is given"):
-        rows_of(TOY, "train", columns={"q": "x"})
 
 
 def test_data_alone_is_split_by_prompt(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"q": f"{i % 30}", "n": i} for i in range(60)])
     train, held = (rows_of(TOY, split, data=source) for split in ("train", "eval"))
     assert (len(train), len(held)) == (54, 3)
-    assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert rows_of(TOY, "train", data=source, max_samples=6) == train[:6]
     more = jsonl(tmp_path / "c.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])  # all rows get the same columns
     columns = [{"q": "a", "x": 1, "y": None}, {"q": "b", "x": None, "y": 2}]
     assert rows_of(TOY, "train", data=more, eval_data=more) == columns
-    few = jsonl(tmp_path / "b.jsonl", [{"q": f"{i}"} for i in range(9)])
-    assert len(rows_of(TOY, "train", data=few)) == len(rows_of(TOY, "eval", data=few)) == 9
 
 
 def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path):
@@ -126,18 +121,7 @@ def test_no_more_rows_are_read_than_max_samples_takes(tmp_path: Path):
         assert rows_of(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
 
 
-def test_a_file_is_read_once_and_a_revision_reaches_the_hub_with_every_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)])
-    opened, lines = [], readers._lines
-    monkeypatch.setattr(readers, "_lines", lambda source: opened.append(source) or lines(source))
-    for method in ("grpo", "reward"):
-        config = Config.model_validate({"method": method, "task": {"data": source}})
-        check_before_loading(config)
-        train, held_out = load_splits(config) if method == "grpo" else example_rows(config)
-        assert (len(train), len(held_out), len(opened)) == (18, 2, 1)
-        opened.clear()
+def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
     def read(source: str, revision: str | None) -> list[tuple[str, dict[str, str]]]:
@@ -147,7 +131,6 @@ def test_a_file_is_read_once_and_a_revision_reaches_the_hub_with_every_source(
     monkeypatch.setattr(readers, "_read_dataset", read)
     task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
     rows_of(TOY, "train", **task)
-    rows_of(TOY, "eval", **task)
     example_rows(Config.model_validate({"method": "sft", "task": task}))
     assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b@test")]
 
@@ -161,22 +144,10 @@ def test_prompt_and_answer_of_own_rows(tmp_path: Path):
     for row, prompt, answer in (
         ({"messages": [ASKED, SAID, ASKED]}, [ASKED], None),
         ({"chosen": "so many are two", "rejected": "so many are three"}, "so many are", None),
-        ({"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "2"}}, "p", "2"),  # verl
-        ({"prompt": "p", "answer": 0, "reward_model": {"ground_truth": "2"}}, "p", 0),
+        ({"prompt": "p", "answer": 0}, "p", 0),
     ):
-        [read] = rows_of("rows", "train", data=jsonl(tmp_path / "a.jsonl", [row]), eval_data="none")
+        [read] = rows_of("rows", "train", data=jsonl(tmp_path / "a.jsonl", [row]))
         assert (load_task("rows").prompt(read), read.get("answer")) == (prompt, answer)
-        assert len(layout_notes(read)) == (answer == "2")
-
-
-def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path: Path):
-    data = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": ""}, {"prompt": "q", "answer": ["a", "b"]}])
-    values = {"method": "grpo", "task": {"data": data, "eval_data": data}}
-    own = {"functions": [{"use": "rewards.py:score"}]}
-    rows = load_split(Config.model_validate({**values, "reward": own}), "train")
-    assert [row["answer"] for row in rows] == ["", ["a", "b"]]
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: 'answer' is empty"):
-        load_split(Config.model_validate(values), "train")
 
 
 def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
@@ -187,6 +158,15 @@ def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=f"a.jsonl:2: .*{wanted}"):
             rows_of(TOY, "train", data=jsonl(tmp_path / "a.jsonl", [{"q": "a"}, row]))
+    answers = ["a", ["a", "b"]]  # one that only the own reward reads may be anything
+    values = {
+        "method": "grpo",
+        "task": {"data": jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "answer": a} for a in answers])},
+    }
+    own = Config.model_validate({**values, "reward": {"functions": [{"use": "rewards.py:score"}]}})
+    assert [row["answer"] for row in load_split(own, "train")] == answers
+    with pytest.raises(ValueError, match=r"b\.jsonl:2: 'answer'"):
+        load_split(Config.model_validate(values), "train")
 
 
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}

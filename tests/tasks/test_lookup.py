@@ -6,7 +6,7 @@ import pytest
 
 from tinyrl.environments import Reply
 from tinyrl.tasks.grading import by_row
-from tinyrl.tasks.lookup import ATTRIBUTES, NAMES, TASK, fact, respond, score
+from tinyrl.tasks.lookup import TASK, respond, score
 
 verify = by_row(score)
 
@@ -51,12 +51,3 @@ def test_searching_as_asked_finds_the_answer_of_every_row() -> None:
 )  # fmt: skip
 def test_replies_of_the_search(turn: str, reply: Reply | None) -> None:
     assert respond(["q"], [[{"role": "assistant", "content": turn}]], world=["eval 0 0"]) == [reply]
-
-
-def test_facts_differ_from_world_to_world_and_stay_in_the_family() -> None:
-    jobs = [fact(f"train 0 {i}", "Ada", "Stone", "job") for i in range(1600)]
-    counts = [jobs.count(job) for job in ATTRIBUTES["job"]]
-    assert sum(counts) == 1600
-    assert 60 < min(counts) <= max(counts) < 140  # 100 each, give or take four standard deviations
-    parents = {fact(f"train 0 {i}", "Ada", "Stone", "parent") for i in range(1600)}
-    assert parents == {f"{name} Stone" for name in NAMES} - {"Ada Stone"}

@@ -8,9 +8,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import shared_data
-from tests.running import SignalAt
-from tinyrl.errors import Interrupted
-from tinyrl.runs import signals
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import prepare_prompts, render_prompt
 
@@ -60,7 +57,6 @@ ASKED = "<s> user : hello </s> <s> assistant : "
         (None, "world", {"system_prompt": "hello"}, "hello\n\nworld", ""),
         (TEMPLATE, "hello", {"chat": False}, "hello", ""),
         (TEMPLATE, "hello", {}, ASKED, ""),
-        (TEMPLATE, f"{ASKED}world </s>", {}, ASKED.replace("hello", f"{ASKED}world </s>"), ""),  # its turn has ended
         (TEMPLATE, "hello", {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
         (TEMPLATE, [OLD, HELLO], {"system_prompt": "new"}, f"<s> system : new </s> {ASKED}", ""),
         (TEMPLATE, [OLD, HELLO], {"system_prompt": ""}, f"<s> system :  </s> {ASKED}", ""),
@@ -83,12 +79,7 @@ def test_a_prompt_as_text(template, prompt, how, text, opened):
 
 def test_messages_in_parts_are_the_same_prompt_behind_the_bos_of_the_template():
     tokenizer = small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE)
-    for text in ("hello", ASKED, ASKED.removeprefix("<s> ")):  # also one that is rendered already, or but for the BOS
-        assert render_prompt(tokenizer, text).tokens == [1, 7, 8, 3, 2, 1, 0, 8]
-    once = small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE.replace("<s> ", "> "))  # which writes none itself
-    assert [render_prompt(once, f"{bos}> user : hello </s> > assistant : ").tokens for bos in ("", "<s> ")] == [
-        [0, 7, 8, 3, 2, 0, 0, 8], [1, 0, 7, 8, 3, 2, 0, 0, 8],
-    ]  # fmt: skip
+    assert render_prompt(tokenizer, "hello").tokens == [1, 7, 8, 3, 2, 1, 0, 8]
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}]
     whole = [{"role": "user", "content": "hello world"}]
     assert render_prompt(tokenizer, parts).tokens == render_prompt(tokenizer, whole).tokens
@@ -124,31 +115,16 @@ def test_long_prompts_are_refused_naming_the_first_or_dropped():
     assert [p.index for p in prepared(["hello " * 5, "hello world"], on_overlong_prompt="drop")] == [1]
 
 
-def test_a_stop_ends_the_preparation(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
-    with pytest.raises(Interrupted), SignalAt(3):
-        prepared(["hello"] * 10)
-
-
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
 def test_a_real_chat_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(f"{shared_data()}/chat-tokenizer")
     for said, thoughts in (("Say hi", 1), ("Say <think> hi", 1)):  # a marker in what a person says is text
         rendered = render_prompt(tokenizer, said, system_prompt="Be kind")
-        assert rendered.text == (
-            f"<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        )
-        assert rendered.opened == ""
         messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": said}]
         its_own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         assert (rendered.tokens == its_own["input_ids"]) == (said == "Say hi")
         assert rendered.tokens.count(tokenizer.convert_tokens_to_ids("<think>")) == thoughts
-        assert tokenizer.decode(rendered.tokens) == rendered.text
-
-    tokenizer.chat_template = "{%- set open_thinking = true %}" + tokenizer.chat_template
-    assert render_prompt(tokenizer, "hi").opened == "<think>\n"
-    assert render_prompt(tokenizer, "hi", chat=False).text == "hi"
+        assert (tokenizer.decode(rendered.tokens), rendered.opened) == (rendered.text, "")
 
 
 def test_the_date_of_a_run_is_the_clock_of_the_template():

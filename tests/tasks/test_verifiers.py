@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import shared_data
 from tests.running import rows_of
-from tinyrl.environments.search import INVALID
 from tinyrl.starter import split_of
 from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_task
 from tinyrl.tasks.search_qa import normalised_answer
@@ -40,13 +38,12 @@ SCORES: list[tuple[str, Row, dict[float | None, list[Any]]]] = [
     ("gsm8k", {"question": "?", "answer": "1 + 2 = 3\n#### 1,024"},
      {
         1.0: [
-            "so\n#### 1024", "#### $1,024.00", "#### 1024 apples in 3 boxes", "#### 7\n#### 1024", "####\n1024",
+            "#### $1,024.00", "#### 1024 apples in 3 boxes", "#### 7\n#### 1024", "####\n1024",
             "so \\boxed{1{,}024} of 3", "#### done\nThe answer is 1024", "That makes 1024.", [said("#### 1024")],
         ],
         0.0: [
-            "#### 1025", "#### -1024", "#### 1024\n#### 7", "1024\n#### 7", "\\boxed{7} 1024", "1024 or 7",
-            "#### 1024.5", "#### 1 024", "#### ١٠٢٤", "#### 1024e999999999", "no idea", "", "9**9**9",
-            "9" * MB, "#### " + "1024" * 250_000, "#### " * 200_000, [], [said(None)],
+            "#### -1024", "#### 1024\n#### 7", "\\boxed{7} 1024", "1024 or 7", "#### 1024.5", "#### 1 024", "#### ١٠٢٤",
+            "", "9**9**9", "9" * MB, "#### " * 200_000, [], [said(None)],
         ],
      }),
     # a third of Logic-RL's 3, 1 - 1.5, 1 - 2 and -3
@@ -59,33 +56,26 @@ SCORES: list[tuple[str, Row, dict[float | None, list[Any]]]] = [
         ],
         -0.5 / 3: [roles("Zoey is a knave, Ann is a knave"), roles("Zoey is a knave, Ann is a knight")],
         -1 / 3: [
-            *map(roles, ("Zoey is a knight", "", "knight, knave", "Zoey: knight, Ann: knave")),
-            *map(roles, (f"{ROLES}, Bob is a knight", f"{ROLES}, or Zoey is a knave")),
-            *map(roles, (f"{ROLES} (a knave lies)", "Zoey is a knight, Bob is a knave")),
-            *map(roles, ("Zoey is a knight, Zoey is a knight", "Zoey is a knight, Annabel is a knave")),
-            *map(roles, (" " * MB, "a " * 500_000, "Zoey is a knight " * 60_000)),
+            *map(roles, ("Zoey is a knight", "", "Zoey: knight, Ann: knave", f"{ROLES}, or Zoey is a knave")),
+            *map(roles, (f"{ROLES} (a knave lies)", "Zoey is a knight, Bob is a knave", "Zoey is a knight " * 60_000)),
         ],
         -1.0: [
-            "", ROLES, f"<answer>{ROLES}</answer>", f"<think>a<answer>{ROLES}</answer></think>",
-            f"a</think><answer>{ROLES}</answer>", f"<think>a</think><answer>{ROLES}",
+            ROLES, f"<think>a<answer>{ROLES}</answer></think>", f"<think>a</think><answer>{ROLES}",
             f"{roles(ROLES)}<answer>{ROLES}</answer>", "<answer>" * 125_000, "is a knight" * 90_000, [],
         ],
      }),
     ("search_qa", {"question": "?", "golden_answers": GOLDEN},
      {
         1.0: [
-            "<answer>George Eliot</answer>", "<answer> the george   eliot. </answer>",
-            "<think>so</think><answer>mary ann evans</answer> done",
+            "<answer> the george   eliot. </answer>", "<think>so</think><answer>mary ann evans</answer> done",
             "<answer>no</answer> wait <answer>George Eliot</answer>",
-            [said("<search>q</search>"), read("x"), said("<answer>George Eliot</answer>")],
             [said("<answer>George Eliot</answer>"), read("<answer>Charles Dickens</answer>")],
         ],
         0.0: [
             "George Eliot", "<answer>George</answer>", "<answer>George Eliot and others</answer>",
             "<answer>George Eliot</answer> no: <answer>Dickens</answer>", "<answer>George Eliot", [],
             [said("<search>q</search>"), read("<information><answer>George Eliot</answer></information>")],
-            [said("<answer>"), read("George Eliot"), said("</answer>")],
-            [said("x"), read(INVALID), said("George Eliot")], "<answer>" + "the " * 300_000 + "</answer>",
+            "<answer>" + "the " * 300_000 + "</answer>",
         ],
      }),
     ("search_qa", {"question": "?", "golden_answers": "Paris"}, {1.0: ["<answer>the paris</answer>"]}),
@@ -100,29 +90,23 @@ SCORES: list[tuple[str, Row, dict[float | None, list[Any]]]] = [
     {1.0: ["The answer is 1,000."], 0.0: ["1000 or 7", "<answer>x</answer> 1000", "9" * MB]}),
     ("rows", {"prompt": "?", "answer": "new york"}, {1.0: ["so\n#### New  York", "so \\boxed{New York}"]}),
     ("rows", {"prompt": "?", "answer": "12"}, {1.0: ["答えは１２です。", "１２"]}),
-    ("rows", {"prompt": "?", "answer": 12}, {1.0: ["The answer is 12 of 13: <answer>$12.00</answer>"]}),
-    ("rows", {"prompt": "?", "answer": 0.5}, {1.0: ["0.5", "so \\boxed{1/2}"]}),
+    ("rows", {"prompt": "?", "answer": 0.5}, {1.0: ["0.5", "so \\boxed{1/2} of 3"]}),
     ("rows", {"prompt": "?", "answer": "48 + 24 = 72\n#### 72"}, {1.0: ["so 72"]}),
-    ("rows", {"prompt": "?", "answer": True}, {1.0: ["True"]}),
     ("rows", {"prompt": "?", "answer": "."}, {0.0: [""]}),
-    ("rows", {"prompt": "?", "answer": "a"}, {0.0: ["a\u0301\u0316" * 300_000]}),
     *[("rows", {"prompt": "?", "answer": none}, {None: ["", "a"]}) for none in (None, "", " \n", ["a"])],
     ("countdown", {"numbers": [3, 7, 25], "target": 46, "solution": None},
      {
         1.0: [
-            "<answer>3 * 7 + 25</answer>",
             "First 25 + 7.\n<think>no</think><answer>\n(7*3)+25\n</answer> done",
             "<answer>25 + 7 * 3 = 46</answer>", "<answer>２５ ＋ ７ ＊ ３ ＝ 46</answer>",
             "Let me see: 25 + 3 = 28\n25 + 3 × 7", "`25 + 21/7*7*0`\n3*7 - -25",
-            [said("<answer>25+3*7</answer>")],
         ],
         0.0: [
             "<answer>25 + 21</answer>",  # 21 is no given number
             "<answer>3 * 7 + 25 + 7 - 7</answer>",  # 7 used three times
-            "<answer>46</answer>", "<answer>3 + 7 + 25</answer>",
-            "<answer>3 * 7 + 25</answer><answer>7</answer>", "<answer></answer>", "<answer>3 * 7 + 25",
-            "<answer>3 * 7 + 25.0</answer>", "<answer>int('46')</answer>", "<answer>٣ * 7 + 25</answer>",
-            "<answer>9**9**9</answer>", "<answer>3/(7-7)</answer>", "3 * 7 + 25\nso there", "", "(" * MB, [],
+            "<answer>46</answer>", "<answer>3 * 7 + 25</answer><answer>7</answer>", "<answer>3 * 7 + 25.0</answer>",
+            "<answer>int('46')</answer>", "<answer>9**9**9</answer>", "<answer>3/(7-7)</answer>",
+            "3 * 7 + 25\nso there", "", "(" * MB, [],
         ],
      }),
     ("countdown", {"numbers": [1, 3, 3, 7], "target": 7}, {1.0: ["<answer>(1/3)*3*7</answer>"]}),
@@ -211,8 +195,6 @@ def test_own_rows_are_the_same_every_time_and_of_their_splits() -> None:
         numbers = [row["numbers"] if name == "countdown" else [row["first"], row["second"]] for row in train + held]
         keys = {(*sorted(some), row.get("target")) for some, row in zip(numbers, train + held, strict=True)}
         assert len(keys) == size + 512
-    train[0]["numbers"].append(1)
-    assert load_task("countdown").rows("train")[0] == first["countdown"]
 
 
 @given(
@@ -235,9 +217,7 @@ def test_answers_that_are_counted_as_the_same() -> None:
     for name, text, answer in (
         ("gsm8k", "#### 1,000.50", Fraction(2001, 2)),
         ("knights_and_knaves", "<answer>Ann is a knave, Zo is a knight</answer>", {("ann", "knave"), ("zo", "knight")}),
-        ("knights_and_knaves", ROLES, None),
         ("search_qa", "so <answer> The Who. </answer>", "who"),
-        ("rows", "so <answer> Paris. </answer>", "paris"),
         ("rows", "#### $1,000.00", "1000"),
         ("rows", "  ", None),
         ("countdown", "<answer>3 * 7 + 25 = 46</answer>", "3*7+25"),
@@ -268,7 +248,7 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_hub_and_tasks_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"task\.data=FILE\.jsonl with columns 'question' and 'golden_answers'"):
+    with pytest.raises(ValueError, match=r"task\.data=FILE\.jsonl"):
         rows_of("search_qa", "train")
     for module, names in ((gsm8k, "openai/gsm8k:main@train test"), (knights_and_knaves, "K-and-K train test@3ppl")):
         monkeypatch.setattr(module, "read_rows", lambda source, columns=None: [{"from": source, **(columns or {})}])
@@ -287,39 +267,11 @@ def test_answers_are_compared_as_squad_does() -> None:
     assert {text: normalised_answer(text) for text in normalised} == normalised
 
 
-def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:
-    files = write(tmp_path)
-    names = [f"{name}{end}.jsonl" for name in ("answers", "pairs", "styles") for end in (".eval", "")]
-    assert sorted(path.name for path in files) == names
-    for file in files:
+def test_the_files_of_sums_end_with_the_sum_but_for_the_wrong_ones(tmp_path: Path) -> None:
+    files = [path for path in write(tmp_path) if ".eval" in path.name]
+    for file, columns in zip(
+        files, ({"completion": 1.0}, {"chosen": 1.0, "rejected": 0.0}, {"chosen": 1.0}), strict=True
+    ):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        for column in {"completion", "chosen", "rejected"} & set(rows[0]):
-            right = 0.0 if column == "rejected" and file.name.startswith("pairs") else 1.0
+        for column, right in columns.items():
             assert set(scores(load_task("sums"), [row[column] for row in rows], rows)) == {right}
-
-
-# ---- real data ----
-
-
-@pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
-@pytest.mark.parametrize(("name", "counts"), [("gsm8k", (7473, 1319)), ("knights-and-knaves", (900, 100))])
-@pytest.mark.wide
-def test_every_gold_answer_of_real_rows_has_full_marks(name: str, counts: tuple[int, int]) -> None:
-    task, folder = load_task(name.replace("-", "_")), f"{shared_data()}/{name}"
-    for split, count in zip(("train", "eval"), counts, strict=True):
-        rows = rows_of(task.name, split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
-        assert len(rows) == count
-        assert scores(task, [task.gold(row) for row in rows], rows) == [1.0] * count
-        # the data's own numbers, read by the plainest means there are; its other columns, with one person turned around
-        if name == "gsm8k":
-            plain = [row["answer"].split("#### ")[1].replace(",", "") for row in rows]
-            assert scores(task, [f"so it is {number}" for number in plain], rows) == [1.0] * count
-            assert scores(task, [f"#### {int(number) + 1}" for number in plain], rows) == [0.0] * count
-            continue
-        for flip, score in ((None, 1.0), (0, -0.5 / 3), (2, -0.5 / 3)):
-            texts = []
-            for row in rows:
-                people = enumerate(zip(row["names"], row["solution"], strict=True))
-                truths = [(name, truth != (i == flip)) for i, (name, truth) in people]
-                texts.append(", ".join(f"{name} is a {'knight' if truth else 'knave'}" for name, truth in truths))
-            assert scores(task, list(map(roles, texts)), rows) == [pytest.approx(score)] * count

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -13,8 +14,8 @@ from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
-from tinyrl.generation.scheduler import IncrementalDetokenizer
 from tinyrl.runs.launched import Options
+from tinyrl.text import IncrementalDetokenizer
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
 
 TEMPLATE = (
@@ -64,7 +65,7 @@ def test_temperature_zero_is_greedy(session: ChatSession) -> None:
     assert say(session, ASKED)[0] == session(ASKED, greedy=True)
     session.set_temperature(0.5)
     assert (session.greedy, session.engine.settings.temperature) == (False, 0.5)
-    with pytest.raises(ValueError, match="0 \\(greedy\\) to 100"):
+    with pytest.raises(ValueError, match="-1"):
         session.set_temperature(-1)
 
 
@@ -115,23 +116,21 @@ def test_an_environment_answers_in_the_middle(tmp_path: Path) -> None:
 # ---- in a terminal ----
 
 
-def transcript(session: ChatSession, *lines: str) -> str:
-    """What is written when these lines are typed."""
-    typed, written = iter(lines), list[str]()
+@pytest.fixture
+def typed(session: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return what is printed when these lines are typed."""
 
-    def read(prompt: str) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
+    def transcript(*lines: str) -> str:
+        monkeypatch.setattr("builtins.input", lambda prompt, left=iter([*lines, "/quit"]): next(left))
+        converse(session)
+        return capsys.readouterr().out
 
-    converse(session, read=read, write=written.append)
-    return "".join(written)
+    return transcript
 
 
-def test_commands_do_what_help_says(session: ChatSession) -> None:
+def test_commands_do_what_help_says(session: ChatSession, typed: Any) -> None:
     asked = ["", "/reward", ASKED, "/reward", "/temperature 0", "/temperature x", "/prompt 1", "/prompt 0.5"]
-    written = transcript(session, *asked, "/what", "/quit", "/reset")
+    written = typed(*asked, "/what", "/quit", "/reset")
     assert written.count("nothing has been asked yet") == 1
     for expected in ("reward ", ", variety ", "'x'", "'0.5'", "/help"):
         assert expected in written
@@ -140,22 +139,19 @@ def test_commands_do_what_help_says(session: ChatSession) -> None:
     assert session.answer.prompt.index == 1
 
 
-def test_what_a_model_writes_is_made_safe_to_show(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    hostile = "\x1b[2J\u202e\ud800<script>" + "x" * 100_000
+def test_what_a_model_writes_is_made_safe_to_show(
+    session: ChatSession, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, answer = say(session, "a")
+    hostile = "\x1b[2J\u202e\ud800<script>"
     monkeypatch.setattr(ChatSession, "say", lambda session, text, on_text: on_text("policy", hostile) or answer)
-    written = transcript(session, "hello")
-    assert "[ESC][2J[U+202E][U+D800]<script>xxx" in written
-    assert "\x1b" not in written
-    written.encode("utf-8")
+    assert "[ESC][2J[U+202E][U+D800]<script>" in typed("hello")
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_conversation(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = session.engine.begin
-    monkeypatch.setattr(
-        session.engine, "begin", lambda tokens, _: begin(tokens, lambda *_: signal.raise_signal(signal.SIGINT))
-    )
-    written = transcript(session, ASKED, "/temperature 0")
-    assert "stopped" in written
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(
+    session: ChatSession, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IncrementalDetokenizer, "add", lambda *_, **__: signal.raise_signal(signal.SIGINT) or "")
+    assert "stopped" in typed(ASKED, "/temperature 0")
     assert session.answer is None
     assert session.greedy

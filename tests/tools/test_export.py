@@ -18,7 +18,7 @@ from tinyrl.evaluation.targets import policy_at
 from tinyrl.runs.launched import Options
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export import Bundle, compared, curve, export, licence_of, model_card
+from tinyrl.tools.export import Bundle, compared, export, licence_of, model_card
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
 
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def merged(run: Path, out: Path, *, dtype: str = "float32", accept_changes: bool = False) -> Bundle:
-    return export(str(run), merge=True, dtype=dtype, output=str(out), accept_changes=accept_changes)
+def merged(run: Path, out: Path, *, dtype: str = "float32") -> Bundle:
+    return export(str(run), merge=True, dtype=dtype, output=str(out))
 
 
 def own_answers(run: Path) -> list[str]:
@@ -60,10 +60,9 @@ def library_answers(model, tokenizer) -> list[str]:
 
 def test_an_adapter_is_read_by_peft_alone_and_answers_the_same(folder: Path):
     bundle = export(str(folder / "lora"))
+    assert export(str(folder / "lora")) == bundle  # in place of the one before
     out, base = bundle.folder, folder / "base"
-    names = {path.name for path in out.iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md", "export.json"} <= names
-    assert not {"optimizer.safetensors", "state.json", "MANIFEST.json", "random.safetensors"} & names
+    assert not {"optimizer.safetensors", "state.json", "MANIFEST.json"} & {path.name for path in out.iterdir()}
     bare, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(out)
     without = library_answers(bare, tokenizer)
     theirs = library_answers(PeftModel.from_pretrained(bare, str(out)), tokenizer)
@@ -96,37 +95,39 @@ def test_bfloat16_is_float32_rounded_and_a_4bit_run_is_merged_into_the_unquantis
     four = merged(run, tmp_path / "four")
     assert any("4bit" in note and "unquantised" in note for note in four.notes)
     exact = merged(folder / "lora", tmp_path / "exact").folder
-    rounded = merged(folder / "lora", tmp_path / "rounded", dtype="bfloat16", accept_changes=True).folder
+    rounded = merged(folder / "lora", tmp_path / "rounded", dtype="bfloat16").folder
     a, b, c = (load_file(path / "model.safetensors") for path in (exact, rounded, four.folder))
     assert a.keys() == b.keys() == c.keys()
     assert all(torch.equal(a[name].bfloat16(), b[name]) and torch.equal(a[name], c[name]) for name in a)
 
 
 def test_a_model_that_is_not_the_policy_is_not_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where the merge loses the adapter, or rounding changes over 1 % of the tokens unless that is accepted."""
+    """Where the merge loses the adapter, or rounding changes over 10 % of the tokens."""
     with monkeypatch.context() as patched:
         patched.setattr(PeftModel, "merge_and_unload", lambda model: model.unload(), raising=False)
         with pytest.raises(ValueError, match="is not the policy"):
             merged(folder / "lora", tmp_path / "out")
-    monkeypatch.setattr(exporting, "compared", lambda wanted, saved: (0.3, 0.02))
-    with pytest.raises(ValueError, match=r"2\.00% of .* more than 1%"):
-        merged(folder / "lora", tmp_path / "out", dtype="bfloat16")
-    assert not list(tmp_path.iterdir())
-    assert "2.00% of" in merged(folder / "lora", tmp_path / "out", dtype="bfloat16", accept_changes=True).notes[0]
+    for changed, kept in ((0.12, False), (0.02, True)):
+        monkeypatch.setattr(exporting, "compared", lambda wanted, saved, changed=changed: (0.3, changed))
+        if kept:
+            assert "2.00% of" in merged(folder / "lora", tmp_path / "out", dtype="bfloat16").notes[0]
+        else:
+            with pytest.raises(ValueError, match=r"12\.00% of"):
+                merged(folder / "lora", tmp_path / "out", dtype="bfloat16")
+            assert not list(tmp_path.iterdir())
 
 
-def test_the_share_of_changed_tokens_and_the_gap_are_counted_over_positions():
-    wanted = [torch.tensor([[0.0, -1.0], [-1.0, 0.0]]), torch.tensor([[-2.0, -1.0], [0.0, -3.0]])]
-    saved = [torch.tensor([[0.0, -1.0], [-1.0, -0.5]]), torch.tensor([[-1.0, -2.0], [0.0, -3.0]])]
-    assert compared(wanted, saved) == (1.0, 0.25)
+def test_changed_tokens_and_the_gap_are_counted_over_positions():
+    wanted = [(torch.tensor([-1.0, -2.0]), torch.tensor([3, 4])), (torch.tensor([-0.5, -0.5]), torch.tensor([0, 1]))]
+    saved = [(torch.tensor([-1.0, -2.0]), torch.tensor([3, 4])), (torch.tensor([-0.5, -1.5]), torch.tensor([0, 2]))]
+    assert compared(wanted, saved) == (0.25, 0.25)
 
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path, tmp_path: Path):
     (there := tmp_path / "there").mkdir()
     (there / "mine.txt").write_text("mine")
     cases = [
-        (folder / "lora", {"output": str(there)}, "exists"),
-        (folder / "lora", {"output": str(there), "overwrite": True}, "no exported folder"),
+        (folder / "lora", {"output": str(there)}, "no exported folder"),
         (folder / "lora", {"dtype": "bfloat16"}, "is for a whole model"),
         (folder / "nowhere", {}, "is not a run"),
     ]
@@ -161,18 +162,16 @@ def card(**sections: Any) -> str:
     return model_card(config, STEPS, name="my-run", step=20, dtype=None, notes=[], picture=False)
 
 
-def test_the_card_has_base_data_rewards_and_the_curve_up_to_the_checkpoint():
+def test_the_card_has_base_data_rewards_and_the_evaluation_at_the_checkpoint():
     reward = {"functions": [{"use": "/somewhere/private/rewards.py:score", "weight": 0.5}]}
     text = card(task={"data": "openai/gsm8k:main", "name": "gsm8k"}, reward=reward)
     assert text.startswith('---\nlibrary_name: "peft"\nbase_model: "Qwen/Qwen3-0.6B"\n')
     assert 'datasets: ["openai/gsm8k"]' in text
     assert "- rewards.py:score, weight 0.5" in text
+    assert "- a reward model, mine" in card(reward={"model": "/somewhere/mine"})
     assert "/somewhere" not in text  # a folder of this machine is nobody's business
-    assert "| 20 | 0.750 | 1.500 |" in text
     assert "0.900" not in text
     assert "| reward_mean | 0.750 (95 %: 0.700 to 0.800) |" in text
-    lines = curve({step: {"eval/reward_mean": step / 1000} for step in range(0, 1001, 5)}).splitlines()
-    assert (len(lines), lines[2][:5], lines[-1][:8]) == (2 + 12, "| 0 |", "| 1000 |")
 
 
 def test_the_lines_that_use_an_adapter_load_its_base():
@@ -186,10 +185,12 @@ def test_the_lines_that_use_an_adapter_load_its_base():
 def test_the_licence_is_the_bases_own(tmp_path: Path):
     assert licence_of("starter") == "apache-2.0"
     assert licence_of("Qwen/Qwen3-0.6B") is None
-    (tmp_path / "LICENSE").write_text("\nMIT License\n\nCopyright")
-    assert licence_of(str(tmp_path)) == "MIT License"
-    (tmp_path / "README.md").write_text("---\nlicense: llama3.2\n---\n# a model")
-    assert licence_of(str(tmp_path)) == "llama3.2"
+    for text, licence in (
+        ("---\ntags: [a]\nlicense: llama3.2\n---\n# a model", "llama3.2"),
+        ("---\ntags: [a]\n---\nlicense: mit", None),
+    ):
+        (tmp_path / "README.md").write_text(text)
+        assert licence_of(str(tmp_path)) == licence
 
 
 def test_hostile_names_are_text():

@@ -73,17 +73,14 @@ def test_the_first_update_and_what_it_moves(
     assert running.go_on(run) == 0
 
 
-@pytest.mark.parametrize("kind", ["adapter", "shared"])
-def test_warm_up_trains_the_critic_only(kind: str, tiny: TinyModels, tmp_path: Path) -> None:
+def test_warm_up_trains_the_critic_only(tiny: TinyModels, tmp_path: Path) -> None:
     often = {"num_steps": 3, "save_every": 1, "keep_checkpoints": 9}
-    critic = {"kind": kind, "warmup_steps": 2}
-    run = trained(running.config("ppo", tiny("llama"), critic=critic, run=often), tmp_path)
+    run = trained(running.config("ppo", tiny("llama"), critic={"warmup_steps": 2}, run=often), tmp_path)
     start, warm, end = (load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in (0, 2, 3))
     heads = [load_file(run.checkpoints / f"step-{s:06d}" / "value_head.safetensors")["weight"] for s in (0, 1)]
     assert all(torch.equal(start[n], warm[n]) for n in start)
     assert any(not torch.equal(warm[n], end[n]) for n in start)
-    assert not heads[0].any()
-    assert heads[1].any()
+    assert (bool(heads[0].any()), bool(heads[1].any())) == (False, True)
 
 
 def passes_of(trainer: Any) -> list[Pass]:

@@ -1,6 +1,5 @@
 """PPO: A2C's gradient by hand, text beside the rewards (PPO-ptx), critics that start from a run or a reward model."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
-from tinyrl.models.batch import Batch
+from tinyrl.models.batch import examples
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
@@ -27,8 +26,7 @@ from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.ppo import Ppo, ptx_pass
 from tinyrl.training.rows import Example
-from tinyrl.training.run import Run
-from tinyrl.training.state import RunState
+from tinyrl.training.run import Run, RunState
 from tinyrl.training.step import Pass, Updater
 
 A2C = {"preset": "a2c", "num_epochs": 1, "minibatch_size": None}
@@ -103,14 +101,14 @@ def test_a2c_is_the_gradient_of_a2c(model: Path, tmp_path: Path, monkeypatch: py
     assert running.metrics(run)[-1]["objective/kl"] > 1e-4
 
 
-def test_the_weight_of_the_kl_waits_while_the_critic_warms_up(model: Path, tmp_path: Path) -> None:
+def test_neither_the_weight_of_the_kl_nor_text_moves_while_the_critic_warms_up(model: Path, tmp_path: Path) -> None:
     """The policy does not move, so its KL of 0 says nothing of the weight."""
-    adaptive = {"target_kl": 6.0}
-    settings = running.config("ppo", model, critic={"warmup_steps": 2}, ppo=adaptive, run={"num_steps": 4})
-    run = trained(settings, tmp_path)
-    kl_coefs = [line["objective/kl_coef"] for line in running.metrics(run)[1:]]
-    assert kl_coefs[:3] == [0.05] * 3
-    assert kl_coefs[3] != 0.05
+    own = with_text(target_kl=6.0)
+    run = trained(running.config("ppo", model, critic={"warmup_steps": 2}, run={"num_steps": 4}, **own), tmp_path)
+    lines = running.metrics(run)[1:]
+    assert [line["objective/kl_coef"] for line in lines][:3] == [0.05] * 3
+    assert lines[3]["objective/kl_coef"] != 0.05
+    assert ["policy/ptx_loss" in line for line in lines] == [False, False, True, True]
 
 
 TEXT = Path(__file__).parents[1] / "text_rows.jsonl"  # ten rows, of `text` and of `prompt` and `completion`
@@ -128,33 +126,24 @@ def method(model: Path) -> Iterator[Ppo]:
     made.close()
 
 
-def drawn(method: Ppo, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int, minibatch: int) -> list[int]:
-    """The rows of one optimizer step, read off the loss of its pass."""
-    seen: list[int] = []
-
-    def noted(_: Any, batch: Batch) -> Tensor:
-        seen.extend(method.text.index([one]) for one in batch.items)
-        return torch.zeros(())
-
-    monkeypatch.setattr("tinyrl.training.ppo.negative_log_likelihood", noted)
-    monkeypatch.setattr("tinyrl.training.ppo.PTX_ROWS", 3)
-    run: Any = SimpleNamespace(state=RunState(step=step), update=2 * epoch + minibatch)
-    one = ptx_pass(method, run)
-    one.loss(method.policy.batch_of(one.items))
-    return seen
+def drawn(method: Ppo, *, step: int, update: int) -> list[int]:
+    """The rows of one optimizer step."""
+    run: Any = SimpleNamespace(state=RunState(step=step), update=update)
+    chosen: Any = ptx_pass(method, run).items
+    return [method.text.index([one]) for one in chosen]
 
 
 def test_rows_are_a_stream_of_shuffled_epochs_keyed_by_where_the_update_stands(
     method: Ppo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of two epochs of two minibatches of three rows are 24 rows: all ten, all ten, and four."""
-    at = [(step, epoch, minibatch) for step in (0, 1) for epoch in (0, 1) for minibatch in (0, 1)]
-    rows = [row for s, e, m in at for row in drawn(method, monkeypatch, step=s, epoch=e, minibatch=m)]
+    monkeypatch.setattr("tinyrl.training.ppo.PTX_ROWS", 3)
+    rows = [row for step in (0, 1) for update in range(4) for row in drawn(method, step=step, update=update)]
     assert len(rows) == 24
     assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
     assert len(set(rows[20:])) == 4
     assert rows[:10] != rows[10:20]
-    assert drawn(method, monkeypatch, step=1, epoch=0, minibatch=1) == rows[15:18]  # again, and nothing else before
+    assert drawn(method, step=1, update=1) == rows[15:18]  # again, and nothing else before
     assert "ppo.ptx_data" in method.row_fingerprints  # a resume with another text is refused
 
 
@@ -211,12 +200,6 @@ def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
     )
 
 
-def test_while_only_the_critic_trains_there_is_no_text(model: Path, tmp_path: Path) -> None:
-    settings = running.config("ppo", model, **with_text(), critic={"warmup_steps": 2})
-    run = trained(settings, tmp_path)
-    assert ["policy/ptx_loss" in line for line in running.metrics(run)[1:]] == [False, False, True]
-
-
 @pytest.mark.parametrize(("text", "place"), [("a", 2), ("a" * POSITIONS, 1)], ids=["no column", "too long"])
 def test_a_text_that_cannot_be_learnt_is_refused_with_its_place(
     text: str, place: int, model: Path, tmp_path: Path
@@ -236,7 +219,7 @@ def load(config: Config) -> Collector:
 
 def values(collector: Collector) -> Tensor:
     policy = collector.policy
-    batch = policy.batch(PROMPTS, RESPONSES)
+    batch = policy.batch_of(examples(PROMPTS, RESPONSES))
     with torch.no_grad(), policy.acting(policy.value_role):
         states = None if policy.value_role == "critic" else policy.policy_states(batch)
         return policy.values(batch, states=states)
@@ -279,22 +262,6 @@ def test_a_run_goes_on_with_the_critic_of_another(name: str, tiny: TinyModels, t
     begun.close()
 
 
-@pytest.mark.slow
-def test_a_critic_that_began_with_a_critic_that_began_with_a_model(tiny: TinyModels, tmp_path: Path) -> None:
-    """Adapters on a base of their own, which the configuration of the run that made them names."""
-    other, own = str(tiny("llama", seed=3)), {"kind": "separate"}
-    first, of_first = learnt(ppo(tiny("llama"), critic={**own, "path": other}), tmp_path, "first")
-    second, end = learnt(ppo(tiny("llama"), critic={**own, "path": str(first.path)}), tmp_path, "second")
-    state = json.loads((second.checkpoints / "step-000002/state.json").read_text())
-    assert "critic.path: critic/adapter_model.safetensors" in state["sources"]["files"]
-    fresh = load(second.read_config())
-    torch.testing.assert_close(values(fresh), of_first, rtol=1e-5, atol=1e-6)
-    fresh.close()
-    begun = load(ppo(tiny("llama"), critic={**own, "path": str(second.path)}))
-    torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
-    begun.close()
-
-
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.wide
 def test_a_critic_starts_with_the_scores_of_a_reward_model(lora: bool, tiny: TinyModels, tmp_path: Path) -> None:
@@ -308,7 +275,7 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(lora: bool, tiny: Tin
     critic = {"path": str(run.path), "kind": "adapter" if lora else "separate"}
     collector = load(ppo(tiny("llama"), critic=critic, reward=reward))
     policy = collector.policy
-    batch = policy.batch(PROMPTS, RESPONSES, last_tokens=True)
+    batch = policy.batch_of(examples(PROMPTS, RESPONSES), last_tokens=True)
     with torch.no_grad(), policy.acting("critic"):
         assert policy.value_head is not None
         got = policy.value_head(last_states(policy.backbone("critic"), batch))

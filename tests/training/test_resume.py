@@ -14,7 +14,7 @@ from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import run as training_run
-from tinyrl.training.state import RunState, read_state
+from tinyrl.training.run import CheckpointState, RunState
 from tinyrl.training.step import Updater
 
 TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl")}
@@ -89,7 +89,7 @@ def assert_same(one: RunDir, other: RunDir, step: int) -> None:
 
 
 def last_state(run: RunDir, step: int) -> RunState:
-    return read_state(run.checkpoints / f"step-{step:06d}").run
+    return CheckpointState.read(run.checkpoints / f"step-{step:06d}").run
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -114,52 +114,37 @@ def test_stopped_and_resumed_is_bit_equal(name: str, tiny: TinyModels, folder: P
         assert last_state(stopped, settings.run.num_steps) == last_state(whole, settings.run.num_steps)
 
 
-def test_stopped_inside_an_update(model: Path, tmp_path: Path) -> None:
-    """A stop inside an update puts back what the step has changed, the prompt sampler's record too."""
+@pytest.mark.parametrize("large", [False, True])
+def test_stopped_inside_an_update(large: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop inside an update puts back what the step has changed, the prompt sampler's record too. Where the weights
+    are too large to copy, it waits for the end of the update.
+    """
     reward = {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]}
-    task = {"sampler": "difficulty", "max_samples": 21}
-    ppo = {"num_epochs": 3, **TEXT}
-    settings = running.config("ppo", model, ppo=ppo, critic={"warmup_steps": 0}, task=task, reward=reward)
+    how = {"critic": {"warmup_steps": 0}, "task": {"sampler": "difficulty", "max_samples": 21}, "reward": reward}
+    settings = running.config("ppo", model, ppo={"num_epochs": 3, **TEXT}, **how, **(FULL if large else {}))
+    if large:
+        monkeypatch.setattr(training_run, "MOST_COPIED", 0)
     whole = trained(settings, tmp_path, name="whole")
-    code, stopped = stopped_in_the_update(settings, tmp_path)
+    plain, steps = Updater.step, [0]
+
+    def step(updater: Updater, *args: Any, **named: Any) -> dict[str, float]:
+        steps[0] += 1
+        if steps[0] == 8:  # the second optimizer step of the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(updater, *args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "step", step)
+        code, stopped, _ = running.train(settings, tmp_path, name="stopped")
     assert code == 75
     folder = sorted(stopped.checkpoints.iterdir())[-1]
-    assert (folder.name, read_state(folder).run.phase) == ("step-000001", "rollout")
+    at = ("step-000002", "evaluation") if large else ("step-000001", "rollout")
+    assert (folder.name, CheckpointState.read(folder).run.phase) == at
     assert [line["step"] for line in running.metrics(stopped)] == [0, 1]
     assert running.go_on(stopped, stop_at=2) == 75
     assert running.go_on(stopped) == 0
     assert_same(whole, stopped, settings.run.num_steps)
     assert running.lasting(whole)[-1]["reward/known_prompts"] >= 8
-
-
-def stopped_in_the_update(settings: Config, folder: Path) -> tuple[int, RunDir]:
-    """A run that gets a SIGTERM before the second optimizer step of its second step."""
-    plain, steps = Updater.step, [0]
-
-    def step(updater: Updater, *args: Any, **named: Any) -> dict[str, float]:
-        steps[0] += 1
-        if steps[0] == settings.on_policy.num_epochs * settings.on_policy.batch_size // 4 + 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(updater, *args, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updater, "step", step)
-        code, run, _ = running.train(settings, folder, name="stopped")
-    return code, run
-
-
-def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_run, "MOST_COPIED", 0)
-    settings = running.config("ppo", model, ppo={"num_epochs": 3}, **FULL)
-    whole = trained(settings, tmp_path, name="whole")
-    code, stopped = stopped_in_the_update(settings, tmp_path)
-    assert code == 75
-    folder = sorted(stopped.checkpoints.iterdir())[-1]
-    assert (folder.name, read_state(folder).run.phase) == ("step-000002", "evaluation")
-    assert running.go_on(stopped) == 0
-    assert_same(whole, stopped, settings.run.num_steps)
 
 
 @pytest.mark.whole
@@ -172,20 +157,3 @@ def test_a_finished_run_is_left_alone(model: Path, tmp_path: Path) -> None:
     before = run.metrics.read_bytes()
     assert running.go_on(run) == 0
     assert run.metrics.read_bytes() == before
-
-
-@pytest.mark.slow
-def test_equal_commands_of_two_threads_are_equal(tmp_path: Path) -> None:
-    """On a model wide enough that threads share its work. The number of threads that auto came to is recorded."""
-    wide = sharp_model(tmp_path / "model", hidden_size=256, intermediate_size=512)
-    threads = torch.get_num_threads()
-    run = {"num_steps": 2, "eval_every": 0, "save_every": 1, "threads": 2}
-    settings = running.config("ppo", wide, ppo={"num_prompts": 16}, critic={"warmup_steps": 0}, run=run)
-    one, two = (running.weights(running.train(settings, tmp_path, name=name)[1], 2) for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    torch.set_num_threads(threads)
-    auto = settings.model_copy(update={"run": settings.run.model_copy(update={"threads": "auto"})})
-    third = trained(auto, tmp_path, name="auto")
-    assert third.read_config().run.threads == torch.get_num_threads()
-    assert running.go_on(third, config=auto) == 0
-    torch.set_num_threads(threads)

@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
     """
     rows = EQUATIONS if form == "completion" else TALKS
     folder = formula_model(tmp_path / "model", PLAIN if form == "talks" else None)
-    method = on_all("sft", folder, tmp_path, rows)
+    method = on_all("sft", folder, tmp_path, rows, run={"micro_batch_tokens": 40})
     examples = [example for row in method.train_rows for example in row]
     count, wanted, gradients = OF_TRL[form]
     assert sum(sum(example.learnt) for example in examples) == count
@@ -147,30 +147,15 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
         loss = negative_log_likelihood(method.policy, method.policy.batch_of(examples)) / count
         loss.backward()
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5)
+    metrics = method.evaluate().metrics  # on the same rows
+    assert metrics["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert (metrics["perplexity"], metrics["num_rows"]) == (pytest.approx(math.exp(wanted), rel=1e-4), 3)
     parameters = dict(method.policy.causal.named_parameters())
     for name, (norm, element) in zip(NAMES, gradients, strict=True):
         gradient = parameters[f"{name}.weight"].grad
         assert gradient is not None
         assert float(gradient.norm()) == pytest.approx(norm, rel=1e-4), name
         assert float(gradient[3, 5]) == pytest.approx(element, rel=1e-4, abs=1e-7), name
-
-
-def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(chatty: Path, tmp_path: Path) -> None:
-    method = on_all("sft", chatty, tmp_path, TALKS, run={"micro_batch_tokens": 40})
-    causal = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32).eval()
-    total, count = 0.0, 0
-    for row in method.held_out:
-        for example in row:
-            (tokens,), (answer,) = example.texts, example.responses
-            (mask,) = example.masks or ([True] * len(answer),)
-            with torch.no_grad():
-                logprobs = causal(torch.tensor([tokens])).logits[0].log_softmax(-1)
-            for at, counts in enumerate(mask, len(example.prompt)):
-                total, count = total - float(logprobs[at - 1, tokens[at]]) * counts, count + counts
-    metrics = method.evaluate().metrics
-    assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
-    assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
-    assert metrics["num_rows"] == 3
 
 
 # ---- what is refused or left out ----
@@ -186,12 +171,3 @@ def test_a_row_longer_than_the_models_positions_is_refused_or_cut(chatty: Path, 
     assert sum(method.train_rows[1][0].learnt) == len("hello") + 1
     with pytest.raises(ValueError, match="1 of 1 examples have more tokens"):
         on_all("sft", chatty, tmp_path, [{"text": "x" * POSITIONS}], task={"on_overlong_prompt": "drop"})
-
-
-@pytest.mark.parametrize(("loss_on", "kept"), [("completion", 2), ("all", 3)])
-def test_answers_that_are_empty_are_left_out(loss_on: str, kept: int, model: Path, tmp_path: Path) -> None:
-    """One with a prompt teaches the prompt where all counts."""
-    pairs: list[Row] = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}]
-    method = on_all("sft", model, tmp_path, [*pairs, {"text": ""}, {"text": "d"}], sft={"loss_on": loss_on})
-    assert len(method.train_rows) == len(method.held_out) == kept
-    assert len([note for note in method.notes if f"{4 - kept} of 4 rows" in note]) == 2

@@ -3,7 +3,7 @@
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +13,21 @@ from tests import running
 from tests.tiny_models import sharp_model, tiny_model
 from tests.training.rows import trained
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import OptimConfig
 from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batch import Batch, Example
-from tinyrl.models.device import make_accelerator, resolve_dtype
+from tinyrl.models.device import make_accelerator
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import World, sum_step
 from tinyrl.models.policy import Policy
-from tinyrl.training.step import Pass, RoleOptimizer, Updater, rate_factor, stretched_schedule
+from tinyrl.training.step import Pass, RoleOptimizer, Updater, load_optimizers, optimizer_tensors, rate_factor
 
 
 def make(weight_decay: float = 0.0, /, **values: Any) -> RoleOptimizer:
     """An optimizer with a learning rate of 0.1 over parameters of these values."""
     parameters = {name: nn.Parameter(torch.tensor(value)) for name, value in values.items()}
-    return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=weight_decay)
+    return RoleOptimizer(parameters, learning_rate=0.1, weight_decay=weight_decay)
 
 
 def step(role: RoleOptimizer, **gradients: Any) -> None:
@@ -38,22 +37,17 @@ def step(role: RoleOptimizer, **gradients: Any) -> None:
 
 
 def test_two_steps_of_adam_by_hand():
+    """Bias-corrected moments of one gradient, 0.5 and 0.25, make a step of lr. Matrices decay, vectors do not."""
     role = make(w=[[1.0]])
     step(role, w=[[0.5]])
-    # bias-corrected moments of one gradient: m = 0.5, v = 0.25, so the step is lr * 0.5 / 0.5
     assert role.parameters["w"].item() == pytest.approx(1.0 - 0.1, abs=1e-6)
     step(role, w=[[-0.5]])
     m = (0.9 * 0.1 * 0.5 - 0.1 * 0.5) / (1 - 0.9**2)
     v = (0.999 * 0.001 * 0.25 + 0.001 * 0.25) / (1 - 0.999**2)
     assert role.parameters["w"].item() == pytest.approx(0.9 - 0.1 * m / math.sqrt(v), abs=1e-6)
-
-
-def test_matrices_decay_and_vectors_do_not():
-    role = make(0.5, w=[[1.0]], bias=[1.0], gain=1.0)
-    step(role, w=[[0.0]], bias=[0.0], gain=0.0)
-    assert role.parameters["w"].item() == pytest.approx(1.0 - 0.1 * 0.5)
-    assert role.parameters["bias"].item() == 1.0
-    assert role.parameters["gain"].item() == 1.0
+    decays = make(0.5, w=[[1.0]], bias=[1.0], gain=1.0)
+    step(decays, w=[[0.0]], bias=[0.0], gain=0.0)
+    assert [p.item() for p in decays.parameters.values()] == pytest.approx([1.0 - 0.1 * 0.5, 1.0, 1.0])
 
 
 def test_a_rate_is_a_factor_of_the_roles_own_and_clipping_is_of_a_role_together() -> None:
@@ -62,29 +56,38 @@ def test_a_rate_is_a_factor_of_the_roles_own_and_clipping_is_of_a_role_together(
         role.set_rate(0.5)
     assert {group["lr"] for group in role.optimizer.param_groups} == {0.05}
     role.parameters["a"].grad, role.parameters["b"].grad = torch.tensor([[3.0]]), torch.tensor([4.0])
-    assert role.clip(10.0) == pytest.approx(5.0)  # below the limit nothing changes
-    assert role.clip(1.0) == pytest.approx(5.0)
+    assert role.clip(10.0) == role.clip(1.0) == pytest.approx(5.0)  # below the limit nothing changes
     gradients = [float(p.grad) for p in (role.parameters["a"], role.parameters["b"]) if p.grad is not None]
     assert gradients == pytest.approx([0.6, 0.8], abs=1e-5)
 
 
-def test_state_goes_through_tensors_and_the_next_step_is_the_same_bit_by_bit() -> None:
-    torch.manual_seed(0)
-    start = {"layer.0|odd": torch.randn(3, 2).tolist(), "bias": torch.randn(4).tolist()}
-    first, second = make(**start), make(**start)
-    for _ in range(2):
-        step(first, **{name: torch.randn(value.shape).tolist() for name, value in first.parameters.items()})
-    tensors = first.state_tensors()
-    assert set(tensors) == {f"{name}|{key}" for name in start for key in ("step", "exp_avg", "exp_avg_sq")}
-    for name, parameter in second.parameters.items():
-        parameter.data.copy_(first.parameters[name])
-    second.load_state_tensors(tensors)
-    last = {name: torch.randn(value.shape).tolist() for name, value in first.parameters.items()}
-    step(second, **last)
-    assert tensors["bias|step"].item() == 2.0  # what was loaded is a copy
-    step(first, **last)
-    for name, parameter in first.parameters.items():
-        assert torch.equal(parameter, second.parameters[name])
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_state_goes_through_tensors_and_the_next_step_is_the_same_bit_by_bit(kind: Any) -> None:
+    """In eight bits on a tensor large enough to be kept so: in a third of the memory, and nearly the same steps."""
+    start, *gradients = torch.randn(5, 64, 128, generator=torch.Generator().manual_seed(0))
+    kinds: list[Any] = ["adamw", kind, kind]
+    roles = [
+        RoleOptimizer({"layer.0|odd": nn.Parameter(start.clone())}, learning_rate=0.1, weight_decay=0.0, kind=one)
+        for one in kinds
+    ]
+
+    def run(role: RoleOptimizer, which: list[Tensor]) -> Tensor:
+        (parameter,) = role.parameters.values()
+        for gradient in which:
+            parameter.grad = gradient.clone()
+            role.optimizer.step()
+        return parameter.detach().clone()
+
+    whole, own, resumed = roles
+    moved = run(whole, gradients[:3]) - start
+    assert (run(own, gradients[:3]) - start - moved).abs().mean() < 0.02 * moved.abs().mean()
+    sizes = [sum(v.numel() * v.itemsize for v in optimizer_tensors({"": role}).values()) for role in (whole, own)]
+    assert kind == "adamw" or sizes[1] < 0.35 * sizes[0]
+    tensors = optimizer_tensors({"policy": own})
+    assert "policy|layer.0|odd|step" in tensors
+    resumed.parameters["layer.0|odd"].data.copy_(own.parameters["layer.0|odd"])
+    load_optimizers({"policy": resumed}, tensors)
+    assert torch.equal(run(resumed, gradients[3:]), run(own, gradients[3:]))  # what was loaded is a copy
 
 
 @pytest.mark.parametrize(
@@ -101,41 +104,6 @@ def test_a_schedule_is_a_function_of_the_step(schedule: str, warmup: int, factor
     assert got == pytest.approx(factors, abs=1e-12)
 
 
-def test_a_schedule_that_a_resume_stretches_is_told():
-    """At step 50 of 100 a linear rate is half; of 200, three quarters."""
-    optim = OptimConfig(learning_rate=1e-4, schedule="linear")
-    said = stretched_schedule(optim, step=50, before=100, now=200) or ""
-    assert all(part in said for part in ("optim.schedule=linear", " 7.5e-05 ", " 5e-05"))
-    assert stretched_schedule(optim, step=50, before=100, now=100) is None
-    assert stretched_schedule(OptimConfig(learning_rate=1e-4), step=50, before=100, now=200) is None
-
-
-def test_eight_bit_moments_take_a_quarter_and_step_nearly_the_same() -> None:
-    """On a tensor large enough to be kept in eight bits; its state goes through tensors and the next step is equal."""
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(5, 64, 128, generator=generator)
-    kinds: list[Literal["adamw", "adamw8bit"]] = ["adamw", "adamw8bit", "adamw8bit"]
-    whole, small, resumed = (
-        RoleOptimizer.make({"w": nn.Parameter(start.clone())}, learning_rate=0.1, weight_decay=0.0, kind=kind)
-        for kind in kinds
-    )
-
-    def run(role: RoleOptimizer, which: list[Tensor]) -> Tensor:
-        for gradient in which:
-            role.parameters["w"].grad = gradient.clone()
-            role.optimizer.step()
-        return role.parameters["w"].detach().clone()
-
-    moved = run(whole, gradients[:3]) - start
-    assert (run(small, gradients[:3]) - start - moved).abs().mean() < 0.02 * moved.abs().mean()
-    taken = [sum(v.numel() * v.itemsize for v in role.state_tensors().values()) for role in (whole, small)]
-    assert taken[1] < 0.35 * taken[0]  # a quarter, and the tables of eight-bit values
-    tensors = {k: v.clone() for k, v in small.state_tensors().items()}
-    resumed.parameters["w"].data.copy_(small.parameters["w"])
-    resumed.load_state_tensors(tensors)
-    assert torch.equal(run(resumed, gradients[3:]), run(small, gradients[3:]))
-
-
 @pytest.fixture
 def updater(tmp_path: Path) -> Updater:
     torch.manual_seed(0)
@@ -144,9 +112,8 @@ def updater(tmp_path: Path) -> Updater:
     lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
     made = Policy(wrap_in_lora(model, lora), device=accelerator.device)
     made.packs = False
-    optimizers = {
-        role: RoleOptimizer.make(p, learning_rate=1e-2, weight_decay=0.0) for role, p in made.parameters.items()
-    }
+    optimizers = {role: RoleOptimizer(p, learning_rate=1e-2, weight_decay=0.0) for role, p in made.parameters.items()}
+    made.config = Config.model_validate({"method": "sft", "task": {"data": "rows.jsonl"}})
     made.accelerator, made.micro_batches = accelerator, MicroBatches(accelerator.device, 10_000)
     return Updater(made, optimizers, max_grad_norm=1.0)
 
@@ -191,17 +158,14 @@ def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater)
     assert "policy/loss" in kept[0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_one_weight_that_a_step_made_other_than_finite_stops(updater: Updater, bad: float) -> None:
-    optimizer = updater.optimizers["policy"].optimizer
+def test_one_weight_that_a_step_made_other_than_finite_stops(updater: Updater) -> None:
     last = list(updater.policy.parameters["policy"].values())[-1]
 
     def spoil(*_: object) -> None:
         with torch.no_grad():
-            last.view(-1)[-1] = bad
+            last.view(-1)[-1] = -torch.inf
 
-    updater.step(likelihood(updater), train=["policy"])
-    optimizer.register_step_post_hook(spoil)
+    updater.optimizers["policy"].optimizer.register_step_post_hook(spoil)
     with pytest.raises(GuardStop, match="weights of the policy that are not finite"):
         updater.step(likelihood(updater), train=["policy"])
 
@@ -244,7 +208,7 @@ def test_out_of_memory_redoes_the_step_with_the_same_gradient(updater: Updater) 
 
     found = []
     for one in (passed, passed._replace(loss=crowded)):
-        metrics = updater._accumulate([one])
+        metrics = updater._accumulate([passed, one])  # the first has left numbers when the second is full
         found.append((metrics, {n: p.grad for n, p in updater.policy.parameters["policy"].items()}))
     assert updater.policy.micro_batches.tokens < 10_000
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
@@ -256,7 +220,7 @@ def test_out_of_memory_with_one_sequence_says_what_helps(updater: Updater) -> No
     def full(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    with pytest.raises(OutOfRoom, match=r"one sequence of 6 tokens.*\n.*gradient_checkpointing"):
+    with pytest.raises(OutOfRoom, match="gradient_checkpointing"):
         updater.step([Pass("policy", EXAMPLES, full)], train=["policy"])
 
 
@@ -283,25 +247,13 @@ def plant(monkeypatch: pytest.MonkeyPatch, value: float, *, steps: int) -> None:
     monkeypatch.setattr("tinyrl.training.step.sum_step", planted)
 
 
-def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert resolve_dtype("auto", on_cpu=False) == torch.float16
-    assert resolve_dtype("auto", on_cpu=True) == torch.float32
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a launcher does not choose it
-    accelerator = make_accelerator("cpu", dtype="float16")
-    with accelerator.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
-    make_accelerator("cpu", dtype="float32")
-
-
 def test_the_first_step_is_close_to_that_of_float32(sharp: Path, tmp_path: Path):
     """But a sample may turn out otherwise, and with it a reward."""
-    found = {}
-    for dtype in ("float32", "float16"):
-        sections: dict[str, Any] = {"grpo": {"kl_coef": 0.05}, "optim": {"learning_rate": 1e-6}}
-        run = trained(settings(sharp, dtype, **sections), tmp_path, name=dtype)
-        found[dtype] = running.metrics(run)[1]
-    exact, half = found["float32"], found["float16"]
+    sections: dict[str, Any] = {"grpo": {"kl_coef": 0.05}, "optim": {"learning_rate": 1e-6}}
+    exact, half = (
+        running.metrics(trained(settings(sharp, dtype, **sections), tmp_path, name=dtype))[1]
+        for dtype in ("float32", "float16")
+    )
     assert half["optim/grad_norm"] == pytest.approx(exact["optim/grad_norm"], rel=0.5)
     assert half["policy/sampling_gap"] < 0.02
     assert abs(half["objective/kl"]) < 1e-3

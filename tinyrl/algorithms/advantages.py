@@ -74,8 +74,8 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) 
     Deviations are unbiased (n - 1). NaN scores are left out of mean and std and get 0. A group with fewer than two
     valid scores, or whose valid scores are all equal, gives exactly 0.
     scores: (B,), B = P * group_size; the scores of prompt p are [p * group_size, (p + 1) * group_size) -> (B,).
-    Raises ValueError for an unknown `scale`; AssertionError on shapes and on infinite scores.
     """
+    assert scale in ("std", "batch", "none"), f"scale is {scale!r}"
     groups, valid, mean, varied = _by_group(scores, group_size)
     advantages = groups - mean
     if scale == "std":
@@ -83,8 +83,6 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) 
         advantages = advantages / (variance.sqrt() + STD_EPS)
     elif scale == "batch":
         advantages = advantages / (_deviation(groups[valid]) + STD_EPS)
-    elif scale != "none":
-        raise ValueError(f"scale is {scale!r}; it can be 'std', 'batch' or 'none'")
     return torch.where(varied, advantages, 0.0).flatten()
 
 
@@ -108,7 +106,6 @@ def decoupled_advantages(scores: Tensor, *, weights: Tensor, group_size: int, sc
     std is the deviation over the rows of the batch that have a score. The paper subtracts the batch's mean of A before;
     it is 0, since the advantages of a group add up to 0, and so is what flat groups get here.
     scores: (B, R), NaN where reward k does not apply, grouped as in `group_advantages`; weights: (R,) -> (B,).
-    Raises ValueError and AssertionError as `group_advantages` does.
     """
     assert scores.dim() == 2, f"scores must be (B, R), not {tuple(scores.shape)}"
     assert weights.shape == scores.shape[1:], f"weights is {tuple(weights.shape)}, scores {tuple(scores.shape)}"
@@ -142,7 +139,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
     Ziegler et al. (1909.08593) Eq. 2, per token; [last]: t is the last True token of b. 0 on False tokens; a row of
     False tokens alone may have the score NaN. scores: (B,); kl, mask: (B, T) -> (B, T).
-    Raises AssertionError on shapes and when the score of a row with a True token is not finite: drop the row first.
+    A score of a row with a True token has to be finite: drop the row first.
     """
     assert_shapes(mask, kl=kl)
     assert scores.shape == mask.shape[:1], f"scores is {tuple(scores.shape)}, mask is {tuple(mask.shape)}"

@@ -23,7 +23,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
     JSD_beta = beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p. Its ends are its limits divided
     by beta and by 1 - beta, as in GKD's own code: beta 0 is the forward KL(q || p), which covers all that the teacher
     does, beta 1 the reverse KL(p || q), which keeps to what the teacher finds likely.
-    log_p, log_q: (N, V) -> (N,). Raises AssertionError on shapes and for a beta outside [0, 1].
+    log_p, log_q: (N, V) -> (N,).
     """
     assert log_p.shape == log_q.shape, f"{tuple(log_p.shape)} and {tuple(log_q.shape)}"
     assert log_p.dim() == 2, f"log_p must be (N, V), not {tuple(log_p.shape)}"

@@ -51,16 +51,15 @@ def importance_ratio(
     The last has the value of s and a gradient of each token's own, so that an advantage of token t moves token t; with
     one advantage for all tokens, losses and gradients are those of "sequence".
     Exponents are clamped to +-20 and carry no gradient beyond.
-    logprobs, old_logprobs, mask: (B, T) -> (B, T). Raises ValueError for an unknown `ratio_level`.
+    logprobs, old_logprobs, mask: (B, T) -> (B, T).
     """
+    assert ratio_level in ("token", "sequence", "sequence-token"), f"ratio_level is {ratio_level!r}"
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     if ratio_level in ("sequence", "sequence-token"):
         own, log_ratio = log_ratio, keep_true(masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(mask), mask)
         if ratio_level == "sequence-token":
             own = own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             log_ratio = log_ratio.detach() + (own - own.detach())
-    elif ratio_level != "token":
-        raise ValueError(f"ratio_level is {ratio_level!r}; it can be 'token', 'sequence' or 'sequence-token'")
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -89,7 +88,6 @@ def clipped_policy_loss(
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
     ratios), policy/ratio, and with dual_clip policy/dual_clipfrac.
     logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T).
-    Raises ValueError as `importance_ratio` and `masking.aggregate` do; AssertionError on shapes and dual_clip <= 1.
     """
     ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level=ratio_level)
     advantages = _per_token(advantages, mask)
@@ -124,7 +122,7 @@ def cispo_loss(
     CISPO, MiniMax-M1 (2506.13585) Eq. 4 and 5. The cap is on the ratio itself (not on 1 + eps), and there is none
     below, as the paper runs it. No token loses its gradient.
     Metrics: policy/loss, policy/clipfrac (ratios above the cap), policy/approx_kl, policy/ratio (before the cap).
-    Shapes, token_weights and errors are as in `clipped_policy_loss`; AssertionError on ratio_cap <= 0.
+    Shapes and token_weights are as in `clipped_policy_loss`.
     """
     assert ratio_cap > 0, f"ratio_cap is {ratio_cap}"
     ratio = importance_ratio(logprobs, old_logprobs, mask).detach()
@@ -177,7 +175,7 @@ def kl_loss(
     on-policy it is 1, but its gradient is not 0) the gradient is that of KL(policy || reference), for tokens sampled
     from the old policy.
     Metrics: policy/kl_loss, the term before its coefficient, divided as the loss is (by the constant too).
-    kl, mask, ratio: (B, T). Raises ValueError as `masking.aggregate` does.
+    kl, mask, ratio: (B, T).
     """
     assert_shapes(mask, kl=kl)
     kl = keep_true(kl, mask)
@@ -215,8 +213,8 @@ def mismatch_weights(
 
     old_logprobs are training's numbers for the policy before its update. Exponents are clamped to at most 20.
     (B, T) each -> (B, T) and (B, T) bool, defined on True tokens, without gradient.
-    Raises ValueError for an unknown `mode`; AssertionError on shapes and on cap <= floor.
     """
+    assert mode in ("token", "sequence", "token-mask", "sequence-mask"), f"mode is {mode!r}"
     assert_shapes(mask, old_logprobs=old_logprobs, sampling_logprobs=sampling_logprobs)
     assert cap > floor >= 0, f"cap is {cap}, floor {floor}"
     log_ratio = keep_true(old_logprobs, mask) - keep_true(sampling_logprobs, mask)
@@ -225,8 +223,6 @@ def mismatch_weights(
     weights = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     if mode in ("token", "sequence"):
         return weights.clamp(max=cap), weights > cap
-    if mode not in ("token-mask", "sequence-mask"):
-        raise ValueError(f"mode is {mode!r}; it can be 'token', 'sequence', 'token-mask' or 'sequence-mask'")
     outside = (weights > cap) | (weights < floor)
     return torch.where(outside, 0.0, weights), outside
 

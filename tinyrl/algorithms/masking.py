@@ -66,16 +66,13 @@ def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator:
     With the same D in every micro-batch of a step, the results of the micro-batches add up to that of the whole batch.
     A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
     D = 0 is the count of a step in which nothing counts: the result is 0, not NaN.
-    Raises ValueError for an unknown `aggregation`, or "constant" without a denominator.
     """
     assert_shapes(mask, x=x)
     assert denominator is None or denominator >= 0, f"denominator is {denominator}"
-    if aggregation not in ("token", "sequence", "sequence-sum", "constant"):
-        raise ValueError(f"aggregation is {aggregation!r}; it can be 'token', 'sequence', 'sequence-sum' or 'constant'")
+    assert aggregation in ("token", "sequence", "sequence-sum", "constant"), f"aggregation is {aggregation!r}"
     total = masked_mean(x, mask, dim=1).sum() if aggregation == "sequence" else masked_sum(x, mask)
     if denominator is not None:
         return total / (denominator or 1)
-    if aggregation == "constant":
-        raise ValueError("aggregation 'constant' needs a denominator, say sequences * max_new_tokens")
+    assert aggregation != "constant", "aggregation 'constant' needs a denominator, say sequences * max_new_tokens"
     count = mask.sum() if aggregation == "token" else mask.any(dim=1).sum()
     return total / count.clamp(min=1)

@@ -27,13 +27,12 @@ def check(
     options: Options,
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
-    from tinyrl.config.recipe import method_of
     from tinyrl.runs.findings import as_json, counted, in_words
     from tinyrl.runs.run_dir import finite
 
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
-    begun, sections, config = time.perf_counter(), [], config_of(*method_of(words))
+    begun, sections, config = time.perf_counter(), [], config_of(words)
     from tinyrl.tools import check as page
 
     how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": write}
@@ -54,14 +53,11 @@ def check(
 
 
 def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json_output: Json = False) -> None:
-    """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
+    """Diagnose a run by its metrics: what is wrong, what to change."""
     from tinyrl.runs.findings import as_json, find, render
     from tinyrl.runs.records import read_run
-    from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
+    from tinyrl.runs.run_dir import named_run, open_run
 
-    path = named_run(run)
-    if path is None and not meant_a_run(run):
-        raise ValueError(f"{run} is not a run. To try a model: tinyrl check grpo model.path={run} task.name=sort")
-    opened = read_run(path or open_run(run).path)
+    opened = read_run(named_run(run) or open_run(run).path)
     found = find(opened)
-    print(json.dumps(as_json(found, opened)) if json_output else render(opened, found))
+    print(json.dumps(as_json(found)) if json_output else render(opened, found))

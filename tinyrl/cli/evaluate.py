@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from typing import Any, Literal
 
 import typer
@@ -15,7 +14,7 @@ from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.run_dir import finite
 from tinyrl.text import format_number
 
-COUNTS = ("num_prompts", "num_samples", "trained_on")  # not in the table
+COUNTS = ("num_prompts", "num_samples")  # not in the table
 
 
 def evaluate(
@@ -79,7 +78,9 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     rewards = [key for key in there if key.startswith("reward/")]
     for key in there:
         if key not in COUNTS and (key not in rewards or len(rewards) > 1):
-            cells = [_cell(row.get(key), row.get("greedy", {}).get(key)) for row in rows]
+            greedy = [row.get("greedy", {}).get(key) for row in rows]
+            cells = [_shown(row.get(key)) + (f" ({_shown(at)})" if at is not None else "")
+                     for row, at in zip(rows, greedy, strict=True)]  # fmt: skip
             lines.append(f"{key.removeprefix('environment/'):18}" + "".join(f"{cell:>24}" for cell in cells))
     if "reward_ci" in first:
         kl = "; KL in nats per response to where each started" if several else ""
@@ -87,9 +88,6 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     for side in sides:
         if "difference" in side:
             lines += _against(side, first["target"] if several else first["other"]["target"], named=several)
-    for side, prompts in zip(sides, ("these prompts", "the held-out prompts"), strict=False):
-        if side.get("trained_on"):
-            lines.append(f"warning: {side['target']} was trained on {side['trained_on']} of {prompts}")
     if first.get("num_prompts", FEW) < FEW:
         lines.append(f"warning: fewer than {FEW} prompts say little")
     return "\n".join(lines)
@@ -98,34 +96,22 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
 def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
     """Return lines for how a policy differs from another; `named`: each line names the policy."""
     who, difference = f"{side['target']}: " if named else "", side["difference"]
-    lines = [f"{who}difference unknown: no prompt has a reward on both sides"]
-    if not math.isnan(difference["reward_mean"]):
-        verdict = "" if difference["distinguishable"] else ": not distinguishable"
-        ends, shown = _interval(difference["reward_ci"], _signed), _signed(difference["reward_mean"])
-        lines = [f"{who}difference {shown} (95 % interval {ends}, paired by prompt){verdict}"]
+    verdict = "" if difference["distinguishable"] else ": not distinguishable"
+    mean, interval = _shown(difference["reward_mean"], sign="+"), _shown(difference["reward_ci"], sign="+")
+    lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
-        seen = f"that {other} was trained on" if not named else "that one of the policies was trained on"
+        seen = f"that {other} was trained on" if not named else "that a policy was trained on"
         lines.append(f"{who}left out: {difference['left_out']} held-out prompts {seen}")
-    for judge, rate in side["win_rate"].items():
-        tied = f", {rate['ties']:.0%} ties" if rate["ties"] else ""
-        shown = f"{format_number(rate['mean'])} (95 % interval {_interval(rate['ci'])}{tied})"
-        unknown = "unknown: no prompt has a value on both sides"
-        lines.append(f"{who}win rate by {judge} {unknown if math.isnan(rate['mean']) else shown}")
+    rate = side["win_rate"]
+    tied = f", {rate['ties']:.0%} ties" if rate["ties"] > 0 else ""
+    lines.append(f"{who}win rate {_shown(rate['mean'])} (95 % interval {_shown(rate['ci'])}{tied})")
     return lines
 
 
-def _signed(value: float) -> str:
-    return f"{'' if value < 0 else '+'}{format_number(value)}"
-
-
-def _interval(ends: list[float], shown: Callable[[float], str] = format_number) -> str:
-    low, high = ends
-    return "unknown: too few prompts or no spread" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
-
-
-def _cell(value: float | list[float] | None, greedy: float | list[float] | None = None) -> str:
+def _shown(value: float | list[float] | None, *, sign: str = "") -> str:
+    """Format a number, or an interval as "low to high"; sign: before a positive one."""
     if isinstance(value, list):
-        return "unknown" if math.isnan(value[0]) else _interval(value)
-    missing = value is None or math.isnan(value)
-    shown = "-" if missing else format_number(value) if isinstance(value, float) else str(value)
-    return shown if greedy is None else f"{shown} ({format_number(greedy) if isinstance(greedy, float) else greedy})"
+        return "unknown" if math.isnan(value[0]) else " to ".join(_shown(end, sign=sign) for end in value)
+    if value is None or math.isnan(value):
+        return "unknown"
+    return (sign if value >= 0 else "") + (format_number(value) if isinstance(value, float) else str(value))

@@ -20,16 +20,13 @@ def export(
     merge: bool = typer.Option(False, "--merge", help="one model, the adapter merged into its base"),
     dtype: Dtype = typer.Option("auto", help="of a whole model; auto: as the base's files"),
     output: str | None = typer.Option(None, metavar="FOLDER", help="default RUN/export/adapter, model or merged"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="replace an exported folder"),
-    accept_changes: bool = typer.Option(False, "--accept-changes", help="keep it if over 1 % of greedy tokens change"),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
     configure_libraries()
     from tinyrl.tools.export import export as write
 
-    given = {"merge": merge, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
-    print(write(run, dtype=dtype, output=output, overwrite=overwrite, **given).render())
+    print(write(run, merge=merge, dtype=dtype, output=output, trust_remote_code=trust_remote_code).render())
 
 
 def chat(

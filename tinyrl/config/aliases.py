@@ -5,7 +5,7 @@ setting, with a remark behind it where there is one, or begins with "!" and give
 setting.
 """
 
-ANSWERS = {
+RENAMED = {
     "use": "environment.name (of a task: `task.name`)",
     "at_once": "environment.max_concurrency",
     "most_requests": "reward.functions: max_requests of a judge",
@@ -16,9 +16,11 @@ ANSWERS = {
     "warmup": "critic.warmup_steps",
     "coef": "teacher.kl_coef",
     "on_policy": "distill.on_policy_fraction",
+}
+ANSWERS = {
     "num_generations rollout_n rollout.n n_samples_per_prompt": "grpo.group_size",
-    "beta kl_loss_coef": "grpo.kl_coef",
-    "init_kl_coef kl_ctrl.kl_coef": "ppo.kl_coef",
+    "beta kl_loss_coef": "grpo.kl_coef (for the others ppo.kl_coef, dpo.beta, teacher.divergence)",
+    "init_kl_coef kl_ctrl.kl_coef": "ppo.kl_coef, or grpo.kl_coef",
     "kl_loss_type": "grpo.kl_estimator",
     "use_kl_loss use_kl_in_reward kl_placement": "grpo.kl_estimator: k1 is in the reward, k2 and k3 are in the loss",
     "kl_ctrl.type kl_ctrl.target_kl target kl_controller": "ppo.target_kl: a number adapts kl_coef, null keeps it",
@@ -32,13 +34,23 @@ ANSWERS = {
     "num_ppo_epochs ppo_epochs": "ppo.num_epochs",
     "num_iterations": "grpo.num_epochs",
     "ppo_mini_batch_size mini_batch_size": "ppo.minibatch_size, in sequences",
-    "train_batch_size": "grpo.num_prompts, as verl's; OpenRLHF's is minibatch_size, in completions",
-    "loss_type": "grpo.preset",
-    "loss_agg_mode": "grpo.aggregation",
-    "scale_rewards norm_adv_by_std_in_grpo": "grpo.advantage_scale: std (its `group`), batch or none",
+    "train_batch_size": "grpo.num_prompts, as verl's; OpenRLHF's is minibatch_size, in completions; dpo.batch_size",
+    "loss_type":
+        "grpo.aggregation: sequence is TRL's grpo, token dapo and bnpo, constant dr_grpo; grpo.preset has cispo, and "
+        "sets the clipping and the KL of a paper as well (for dpo: dpo.loss)",
+    "simpo_gamma": "dpo.target_margin",
+    "reference_free": "dpo.loss: orpo or simpo",
+    "ref_model ref_model_path": "model.adapter: the reference is what training starts from, the adapter or the base",
+    "loss_agg_mode":
+        "grpo.aggregation: token is token-mean, sequence seq-mean-token-mean, sequence-sum seq-mean-token-sum, "
+        "constant seq-mean-token-sum-norm",
+    "scale_rewards norm_adv_by_std_in_grpo":
+        "grpo.advantage_scale: std is true and group, none is false, batch is batch",
+    "importance_sampling_level": "grpo.preset: gspo is sequence, which sets the clipping of the paper as well",
     "filter_groups.enable filter_groups.max_num_gen_batches dynamic_filtering": "grpo.dynamic_sampling_rounds",
     "vllm_importance_sampling_mode vllm_importance_sampling_correction rollout_correction.rollout_is "
-    "enable_vllm_is_correction": "grpo.importance_correction: token, sequence, token-mask, sequence-mask or none",
+    "enable_vllm_is_correction": "grpo.importance_correction: token is token_truncate, sequence sequence_truncate, "
+        "token-mask token_mask, sequence-mask sequence_mask; or none",
     "max_completion_length response_length max_response_length max_tokens": "generation.max_new_tokens",
     "max_prompt_length": "generation.max_prompt_tokens",
     "vllm_server_base_url": "generation.url",
@@ -57,7 +69,9 @@ ANSWERS = {
     "eval_steps test_freq": "run.eval_every",
     "save_total_limit": "run.keep_checkpoints",
     "report_to trainer.logger": "run.trackers",
-    "per_device_train_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu":
+    "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size":
+        "grpo.minibatch_size, completions of an optimizer step in all; a step samples num_prompts x group_size of them",
+    "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu":
         "run.micro_batch_tokens, in tokens; auto fits the memory, and no size changes the gradient",
     "seed": "run.seed",
     "lora_alpha": "lora.alpha",
@@ -77,28 +91,25 @@ ANSWERS = {
     "assistant_only_loss completion_only_loss train_on_inputs": "sft.loss_on: completion or all",
     "dataset_text_field prompt_key": "task.columns: {NEW: OLD}",
     "enable_thinking chat_template_kwargs": "task.chat_template_kwargs: {enable_thinking: true}, or other variables",
-    "reward_funcs custom_reward_function.path reward_weights": "reward.functions",
+    "reward_funcs custom_reward_function.path": "reward.functions: [{use: file.py:function}]",
+    "reward_weights": "reward.functions: [{use: file.py:function, weight: 0.5}]",
     "reward_model_path": "reward.model",
-    "missing_eos_penalty mask_truncated_completions": "reward.truncated: penalize or mask",
+    "mask_truncated_completions": "reward.truncated: mask is true, keep is false",
+    "missing_eos_penalty": "reward.truncated: penalize subtracts 1",
     "output_dir default_local_dir": "--output-dir",
     "experiment_name run_name": "--name",
     "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization":
         "!completions are sampled in this process, or by a server that you start (generation.engine=server)",
     "max_seq_length max_length":
-        "!prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens",
+        "!prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens (dpo: "
+        "dpo.max_tokens)",
+    "logging_steps log_completions": "!each step is logged, with 16 of its completions",
+    "use_liger_kernel padding_free packing": "!rows are packed where the model allows it; logits are made in chunks",
+    "vllm_importance_sampling_cap": "!weights of grpo.importance_correction are capped at 2",
+    "disable_dropout": "!dropout is off; lora.dropout is for sft, reward and dpo",
+    "n_gpus_per_node nnodes": "!`accelerate launch -m tinyrl ...` has the number of processes",
+    "sync_ref_model ref_model_sync_steps": "!the reference stays frozen; `tinyrl train --from RUN` takes another",
+    "delta clip_ratio_c top_entropy_quantile": "!no loss here has that term",
     "adv_estimator": "!it is the method (`tinyrl train ppo` for gae), or grpo.preset (rloo, reinforce++)",
 }  # fmt: skip
-ANSWERS_OF_DPO = {
-    "beta": "dpo.beta",
-    "loss_type": "dpo.loss",
-    "reference_free": "dpo.loss: orpo or simpo",
-    "label_smoothing": "dpo.label_smoothing",
-    "simpo_gamma": "dpo.target_margin",
-    "train_batch_size": "dpo.batch_size",
-    "max_length max_seq_length max_prompt_length max_completion_length": "dpo.max_tokens",
-    "ref_model ref_model_path": "model.adapter: the reference is what training starts from, the adapter or the base",
-}
-
-
-ALIASES = {name: answer for names, answer in ANSWERS.items() for name in names.split()}
-ALIASES_OF_DPO = ALIASES | {name: answer for names, answer in ANSWERS_OF_DPO.items() for name in names.split()}
+ALIASES = {name: answer for names, answer in (RENAMED | ANSWERS).items() for name in names.split()}

@@ -20,7 +20,6 @@ from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
-MAX_RECIPE_BYTES = 100_000
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
 
 
@@ -33,50 +32,35 @@ def packaged_recipes() -> dict[str, Path]:
 
 def find_recipe(name: str) -> Path:
     """Return the path of a YAML file, or of a packaged recipe by name. Raises ValueError if there is none."""
-    packaged, path = packaged_recipes(), Path(name)
+    packaged, key = packaged_recipes(), name.removesuffix(".yaml")
     if os.path.isfile(name):  # unlike Path.is_file it never raises
-        return path
-    key = path.name.removesuffix(".yaml") if path.parent.name in ("", "recipes") else name
+        return Path(name)
     if key in packaged:
         return packaged[key]
-    what = "is a folder" if os.path.isdir(name) else "is neither a file nor a packaged recipe"
-    near = did_you_mean(key, list(packaged))
-    raise ValueError(f"recipe '{truncate(name)}' {what}.{near}\n`tinyrl list recipes` lists the packaged ones")
+    near = did_you_mean(key, [*packaged, *METHODS])
+    raise ValueError(
+        f"recipe '{truncate(name)}' is neither a file nor a packaged recipe.{near} See: tinyrl list recipes"
+    )
 
 
-def split_settings(settings: list[str]) -> tuple[str | None, list[str]]:
-    """Split what follows the method on the command line into (recipe, overrides)."""
-    if not settings or ("=" in settings[0] and not os.path.isfile(settings[0])):
-        recipe, overrides = None, settings
-    else:
-        recipe, *overrides = settings
-    for text in overrides:
-        if "=" not in text and (os.path.isfile(text) or text.endswith(".yaml") or text in packaged_recipes()):
-            raise ValueError(f"{text!r}: one recipe, before the settings: tinyrl train METHOD {text} section.key=value")
-    return recipe, overrides
-
-
-def method_of(words: list[str]) -> tuple[str | None, list[str]]:
+def method_of(words: list[str]) -> tuple[str, list[str]]:
     """Return (method, what follows it) of words that begin with a method, or with a recipe that names its own."""
     if not words or "=" in words[0]:
-        return None, words
+        raise ValueError(f"which method? Methods: {', '.join(METHODS)}")
     if words[0] in METHODS:
         return words[0], words[1:]
     written = read_recipe(find_recipe(words[0])).get("method")
     if not is_method(written):
-        raise ValueError(f"{words[0]} names no method; give it first, as in `tinyrl check grpo {words[0]}`")
+        raise ValueError(f"{words[0]} names no method; give it first, as in: grpo {words[0]}")
     return str(written), words
 
 
-def read_recipe(path: Path, *, max_bytes: int = MAX_RECIPE_BYTES) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
     """Parse one YAML file into nested values. Raises ValueError naming the file, and the line of broken YAML."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(max_bytes + 1)
+        raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read recipe {path}: {error.strerror}") from error
-    if len(raw) > max_bytes:
-        raise ValueError(f"{path} is too large: a recipe has at most {max_bytes:,} bytes")
     values = parse_plain(decode_utf8(raw, str(path)), str(path))
     if not isinstance(values, dict):
         found = "an empty file" if values is None else type(values).__name__
@@ -123,8 +107,6 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     general defaults are. Raises ValueError with a sentence for people.
     """
     if method not in METHODS:
-        if os.path.isfile(method) or method in packaged_recipes() or "=" in method:
-            raise ValueError(f"which method? Say it first, as in `tinyrl train grpo {truncate(method)}`")
         near = did_you_mean(method, list(METHODS))
         raise ValueError(f"unknown method '{truncate(method)}'.{near} Methods: {', '.join(METHODS)}")
     if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
@@ -136,12 +118,9 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
         raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
     for override in overrides:  # a recipe may hold sections of other methods, an override may not
         section, _, name = override.partition("=")[0].partition(".")
-        if section in OPTIONAL_SECTIONS and section not in METHODS[method].sections:
-            users = " and ".join(name for name, other in METHODS.items() if section in other.sections)
+        if section == "method" or (section in OPTIONAL_SECTIONS and section not in METHODS[method].sections):
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-            raise ValueError(f"override '{truncate(override)}': `{section}` is for {users}, not for {method}.{meant}")
-        if section == "method" and override != f"method={method}":
-            raise ValueError(f"override '{truncate(override)}': the method is given once: tinyrl train {method}")
+            raise ValueError(f"override '{truncate(override)}': `{section}` is no section of `train {method}`.{meant}")
     method_given = {"method": method} if is_method(written) else {}
     return build_config({**values, **method_given}, overrides, source=str(path or "settings"))
 
@@ -160,7 +139,7 @@ def build_config(values: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, values, place)) from None
+        raise ValueError(explain(error, values.get("method"), place)) from None
 
 
 def dump_config(config: Config) -> str:
@@ -169,5 +148,5 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from."""
-    return build_config(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), overrides, source=str(path))
+    """Read a run's config.yaml, with overrides laid over it."""
+    return build_config(read_recipe(path), overrides, source=str(path))

@@ -5,7 +5,6 @@ Nothing here imports torch, so `tinyrl --help` and a config error are answered a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 from tinyrl.config import sections
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
-from tinyrl.text import is_address, mask_url, redact, truncate
+from tinyrl.text import is_address, mask_url, truncate
 
 
 def _section(kind: type[sections.Section], description: str) -> Any:
@@ -116,11 +115,6 @@ def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def as_written(value: Any) -> str:
-    """Format a value as an override, without secrets."""
-    return truncate(redact(value if isinstance(value, str) else json.dumps(value)))
-
-
 # ---- conflicts ----
 
 
@@ -170,9 +164,6 @@ def _agent_conflicts(config: Config) -> Iterator[str]:
 
 def _sampling_conflicts(config: Config) -> Iterator[str]:
     generation, section, method, teacher = config.generation, config.on_policy, config.method, config.teacher
-    overlong, longest = config.reward.overlong_tokens, generation.max_new_tokens
-    if overlong > longest:
-        yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
     size, total = section.minibatch_size, section.batch_size
     if size and total % size:
         yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; null takes all"
@@ -188,23 +179,15 @@ def _sampling_conflicts(config: Config) -> Iterator[str]:
             yield "teacher.path=start is the reference, and reference.kind=none leaves none"
         if teacher.kind == "server" and generation.temperature != 1.0:
             yield f"generation.temperature={generation.temperature} is not the 1 at which a server's teacher answers"
-        if method == "distill" and config.environment.name and config.distill.on_policy_fraction < 1:
-            fraction = config.distill.on_policy_fraction
-            yield f"distill.on_policy_fraction={fraction}: given answers are no episodes of environment.name"
 
 
 def _grpo_conflicts(config: Config) -> Iterator[str]:
     grpo, reward = config.grpo, config.reward
     if grpo.group_size == 1 and grpo.advantage != "reinforce++":
         yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
-    changes_sum = {
-        f"grpo.advantage={grpo.advantage}": grpo.advantage != "group",
-        f"reward.truncated={reward.truncated}": reward.truncated == "penalize",
-        f"reward.overlong_tokens={reward.overlong_tokens}": reward.overlong_tokens > 0,
-        f"grpo.kl_estimator={grpo.kl_estimator}": grpo.kl_coef > 0 and grpo.kl_in_reward,
-    }
-    for setting in (setting for setting, given in changes_sum.items() if given and grpo.preset == "gdpo"):
-        yield f"{setting} is of the sum of rewards, and grpo.preset=gdpo normalises each reward by itself"
+    in_sum = reward.truncated == "penalize" or reward.overlong_tokens > 0 or (grpo.kl_coef > 0 and grpo.kl_in_reward)
+    if grpo.preset == "gdpo" and (grpo.advantage != "group" or in_sum):
+        yield "grpo.preset=gdpo needs grpo.advantage=group, no reward.truncated=penalize, overlong_tokens or k1 in it"
 
 
 def check_training(config: Config) -> None:

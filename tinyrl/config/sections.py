@@ -38,6 +38,7 @@ Variables = dict[str, bool | int | float | str | None]
 Truncated = Literal["keep", "mask", "penalize"]
 Engine = Literal["auto", "fused", "hf", "server"]
 Schedule = Literal["constant", "linear", "cosine"]
+Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 
 EMBEDDED = {  # models by name; tinyrl/starter has their weights
     "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"
@@ -239,5 +240,5 @@ class RunConfig(Section):
     keep_checkpoints: Positive = Field(default=3, description="checkpoints to keep, beside the best")
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
-    trackers: list[Text] = Field(default_factory=list, description="tensorboard, trackio, wandb, mlflow ...")
+    trackers: list[Tracker] = Field(default_factory=list, description="experiment trackers beside metrics.jsonl")
     forked_from: Text | None = Field(default=None, description="RUN@STEP of `tinyrl train --from`, which writes it")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tinyrl.config.aliases import ALIASES, ALIASES_OF_DPO
+from tinyrl.config.aliases import ALIASES
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
@@ -30,19 +29,18 @@ LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of 
 # ---- errors ----
 
 
-def explain(error: ValidationError, values: dict[str, Any], place: Callable[[str], str]) -> str:
+def explain(error: ValidationError, method: object, place: Callable[[str], str]) -> str:
     """Return a sentence for each of the first problems pydantic found, at most one for a setting: place, `key`, value,
     what is allowed, what was probably meant. `place` returns where a setting was written.
     """
     found: dict[str, str] = {}
     for problem in error.errors(include_url=False):
-        name, sentence = _sentence(problem, values)
+        name, sentence = _sentence(problem, method)
         found.setdefault(name, f"{place(name)}: {sentence}")
-    shown, more = [*found.values()][:MOST_SENTENCES], len(found) - MOST_SENTENCES
-    return "\n".join(shown + ([f"(and {more} more)"] if more > 0 else []))
+    return "\n".join([*found.values()][:MOST_SENTENCES])
 
 
-def _sentence(problem: Any, values: dict[str, Any]) -> tuple[str, str]:
+def _sentence(problem: Any, method: object) -> tuple[str, str]:
     """Return the setting that a problem is about, and a sentence."""
     if problem["type"] == "value_error":  # of our own rules: the first setting they name
         sentence = str(problem["ctx"]["error"])
@@ -50,8 +48,8 @@ def _sentence(problem: Any, values: dict[str, Any]) -> tuple[str, str]:
         return named[0] if named else "", sentence
     path, kind = _walk(problem["loc"])
     if problem["type"] in ("extra_forbidden", "invalid_key"):
-        return _unknown((*path, str(problem["loc"][len(path)])), values)
-    name, value = _dotted(path), _value(values, path)
+        return _unknown((*path, str(problem["loc"][len(path)])), problem["input"], method)
+    name, value = _dotted(path), problem["input"]
     if problem["type"] == "missing":
         return name, f"`{name}` is missing; it must be {allowed(kind)}"
     shown = json.dumps(value) if isinstance(value, bool | None) else truncate(repr(value))
@@ -59,40 +57,29 @@ def _sentence(problem: Any, values: dict[str, Any]) -> tuple[str, str]:
     return name, f"`{name}` is {shown}; it must be {allowed(kind)}.{near}"
 
 
-def _unknown(path: KeyPath, values: dict[str, Any]) -> tuple[str, str]:
+def _unknown(path: KeyPath, value: Any, method: object) -> tuple[str, str]:
     """Answer an unknown key with its name here if another library has it, the section that has it, or a near one."""
     *parents, key = path
-    method: Any = values.get("method")
-    inner = _value(values, path)
-    while isinstance(inner, dict) and inner:  # of verl's dotted names the end is known
-        name, inner = next(iter(inner.items()))
-        path = (*path, name)
-    dotted, aliases = _dotted(path), ALIASES_OF_DPO if method == "dpo" else ALIASES
-    ends = (dotted.lstrip("+").split(".", depth)[-1] for depth in range(len(path)))
-    if alias := next((end for end in ends if end in aliases), None):
-        start, answer = f"`{dotted}` is not a setting: ", aliases[alias]
-        if answer.startswith("!"):
-            return dotted, start + answer[1:]
-        section, _, rest = answer.partition(".")
-        if {section, method} == {"grpo", "ppo"} and re.split(r"\W", rest)[0] in fields_of(str(method)):
-            answer = f"{method}.{rest}"
+    whole = path
+    while isinstance(value, dict) and value:  # of verl's dotted names the end is known
+        name, value = next(iter(value.items()))
+        whole = (*whole, name)
+    dotted = _dotted(whole)
+    ends = (dotted.split(".", depth)[-1] for depth in range(len(whole)))
+    if alias := next((end for end in ends if end in ALIASES), None):
+        answer = ALIASES[alias]
         setting = re.split(r"[^\w.-]", answer)[0]
-        return dotted, f"{start}`{alias}` is `{setting}` here{answer.removeprefix(setting)}"
-    path, inside = (*parents, key), f"{_dotted(tuple(parents))}." if parents else ""
-    unused = {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set[str]()
+        here = answer[1:] if answer[0] == "!" else f"`{alias}` is `{setting}` here{answer.removeprefix(setting)}"
+        return dotted, f"`{dotted}` is not a setting: {here}"
+    unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if is_method(method) else set[str]()
     home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
-    home = None if any(isinstance(part, int) for part in parents) else home  # a list has its own fields
-    known = [*_fields(_walk(tuple(parents))[1])]
-    near = f" Did you mean `{home}.{key}`?" if home else did_you_mean(str(key), known).replace("`", f"`{inside}", 1)
-    return _dotted(path), f"unknown key `{_dotted(path)}`.{near or ' Known: ' + ', '.join(known)}"
-
-
-def _value(values: Any, path: KeyPath) -> Any:
-    """Return the value at `path`; None where there is none."""
-    for part in path:
-        inside: Any = dict(enumerate(values)) if isinstance(values, list) else values
-        values = inside.get(part) if isinstance(inside, dict) else None
-    return values
+    known, name = [*_fields(_walk(tuple(parents))[1])], _dotted(path)
+    if home and not any(isinstance(part, int) for part in parents):  # a list has its own fields
+        near = f" Did you mean `{home}.{key}`?"
+    else:
+        near = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
+        near = near or f" Known: {', '.join(known)}"
+    return name, f"unknown key `{name}`.{near}"
 
 
 def _dotted(path: KeyPath) -> str:
@@ -141,18 +128,15 @@ def allowed(kind: Kind) -> str:
 
 def _words(kind: Kind) -> list[str]:
     if fields := [*_fields(kind)]:
-        return [f"a section ({', '.join(fields[:4])}, ...)"]
+        return [f"{{{', '.join(fields[:2])}{', ...' if len(fields) > 2 else ''}}}"]
     if "anyOf" in kind:
         return [word for option in kind["anyOf"] for word in _words(option)]
     if "const" in kind or "enum" in kind:
         return kind.get("enum") or [kind["const"]]
     if kind["type"] == "object":
-        as_text = kind["additionalProperties"] == {"type": "string"}
-        return [f"a mapping of {'text to text, {new: old}' if as_text else 'names to plain values'}"]
+        return ["a mapping"]
     if kind["type"] == "array":
-        names = [*_fields(kind["items"])]
-        named = ", ".join([*names[:2], *(["..."] if len(names) > 2 else [])])
-        return [f"a list of {{{named}}}" if names else f"a list of {allowed(kind['items'])}"]
+        return [f"a list of {allowed(kind['items'])}"]
     limits = " and ".join(f"{words} {kind[name]}" for name, words in LIMITS.items() if name in kind)
     return PLAIN.get(kind["type"]) or [f"{NUMBERS[kind['type']]} {limits}".rstrip()]
 
@@ -160,33 +144,30 @@ def _words(kind: Kind) -> list[str]:
 # ---- the page ----
 
 
-def describe_settings(section: str | None = None, *, width: int = 80) -> str:
-    """Return one section, or all, as YAML that a recipe may hold: name and default of each field beside what it means
-    and may be; the fields of a list's items follow the list.
-    """
+def describe(section: str) -> list[tuple[str, str, str]]:
+    """Return (name, default, meaning) of each field of a section; the fields of a list's items follow the list."""
+    values: BaseModel = Config.model_fields[section].get_default(call_default_factory=True)
+    rows = []
+    for key, kind in fields_of(section).items():
+        default = dump_plain({key: getattr(values, key)}).partition(":")[2].strip()
+        rows.append((key, default, f"{kind['description']} ({allowed(kind)})"))
+        for inner, item in _fields(kind.get("items", {})).items():
+            default = "" if item.get("default") is None else str(item["default"])
+            rows.append((f"{key}[].{inner}", default, f"{item['description']} ({allowed(item)})"))
+    return rows
+
+
+def describe_settings(section: str | None = None) -> str:
+    """Return one section, or all, as YAML that a recipe may hold: name and default of each field, and its meaning."""
     if section is not None and section not in SECTIONS:
-        homes = [name for name in SECTIONS if section in fields_of(name)]
-        near = f" `{section}` is in {and_list(homes)}." if homes else did_you_mean(section, [*SECTIONS])
+        near = did_you_mean(section, [*SECTIONS])
         raise ValueError(f"there is no section '{truncate(section)}'.{near} Sections: {', '.join(SECTIONS)}")
-    pages = []
+    lines = []
     for name in [section] if section else SECTIONS:
-        field = Config.model_fields[name]
         users = [method for method, its in METHODS.items() if name in its.sections]
-        entries = [(f"{name}:", f"{field.description}{f' (read by {and_list(users)})' if users else ''}")]
-        values: BaseModel = field.get_default(call_default_factory=True)
-        for key, kind in fields_of(name).items():
-            if key == "forked_from":  # written by `tinyrl train --from`, not set
-                continue
-            default = dump_plain({key: getattr(values, key)}).strip()
-            entries.append((f"  {default}", f"{kind['description']} ({allowed(kind)})"))
-            for inner, item in _fields(kind.get("items", {})).items():
-                default = f" {item['default']}" if "default" in item else ""
-                entries.append((f"  #   {inner}:{default}", f"{item['description']} ({allowed(item)})"))
-        column = max(len(left) for left, _ in entries) + 2
-        rest = f"{'':{column}}# "
-        wrapped = [
-            textwrap.fill(text, width, initial_indent=f"{left:{column}}# ", subsequent_indent=rest)
-            for left, text in entries
-        ]
-        pages.append("\n".join(wrapped))
-    return "\n\n".join(pages)
+        about = f"{Config.model_fields[name].description}{f' (read by {and_list(users)})' if users else ''}"
+        lines.append(f"{name}:  # {about}")
+        for key, default, meaning in describe(name):
+            setting = f"{'# ' if '[]' in key else ''}{key}: {default}"
+            lines.append(f"  {setting:30}  # {meaning}")
+    return "\n".join(lines)

@@ -44,12 +44,6 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Quote, with escapes, text with characters that YAML drops or takes for a line break (U+0085, U+2028)."""
-    return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.replace("\n", "").isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+0123456789"))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from tinyrl.data.messages import (
     tools_of,
 )
 from tinyrl.data.readers import Row
-from tinyrl.text import did_you_mean, join_truncated, one_line, truncate
+from tinyrl.text import join_truncated, one_line, truncate
 
 Side = str | list[Message]  # an answer to a prompt
 Objective = Literal["pairs", "labels"]
@@ -95,23 +95,19 @@ def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> N
 
 def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
     """Return a line that counts rows by their columns, and one with what the first row becomes."""
-    if not rows:
-        return ["rows: none"]
     kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
     first = text_examples(rows[0])[-1] if what == "text" else judged(rows[0], what)
+    answers = [first.answer] if isinstance(first, TextExample) else first.answers
+
+    def shown(side: Side | None) -> str:
+        text = side if isinstance(side, str) else " ".join(f"[{m['role']}] {m['content']}" for m in side or [])
+        return repr(one_line(text, 120))
+
+    value = f", {first.value:g}" if isinstance(first, Scored) and first.value else ""
     return [
         f"rows: {'; '.join(f'{count:,} with {kind}' for kind, count in kinds.most_common())}",
-        f"for example: {one_line(repr(first), 300)}",
+        f"for example: {shown(first.prompt)} -> {' over '.join(map(shown, answers))}{value}",
     ]
-
-
-@contextmanager
-def quoting(row: Row) -> Iterator[None]:
-    """Append the row to a ValueError that the block raises about it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
 
 
 def beginning(row: Row) -> str:
@@ -160,8 +156,7 @@ def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
     column = _column_of(row, *TEXT_COLUMNS)
     if column in CONVERSATIONS:
         return column, None, conversation(row, column)
-    prompt = "" if row.get("prompt") == "" else _prompt(row)  # a text may stand alone, behind an empty prompt
-    return column, prompt, _side(row, column)
+    return column, _prompt(row), _side(row, column)
 
 
 # ---- pairs and labels ----
@@ -169,11 +164,9 @@ def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
 
 def objective_of(row: Row) -> Objective:
     """Return the objective by a row's columns: pairs (`chosen`, `rejected`) or labels (`label`)."""
-    for names in ({name for name, value in row.items() if value is not None}, {*row}):
-        if names & {"chosen", "rejected"}:
-            return "pairs"
-        if "label" in names:
-            return "labels"
+    has = {name for name, value in row.items() if value is not None}
+    if has & {"chosen", "rejected", "label"}:
+        return "pairs" if has & {"chosen", "rejected"} else "labels"
     raise ValueError(
         "a reward model learns from pairs (`chosen`, `rejected`) or from labels (`label`); "
         f"this row has {join_truncated(row)}. Rename columns with task.columns.NEW=OLD"
@@ -208,7 +201,7 @@ def two_labels(values: Iterable[float]) -> tuple[float, float]:
 def preference(row: Row) -> Scored:
     """Parse a row's `chosen` and `rejected` behind their prompt: the column `prompt`, or their common beginning.
 
-    Messages share whole messages, and each side keeps one. The shared beginning of texts ends after the last
+    Messages share whole messages, and each side keeps one at least. The shared beginning of texts ends after the last
     "Assistant:" of a transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal
     need not hold a prompt.
     """
@@ -232,12 +225,7 @@ def preference(row: Row) -> Scored:
         at = next((i for i in range(most) if chosen[i] != rejected[i]), most)
         if not at:
             raise ValueError("`chosen` and `rejected` have no first message in common, which would be their prompt")
-        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
-        if given is not None and as_messages(given) != prompt and given not in [m["content"] for m in prompt]:
-            raise ValueError(
-                f"`chosen` and `rejected` begin with {roles_of(prompt)}, which differs from `prompt`: {given!r:.60}"
-            )
-        given = prompt
+        given, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
             raise ValueError(f"`{name}` must end with a turn of the assistant, not {roles_of(side)}")
@@ -257,9 +245,6 @@ def _shared_text(chosen: str, rejected: str) -> int:
         raise ValueError(
             f"`chosen` and `rejected` have no first word in common, and there is no `prompt`: {truncate(chosen, 60)!r}"
         )
-    thought = shared.rfind("<think>", 0, words[-1])
-    if thought > shared.rfind("</think>", 0, words[-1]):  # a prompt does not end in the middle of thinking
-        words = [word for word in words if word <= thought] or [thought]
     return words[-1]
 
 
@@ -273,9 +258,8 @@ def _column_of(row: Row, *names: str) -> str:
             return name
     if null := next((name for name in names if name in row), None):
         raise ValueError(f"'{null}' is null")
-    near = next((meant for name in names if (meant := did_you_mean(name, list(row)))), "")
     either, rename = or_list([f"'{name}'" for name in names]), f"task.columns.{names[0]}=OLD"
-    raise ValueError(f"no column {either}.{near} Columns: {join_truncated(row)}. Rename one (of task.data: {rename})")
+    raise ValueError(f"no column {either}. Columns: {join_truncated(row)}. Rename one (of task.data: {rename})")
 
 
 def _side(row: Row, column: str) -> Side:
@@ -292,11 +276,10 @@ def _prompt(row: Row) -> Prompt | None:
 
 
 def _number(value: Any, column: str) -> float:
-    """Parse a label or margin; a .csv has them as text, and only a label may be true or false."""
+    """Parse a label or margin; a .csv has them as text."""
     text, found = str(value).strip().lower(), math.nan
-    with suppress(ValueError, OverflowError):
-        found = float({"true": 1, "false": 0}.get(text, text) if column == "label" else text)
+    with suppress(ValueError):
+        found = float({"true": 1, "false": 0}.get(text, text))
     if abs(found) <= LARGEST:
         return found
-    what = "true, false or a number" if column == "label" else "a number"
-    raise ValueError(f"'{column}' must be {what}, not {value!r:.60} (at most {LARGEST:,})")
+    raise ValueError(f"'{column}' must be a number (at most {LARGEST:,}), true or false, not {value!r:.60}")

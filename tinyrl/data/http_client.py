@@ -1,5 +1,5 @@
-"""An HTTP client for vLLM's server and search servers: requests side by side, each under one deadline, answers of a
-limited size, no redirects, all cancelled on a signal.
+"""An HTTP client for vLLM's server and search servers: requests side by side, each under one deadline, all cancelled on
+a signal.
 
 Requests run in an event loop in a thread of its own; the caller's thread only waits for them and for signals.
 """
@@ -12,20 +12,19 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import truncate
 
-MAX_BYTES = 1 << 26  # of one answer
 POLL_S = 0.2  # between two checks for a signal
 
-Read = TypeVar("Read")
+Result = TypeVar("Result")
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # below that it logs whole addresses
 
@@ -34,20 +33,12 @@ class NoAnswer(Exception):
     """A server did not answer: the end of a sentence that begins with its name."""
 
 
-class HttpAnswer(NamedTuple):
-    """A server's answer; `reason` is the text beside the status."""
-
-    status: int
-    reason: str
-    body: bytes
-
-
 class HttpClient:
-    """A server at an http address, whose userinfo and query go along with every request.
+    """A server at an http address, whose userinfo and query go along with every request. Redirects are not followed.
 
     timeout_s: for one request with all its tries; setting: named in the message if it passes; waits_s: before the
     second try and those after it; try_again: statuses after which there is one; proxies: whether those of the
-    environment are used. Raises ValueError for a malformed address.
+    environment are used.
     """
 
     def __init__(
@@ -60,11 +51,7 @@ class HttpClient:
         try_again: Sequence[int],
         proxies: bool,
     ) -> None:
-        try:
-            self.address = httpx2.URL(url).copy_with(fragment=None)
-        except httpx2.InvalidURL as error:
-            raise ValueError(f"'{truncate(mask_url(url))}' is not the address of a server: {error}") from None
-        self.timeout_s, self.waits_s, self.try_again = timeout_s, waits_s, try_again
+        self.address, self.timeout_s, self.waits_s, self.try_again = httpx2.URL(url), timeout_s, waits_s, try_again
         self.setting = f" ({setting})" if setting else ""
         limits = httpx2.Limits(max_connections=None)
         self._client = httpx2.AsyncClient(timeout=None, trust_env=proxies, limits=limits)  # closed with the process
@@ -75,25 +62,22 @@ class HttpClient:
         path: str,
         bodies: Sequence[Any],
         *,
-        read: Callable[[HttpAnswer], Read],
         most: int = 1,
         headers: dict[str, str] | None = None,
-    ) -> list[Read]:
-        """Send requests (a body is JSON, or None), `most` at a time; return `read(answer)` of each, in their order.
+    ) -> list[httpx2.Response]:
+        """Send requests (a body is JSON, or None), `most` at a time; return their answers, in their order.
 
-        Raises NoAnswer, or the error of `read`, with the first that fails, and Interrupted once a stop was requested;
-        the others are cancelled.
+        Raises NoAnswer with the first that fails, and Interrupted once a stop was requested; the others are cancelled.
         """
         url = self.address.copy_with(path=self.address.path.rstrip("/") + path) if path else self.address
-        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
-        free = asyncio.Semaphore(most)
+        sent, free = {"Content-Type": "application/json", **(headers or {})}, asyncio.Semaphore(most)
 
-        async def one(body: Any) -> Read:
+        async def one(body: Any) -> httpx2.Response:
             content = None if body is None else json.dumps(body).encode()
             async with free:
-                return read(await self._answer(httpx2.Request(method, url, content=content, headers=sent)))
+                return await self._answer(httpx2.Request(method, url, content=content, headers=sent))
 
-        async def all_of_them() -> list[Read]:
+        async def all_of_them() -> list[httpx2.Response]:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     calls = [tasks.create_task(one(body)) for body in bodies]
@@ -103,35 +87,20 @@ class HttpClient:
 
         return until_done(all_of_them())
 
-    async def _answer(self, request: httpx2.Request) -> HttpAnswer:
+    async def _answer(self, request: httpx2.Request) -> httpx2.Response:
         """Return the answer of the first try whose status needs no other, or of the last."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 for pause in self.waits_s:
                     with suppress(httpx2.TransportError, OSError):
-                        if (answer := await self._once(request)).status not in self.try_again:
+                        if (answer := await self._client.send(request)).status_code not in self.try_again:
                             return answer
                     await asyncio.sleep(pause)
-                return await self._once(request)
+                return await self._client.send(request)
         except TimeoutError:
             raise NoAnswer(f"did not answer within {self.timeout_s:g} s{self.setting}") from None
-        except (httpx2.TransportError, OSError) as error:
+        except (httpx2.HTTPError, OSError) as error:
             raise NoAnswer(f"did not answer ({truncate(str(error) or type(error).__name__)})") from None
-
-    async def _once(self, request: httpx2.Request) -> HttpAnswer:
-        """Send a request. Raises NoAnswer for a huge answer, and a redirect: what is sent is for this server only."""
-        response, body = await self._client.send(request, stream=True), bytearray()
-        try:
-            if response.has_redirect_location:
-                where = truncate(mask_url(response.headers["Location"]))
-                raise NoAnswer(f"redirects to {where}; give the address that answers")
-            async for block in response.aiter_raw():  # nothing is unpacked
-                body += block
-                if len(body) > MAX_BYTES:
-                    raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
-            return HttpAnswer(response.status_code, response.reason_phrase, bytes(body))
-        finally:
-            await response.aclose()
 
 
 @functools.cache
@@ -141,7 +110,7 @@ def _loop(pid: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def until_done(work: Coroutine[Any, Any, Read]) -> Read:
+def until_done(work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of work in the loop's thread; a signal cancels it and raises Interrupted."""
     result = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))  # a fork has no threads
     try:

@@ -8,6 +8,7 @@ keys (name, reasoning_content) go to the chat template as they are, except for n
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from tinyrl.data.readers import Row
@@ -54,7 +55,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 def tools_of(value: Any) -> list[Any] | None:
     """Parse the tool definitions of a row or a request, without null keys; None if there are none."""
-    tools = _without_nulls(parsed(value, "tools"), "tools")
+    tools = _without_nulls(parsed(value, "tools"))
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
     return tools or None
@@ -68,33 +69,26 @@ def _message(value: Any, column: str) -> Message:
         raise refuse("that is no object with role and content")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
     if "role" not in message and "from" in message:  # ShareGPT
-        sender, message["content"] = message.pop("from"), message.pop("value", "")
-        if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
+        sender, message["content"] = str(message.pop("from")), message.pop("value", "")
+        if sender not in SHAREGPT_ROLES:
             raise refuse(f"from none of {', '.join(SHAREGPT_ROLES)}")
         message["role"] = SHAREGPT_ROLES[sender]
         if sender == "function_call":
-            call = parsed(message.pop("content"), column)
-            calls = call if isinstance(call, list) else [call]
-            if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
-                raise refuse("of a function_call without a `name`")
-            message["tool_calls"] = [{"type": "function", "function": one} for one in calls]
+            calls = parsed(message.pop("content"), column)
+            calls = calls if isinstance(calls, list) else [calls]
+            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise refuse("without a `role`")
-    if not {"content", "value"} & {*value} and not {"tool_calls", "reasoning_content"} & {*message}:
-        raise refuse("without `content`")
-    calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls"), column) or []
+    calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls")) or []
     if not isinstance(calls, list):
         raise refuse("whose `tool_calls` are no list")
     if calls:
         message["tool_calls"] = [_tool_call(call) for call in calls]
     content = message.get("content", "")
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        if not all(isinstance(p.get("text", 0), str | None) and p.get("type", "text") in TEXT_PARTS for p in parts):
-            raise refuse("with a part that is not text")  # an image
-        content = "".join(part["text"] or "" for part in parts)
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type", "text") in TEXT_PARTS for p in content):
+        content = "".join(part.get("text") or "" for part in content)
     if not isinstance(content, str):
-        raise refuse("whose `content` is not text")
+        raise refuse("whose `content` is not text")  # an image
     return {**message, "content": content}
 
 
@@ -106,22 +100,17 @@ def _tool_call(call: Any) -> Any:
         return call
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            read = _without_nulls(json.loads(arguments.strip() or "{}"), "arguments")
-        except (ValueError, RecursionError):
-            return call
-        arguments = {} if read is None else read if isinstance(read, dict) else arguments
+        with suppress(ValueError, RecursionError):
+            found = _without_nulls(json.loads(arguments.strip() or "{}"))
+            arguments = found if isinstance(found, dict) else arguments if found else {}
     return {**call, "arguments": arguments}
 
 
-def _without_nulls(value: Any, column: str) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Drop null keys at any depth: tables (parquet, Arrow) have them in place of absent ones."""
-    try:
-        if isinstance(value, dict):
-            return {key: _without_nulls(inner, column) for key, inner in value.items() if inner is not None}
-        return [_without_nulls(inner, column) for inner in value] if isinstance(value, list) else value
-    except RecursionError:
-        raise ValueError(f"'{column}' is nested too deep") from None
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def as_messages(prompt: Prompt | None) -> list[Message]:
@@ -141,8 +130,3 @@ def parsed(value: Any, column: str) -> Any:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError):
         raise ValueError(f"'{column}' is text that is not JSON: {truncate(value, 60)!r}") from None
-
-
-def policy_text(transcript: list[Message]) -> str:
-    """Join the text of the policy's turns."""
-    return "\n".join(message["content"] for message in transcript if message["role"] == "assistant")

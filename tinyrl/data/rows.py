@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -59,12 +59,11 @@ def prompt_key(prompt: Any) -> str:
     return fingerprint([{"prompt": prompt}])
 
 
-def few_held_out(count: int, *, trained_on: bool) -> list[str]:
-    """Warn if evaluation has few different prompts (`count`), or only those that are `trained_on`."""
-    if count >= FEW:
-        return []
-    where = "evaluation is on prompts that are trained on" if trained_on else "few prompts are held out"
-    return [f"warning: {where} ({count}), so held-out scores say little; give more rows, or task.eval_data"]
+def few_held_out(prompts: Iterable[Any]) -> list[str]:
+    """Warn if evaluation has few different prompts."""
+    count, where = len({prompt_key(prompt) for prompt in prompts}), "few prompts are held out, or none"
+    more = "so held-out scores say little; give more rows, or task.eval_data"
+    return [f"warning: {where} (evaluation has {count}), {more}"] if count < FEW else []
 
 
 def seeded_permutation(key: str, count: int) -> list[int]:
@@ -108,9 +107,8 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     where, kind = config.task, config.trains.rows
     assert kind != "prompts"
     most = rows_needed(where.max_samples, split=where.eval_data is None)
-    sources = [source for source in (needed_data(config), where.eval_data) if source is not None]
     read = {"columns": where.columns, "revision": where.revision, "most": None if kind == "judged" else most}
-    parts = [placed_rows(source, **read) for source in sources]
+    parts = [placed_rows(source, **read) for source in (needed_data(config), where.eval_data) if source is not None]
     what = objective_of(parts[0][0][1]) if kind == "judged" else kind
 
     def usable(placed: Placed) -> list[Row]:
@@ -124,14 +122,12 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
         return [rows[i] for i in seeded_permutation(f"graded {SPLIT_SEED}", len(rows))] if what == "labels" else rows
 
-    train, *rest = map(usable, parts)
-    if rest:
-        held_out = rest[0]
-    else:
+    train, *held_out = map(usable, parts)
+    if not held_out:
         few = len({prompt_key(shared_prompt(row)) for row in train}) < HELD_OUT_SHARE
         by = row_key if few else shared_prompt
-        train, held_out = train_eval_split(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
-    return train[: where.max_samples], held_out[: where.max_samples]
+        train, *held_out = train_eval_split(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
+    return train[: where.max_samples], held_out[0][: where.max_samples]
 
 
 def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> list[int]:
@@ -140,10 +136,8 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
     Every epoch is all rows once, in an order keyed by (seed, epoch). A step that crosses into the next epoch, or asks
     for more prompts than there are rows, can hold a row twice.
     """
-    if num_rows < 1:
-        raise ValueError("there are no rows to train on")
     positions = range(step * num_prompts, (step + 1) * num_prompts)
-    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
+    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in positions]
 
 
 @lru_cache(maxsize=32)

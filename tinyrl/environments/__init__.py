@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-MAX_REWARD = 1e12  # as for scores, which become float32
+MAX_TEXT_CHARS = 100_000  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 Message = dict[str, Any]
 Transcript = list[Message]
 

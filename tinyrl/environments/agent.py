@@ -9,35 +9,16 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.data.readers import Row
 from tinyrl.environments import worker_service
 from tinyrl.runs.signals import check_stop
-from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 
 POLL_S = 0.1
-
-
-@dataclass(frozen=True)
-class Job:
-    """An episode to be played: the row, and its endpoint."""
-
-    row: Row
-    base_url: str
-    api_key: str
-    model: str
-
-
-@dataclass(frozen=True)
-class Played:
-    """An agent's text, or why there is none."""
-
-    text: str | None
-    failure: str | None = None
 
 
 class Agents:
@@ -48,7 +29,7 @@ class Agents:
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.agent is not None
         self.max_concurrency, self.seconds, self.max_turns = config.max_concurrency, config.seconds, config.max_turns
-        self.retried, self.needed_columns = dict[str, str](), list[str]()
+        self.needed_columns = list[str]()
         source, setting = parse_use(config.agent, setting="environment.agent"), "environment.agent"
         self.name = source.function
         how = {"setting": setting, "host": f"{worker_service.__name__}:agent", "timeout_s": self.seconds}
@@ -66,32 +47,33 @@ class Agents:
         for worker in self.workers:
             worker.close()
 
-    def play(self, jobs: list[Job], *, ended: Callable[[int], None]) -> list[Played]:
-        """Play the jobs, some at a time; `ended` is called with the place of each. Raises Interrupted, with all ended,
-        once a stop was requested.
+    def play(self, jobs: list[dict[str, Any]], *, ended: Callable[[int], None]) -> Rows:
+        """Play an episode for each job, some at a time: its row, base_url, api_key and model; return the agents' texts.
+        `ended` is called with the place of each. Raises Interrupted, with all ended, once a stop was requested.
         """
         free: queue.SimpleQueue[WorkerFunction] = queue.SimpleQueue()
         for worker in self.workers:
             free.put(worker)
 
-        def one(place: int, job: Job) -> Played:
+        def one(place: int, job: dict[str, Any]) -> Rows:
             worker = free.get()
             try:
-                rows = worker.rows({name: [value] for name, value in vars(job).items()}, 1, call="run")
-                return Played(None, rows.failures[0].reason) if rows.failures else Played(rows.values[0])
+                return worker.rows({name: [value] for name, value in job.items()}, 1, call="run")
             finally:
                 ended(place)  # before the process plays another, which may have kept this one's key
                 free.put(worker)
 
         pool = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="agent")
-        futures: list[Future[Played]] = [pool.submit(one, place, job) for place, job in enumerate(jobs)]
+        futures = [pool.submit(one, place, job) for place, job in enumerate(jobs)]
         try:
             while not all(future.done() for future in futures):
                 check_stop()
                 wait(futures, timeout=POLL_S)
-            return [future.result() for future in futures]
+            played = [future.result() for future in futures]
         except BaseException:
             self.close()
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+        failures = [RowFailure(place, each.reason) for place, one in enumerate(played) for each in one.failures]
+        return Rows([one.values[0] for one in played], failures)

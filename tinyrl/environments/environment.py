@@ -18,15 +18,16 @@ from tinyrl.environments import Reply, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction, quoted
 from tinyrl.workers.loading import parse_use
+from tinyrl.workers.worker import check_values
 
 
 class Environment:
     """Answers the policy between its turns. State: a worker process if the code is a person's.
 
     name: for messages and metrics; built_in: "search" or "python" where that answers, else None; stop: texts that end a
-    turn, beside those of the run; retried: by that name, why a batch had to be tried row by row, at first. Known after
-    `start`: schemas, of tools as a chat template takes them; rewards: whether replies may hold some; has_openings:
-    whether it writes something before the first turn, and then all episodes of a prompt have one seed, its row.
+    turn, beside those of the run. Known after `start`: schemas, of tools as a chat template takes them; rewards:
+    whether replies may hold some; has_openings: whether it writes something before the first turn, and then all
+    episodes of a prompt have one seed, its row.
     """
 
     by_agents = False  # whether it is an agent that calls the policy, instead of being called
@@ -49,15 +50,14 @@ class Environment:
         use = config.name or (None if config.tools or respond is not None else use)
         self.built_in = use if use in BUILT_IN_ENVIRONMENTS else None
         self.name, self.stop, self._about, self._respond = self.built_in or task, stop, "", respond
-        self.retried: dict[str, str] = {}
         self.schemas: list[dict[str, Any]] | None = None
-        self.rewards = self.has_openings = self._has_final_rewards = False
+        self.rewards = self.has_openings = False
         self.workers: list[WorkerFunction] = []  # one if the code is a person's
         self._close: Callable[[], None] | None = None
         if config.functions:
             setting, served = ("environment.tools", "tools") if config.tools else ("environment.name", "environment")
             worker = WorkerFunction(
-                [parse_use(use, setting=setting, classes=True) for _, use in config.functions],
+                [parse_use(use, setting=setting) for _, use in config.functions],
                 setting=setting,
                 host=f"{worker_service.__name__}:{served}",
                 timeout_s=config.seconds,
@@ -67,7 +67,6 @@ class Environment:
         elif self.built_in:
             module = importlib.import_module(f"{__package__}.{self.built_in}")
             self.stop, (self._respond, self._about, self._close) = module.STOP, module.opened(config, length=length)
-        assert self.workers or self._respond is not None, "there is nothing that answers"
 
     @property
     def needed_columns(self) -> list[str]:
@@ -80,14 +79,13 @@ class Environment:
         functions = [schema["function"] for schema in self.schemas or []]
         tools = [f"{f['name']}({', '.join(f.get('parameters', {}).get('properties', {}))})" for f in functions]
         what = f"{self.name} {self._about}".strip() + (f": {', '.join(tools)}" if tools else "")
-        return f"{what}; at most {self.max_turns} turns, {self.max_observation_tokens} tokens of an answer"
+        return f"{what}; at most {self.max_turns} turns, replies of {self.max_observation_tokens} tokens"
 
     def start(self) -> None:
         """Load a person's code now. Raises ValueError if it does not load."""
         for worker in self.workers:
-            facts = worker.facts
-            self.schemas, self.rewards = facts["schemas"], facts["rewards"]
-            self.has_openings, self._has_final_rewards = facts["opening"], facts["final_rewards"]
+            facts = worker.start()
+            self.schemas, self.rewards, self.has_openings = facts["schemas"], facts["rewards"], facts["opening"]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -112,24 +110,19 @@ class Environment:
         """
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
         if self._respond is None:
-            rows = self._worker_rows("respond", arguments)
+            rows = self.workers[0].rows(arguments, len(prompts), call="respond")
         else:
-            values, problems = worker_service.checked(self._respond(**arguments), len(prompts))
+            values, problems = check_values(self._respond(**arguments), len(prompts), check=worker_service.as_reply)
             rows = Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
         replies = [None if value is None else Reply(encodable(value[0]), *value[1:]) for value in rows.values]
         return Rows(replies, rows.failures)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        """Return the rewards of episodes that were cut off, of an environment that has them; else zeros."""
-        if not self._has_final_rewards:
+        """Return the rewards of episodes that were cut off, of a class that has get_reward; else zeros."""
+        if not (self.has_openings and self.rewards):
             return Rows([0.0] * len(prompts))
-        return self._worker_rows("final_rewards", {**columns, "prompts": prompts, "transcripts": list(transcripts)})
-
-    def _worker_rows(self, call: str, arguments: dict[str, list[Any]]) -> Rows:
-        rows = self.workers[0].rows(arguments, len(arguments["prompts"]), call=call)
-        if rows.retried:
-            self.retried.setdefault(self.name, rows.retried)
-        return rows
+        arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
+        return self.workers[0].rows(arguments, len(prompts), call="final_rewards")
 
 
 @dataclass
@@ -176,13 +169,9 @@ FIRST_WORDS = 8
 SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "array": [], "null": None}
 
 
-def asking_turn(built_in: str | None, schemas: list[dict[str, Any]] | None, question: str) -> str | None:
-    """Return a turn that an environment should answer: a search for the first words of the question, a cell of Python,
-    or a call of the first tool; None if it is not known what it takes.
-    """
-    if built_in is not None:
-        return importlib.import_module(f"{__package__}.{built_in}").ASKS.format(words=_first_words(question))
-    return tool_call(schemas[0], question) if schemas else None
+def asking_turn(built_in: str, question: str) -> str:
+    """Return a turn that a built-in environment answers: a search for the question's first words, a cell of Python."""
+    return importlib.import_module(f"{__package__}.{built_in}").ASKS.format(words=_first_words(question))
 
 
 def tool_call(schema: dict[str, Any], question: str) -> str:
@@ -200,6 +189,5 @@ def tool_call(schema: dict[str, Any], question: str) -> str:
 
 
 def _first_words(question: str) -> str:
-    """Return the first words of a question; of several lines those of the last that has any."""
-    lines = [line for line in question.splitlines() if line.strip()]
-    return " ".join((lines[-1] if lines else "").split()[:FIRST_WORDS])
+    """Return the first words of a question's last line."""
+    return " ".join(question.strip().rpartition("\n")[2].split()[:FIRST_WORDS])

@@ -6,7 +6,7 @@ the episode. As in a notebook, names stay from turn to turn, and the value of a 
 is its last line with the line of the cell. There is the standard library and no installed package.
 
 The interpreter of an episode stays from turn to turn, frozen while the policy writes. It is only a cache: where it is
-gone (its cell had to be stopped, there were too many, a run was resumed), the earlier cells are run again in another.
+gone (a cell had to be stopped, there were too many, a run was resumed), the earlier cells are run again in another.
 To reach the same state, `random` is seeded with the episode's seed; the clock and os.urandom are not. A cell that was
 stopped (its answer is one of the sentences STOPPED) is not run again.
 """
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,7 @@ from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import excerpt, name_unseen
+from tinyrl.text import excerpt
 from tinyrl.workers.calls import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 
@@ -34,23 +36,20 @@ PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
 STOP, ASKS = (), "```python\nprint(1 + 1)\n```\n"
 MEMORY_GB = 0.5
 CHARS_A_TOKEN = 2  # of an output: more of it are numbers than words
-MAX_WORKERS = 32
-MAX_CELLS = 1000  # of an episode, as environment.max_turns
 MOST_LIVE = 1024  # interpreters that wait for their next cell
 FILES_A_PROCESS = 8  # of those that we may open; 3 are needed
 LIVE_SHARE = 0.25  # of the memory that a worker may use, for all that wait
 OUTPUT_BYTES = 8 << 20  # that a cell may print before it is stopped
 
-TIMED_OUT = "Timed out: the code ran too long and was stopped. Nothing of it was kept."
-OUT_OF_MEMORY = "Out of memory: the code was stopped. Nothing of it was kept."
-TOO_MUCH_OUTPUT = "Too much output: the code was stopped. Nothing of it was kept."
-CRASHED = "Crashed: the code ended the Python process. Nothing of it was kept."
-STOPPED = {  # by the sandbox's reason
-    "timed out": TIMED_OUT,
-    "out of CPU time": TIMED_OUT,
-    "out of memory": OUT_OF_MEMORY,
-    "output too long": TOO_MUCH_OUTPUT,
-    "": CRASHED,
+STOPPED = {  # sentences, by the sandbox's reason
+    reason: f"{what} Nothing of it was kept."
+    for reason, what in {
+        "timed out": "Timed out: the code ran too long and was stopped.",
+        "out of CPU time": "Timed out: the code ran too long and was stopped.",
+        "out of memory": "Out of memory: the code was stopped.",
+        "output too long": "Too much output: the code was stopped.",
+        "": "Crashed: the code ended the Python process.",
+    }.items()
 }
 KNOWN_BY = 24  # characters at the start of each, which remain when an answer is cut to a number of tokens
 NO_OUTPUT = "(no output)"
@@ -70,23 +69,19 @@ def opened(
             f"The environment `python` runs the policy's code in a sandbox, which this system does not allow: "
             f"{why_not}. It takes Linux 5.13 or later with Landlock and seccomp, on x86_64 or aarch64."
         )
-    most = CHARS_A_TOKEN * config.max_observation_tokens
-    python = Python(timeout_s=config.seconds, max_output_chars=most, max_turns=config.max_turns)
+    python = Python(config)
     return python.respond, f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell", python.close
 
 
 class Python:
-    """Interpreters of the episodes in flight. timeout_s: of a cell; of an output, max_output_chars remain, from its
-    head and its tail. State: the interpreters that wait for a cell, the oldest first.
-    """
+    """Interpreters of the episodes in flight. State: those that wait for a cell, the oldest first."""
 
-    def __init__(self, *, timeout_s: float = 5.0, max_output_chars: int = 1000, max_turns: int = MAX_CELLS) -> None:
-        import resource  # Windows has none
-
-        self._timeout_s, self._max_output_chars, self._max_turns = timeout_s, max_output_chars, max_turns
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._timeout_s, self._max_turns = config.seconds, config.max_turns
+        self._max_chars = CHARS_A_TOKEN * config.max_observation_tokens
         self._most_live = min(MOST_LIVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_A_PROCESS)
         self._limits = Limits(
-            cpu_s=MAX_CELLS * math.ceil(timeout_s),  # together; a cell's are limited in there
+            cpu_s=(config.max_turns + 1) * math.ceil(config.seconds + 1),  # together; a cell's are limited in there
             memory_bytes=int(MEMORY_GB * (1 << 30)),
             output_bytes=OUTPUT_BYTES,
             threads=Limits.threads + (self._most_live if os.geteuid() else 0),  # are counted by user
@@ -94,9 +89,8 @@ class Python:
         self._most_bytes = int(LIVE_SHARE * memory_limit())
         self._live: dict[Cells, tuple[Session, int]] = {}  # by seed and cells, with their bytes
         self._lock = threading.Lock()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The kernel ends a program with the thread that started it, so the threads stay.
-        self._pool = ThreadPoolExecutor(min(cores, MAX_WORKERS), thread_name_prefix="python")
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="python")
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -110,11 +104,11 @@ class Python:
         """Answer the last turn of each transcript; None where it calls nothing. One cell per core at a time: a batch of
         endless ones takes timeout_s * episodes / cores.
         """
-        calls = [call_in(last_turn(transcript)) for transcript in transcripts]
 
         def answer(place: int) -> Reply | None:
             check_stop()
-            prompt, transcript, call = prompts[place], transcripts[place], calls[place]
+            prompt, transcript = prompts[place], transcripts[place]
+            call = call_in(last_turn(transcript))
             if call is not None and call[0] is None:
                 return Reply(UNREADABLE, invalid=True)
             before: Cells = (int(seed[place] if seed else 0), *kept_cells(transcript))
@@ -128,9 +122,10 @@ class Python:
             if not in_block:
                 return Reply(output)
             line_is_open = isinstance(prompt, str) and not last_turn(transcript).endswith("\n")
-            return Reply("\n" * line_is_open + fenced(output))
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", output)), default=0))  # longer than any in it
+            return Reply("\n" * line_is_open + f"{fence}output\n{output}\n{fence}\n")
 
-        return list(self._pool.map(answer, range(len(calls))))
+        return list(self._pool.map(answer, range(len(transcripts))))
 
     def _run(self, before: Cells, code: str, *, last: bool) -> str:
         """Run a cell after others; keep the interpreter unless it is the last one."""
@@ -142,7 +137,7 @@ class Python:
             # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
             outcome = session.ask(ascii((cell, float(self._timeout_s))).encode(), wall_s=self._timeout_s)
             if not outcome.ok:
-                return STOPPED.get(outcome.reason, CRASHED)  # whole, since it marks the cell
+                return STOPPED.get(outcome.reason, STOPPED[""])  # whole, since it marks the cell
         assert outcome is not None
         if last:
             session.end()
@@ -150,15 +145,12 @@ class Python:
             self._keep((*before, code), session)
         parts = outcome.stdout.replace("\r\n", "\n").removesuffix("\n"), outcome.stderr
         output = "\n".join(filter(None, parts))
-        return cut(output if output.strip() else NO_OUTPUT, self._max_output_chars)
+        part = excerpt(output if output.strip() else NO_OUTPUT, self._max_chars, lines=self._max_chars)
+        return f"{part.head}\n[{part.omitted:,} characters left out]\n{part.tail}" if part.omitted else part.head
 
     def _take(self, cells: Cells) -> Session | None:
         with self._lock:
-            session, _ = self._live.pop(cells, (None, 0))
-        if session is not None and not session.alive():
-            session.end()
-            return None
-        return session
+            return self._live.pop(cells, (None, 0))[0]
 
     def _keep(self, cells: Cells, session: Session) -> None:
         """Keep an interpreter for the next cell; end the oldest ones where there are too many, or too large ones."""
@@ -186,31 +178,13 @@ def call_in(turn: str) -> tuple[str | None, bool] | None:
 
 
 def kept_cells(transcript: Transcript) -> list[str]:
-    """Return the cells before the last turn that were not stopped: they make an episode's state."""
-    cells = []
+    """Return the cells before the last turn that were not stopped: they make an episode's state. A cell that prints one
+    of the sentences STOPPED only forgets itself.
+    """
+    cells, known = [], tuple(sentence[:KNOWN_BY] for sentence in STOPPED.values())
     for turn, answer in pairwise(transcript):
         call = call_in(turn["content"]) if turn["role"] == "assistant" else None
-        if call and call[0] is not None and not was_stopped(answer["content"]):
+        stopped = answer["content"].strip().removeprefix("```output").lstrip().startswith(known)
+        if call and call[0] is not None and not stopped:
             cells.append(call[0])
     return cells
-
-
-def was_stopped(answer: str) -> bool:
-    """Return whether an answer is that of a stopped cell. A cell that prints such a sentence only forgets itself."""
-    start = answer.strip().removeprefix("```output").lstrip()[:KNOWN_BY]
-    return start in {sentence[:KNOWN_BY] for sentence in STOPPED.values()}
-
-
-def fenced(output: str) -> str:
-    """Return an output as a block of Markdown whose fence is longer than any in it."""
-    fence = "```"
-    while fence in output:
-        fence += "`"
-    return f"{fence}output\n{output}\n{fence}\n"
-
-
-def cut(output: str, limit: int) -> str:
-    """Cut an output in the middle, and replace invisible characters."""
-    part = excerpt(output, limit, lines=limit)
-    head, tail = ("".join("\ufffd" if name_unseen(c) else c for c in piece) for piece in (part.head, part.tail))
-    return f"{head}\n[{part.omitted:,} characters left out]\n{tail}" if part.omitted else head

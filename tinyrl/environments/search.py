@@ -14,7 +14,6 @@ stemmed (Porter); Lucene's stop words are left out of a query.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import sqlite3
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import threading
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from tinyrl.data.readers import Row, reader_of
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.runs.signals import watched
-from tinyrl.text import is_address, join_truncated, mask_url, resolve_url, truncate
+from tinyrl.text import join_truncated, mask_url, resolve_url, truncate
 
 STOP, ASKS = ("</search>", "</answer>"), "<search>{words}</search>"
 OPENING, CLOSING, CUT = "\n\n<information>", "</information>\n\n", " ..."
@@ -45,6 +44,10 @@ INVALID = (
 MAX_PASSAGE_CHARS, MAX_QUERY_CHARS, MAX_WORDS = 20_000, 1000, 64  # a policy may ask anything
 WAITS_S, TRY_AGAIN = (0.5, 1.0), (408, 425, 429, 500, 502, 503, 504)  # before the second and the third try of a server
 TOKENIZER = "porter unicode61 remove_diacritics 2"
+# The texts of the best only, since sorting copies what it sorts.
+RANKED = """SELECT contents FROM passages JOIN (
+    SELECT rowid AS number, bm25(passages) AS score FROM passages WHERE passages MATCH ? ORDER BY score, number LIMIT ?
+) ON passages.rowid = number ORDER BY score, number"""
 # Lucene's English list, and what the apostrophes of "it's" and "don't" leave behind
 STOP_WORDS = """a an and are as at be but by for if in into is it no not of on or such that the their then there these
 they this to was will with s t"""
@@ -53,7 +56,7 @@ _TAG = re.compile(r"<(\s{0,3}/?\s{0,3}(?:information|answer|search|think)\s{0,3}
 
 
 class SearchFailed(Exception):
-    """A search failed for a reason outside the query: a damaged index, a server that did not answer."""
+    """A search failed for a reason outside the query: a server that did not answer."""
 
 
 def passage_of(row: Row, place: str) -> str:
@@ -74,49 +77,32 @@ class Corpus:
 
     def __init__(self, path: str | Path) -> None:
         source = Path(path).expanduser()
-        if source.suffix.lower() not in (".jsonl", ".parquet") or not source.is_file():
-            raise ValueError(f"{source}: a corpus is a file ending in .jsonl or .parquet")
+        read = reader_of(str(source))
         size, self._lock, self.index = source.stat().st_size, threading.Lock(), source.with_name(f"{source.name}.fts5")
         state = f"{TOKENIZER} {size} {source.stat().st_mtime_ns}"
         if not self._open(state):
             where = f"once, in {self.index}"  # a large corpus takes minutes
             print(f"{source}: {size / 1e6:,.0f} MB of passages are indexed, {where}", file=sys.stderr, flush=True)
-            try:
-                _write(self.index, source, state)
-            except (OSError, sqlite3.OperationalError) as error:
-                raise OSError(
-                    f"{self.index}: cannot be written: {error}; put a link to the corpus into a folder of your own"
-                ) from error
+            _write(self.index, read(), state)
             assert self._open(state), self.index
 
     def _open(self, state: str) -> bool:
-        """Open the index for reading; return whether it is of this state of the corpus."""
-        with suppress(sqlite3.Error):
-            address = f"{self.index.absolute().as_uri()}?mode=ro&immutable=1"  # it is only ever replaced as a whole
+        """Open the index for reading; return whether there is one of this state of the corpus."""
+        address = f"{self.index.absolute().as_uri()}?mode=ro&immutable=1"  # it is only ever replaced as a whole
+        with suppress(sqlite3.Error, TypeError):
             self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
-            with suppress(sqlite3.Error):
-                about = self._connection.execute("SELECT state, passages FROM about").fetchone()
-                if about and about[0] == state:
-                    self.num_passages = about[1]
-                    return True
-            self._connection.close()
+            found, self.num_passages = self._connection.execute("SELECT state, passages FROM about").fetchone()
+            return found == state
         return False
 
     def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
-        """Return at most `top_k` passages for each query, the best first; of equal ones the earlier in the file. Raises
-        SearchFailed if the index was damaged since it was opened.
-        """
-        ranked = "SELECT rowid FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?"
-        read = "SELECT contents FROM passages WHERE rowid = ?"  # texts of the best only
+        """Return at most `top_k` passages for each query, the best first; of equal ones the earlier in the file."""
         found = []
-        try:
-            with self._lock:
-                for query in queries:
-                    words = match_expression(query)
-                    numbers = self._connection.execute(ranked, (words, top_k)).fetchall() if words else []
-                    found.append([self._connection.execute(read, number).fetchone()[0] for number in numbers])
-        except (sqlite3.Error, TypeError) as error:  # the latter: a passage is missing
-            raise SearchFailed(f"{self.index}: {error}; delete this index to rebuild it") from error
+        with self._lock:
+            for query in queries:
+                words = match_expression(query)
+                rows = self._connection.execute(RANKED, (words, top_k)).fetchall() if words else []
+                found.append([passage for (passage,) in rows])
         return found
 
 
@@ -124,13 +110,13 @@ def match_expression(query: str) -> str:
     """Return the FTS5 expression for passages with any word of a query; "" for none. Quoted, FTS5's operators are words
     like others. Stop words count if there are no others.
     """
-    words = {word.lower(): word for word in _WORD.findall(unicodedata.normalize("NFC", query[:MAX_QUERY_CHARS]))}
-    telling = {key: word for key, word in words.items() if key not in STOP_WORDS.split()} or words
-    return " OR ".join(f'"{word}"' for word in list(telling.values())[:MAX_WORDS])
+    words = dict.fromkeys(_WORD.findall(unicodedata.normalize("NFC", query[:MAX_QUERY_CHARS]).lower()))
+    telling = [word for word in words if word not in STOP_WORDS.split()] or words
+    return " OR ".join(f'"{word}"' for word in [*telling][:MAX_WORDS])
 
 
-def _write(place: Path, source: Path, state: str) -> None:
-    """Write the index of a file beside its place and move it there, so that a kill leaves no half of one."""
+def _write(place: Path, rows: Iterator[tuple[str, Row]], state: str) -> None:
+    """Write an index beside its place and move it there, so that a kill leaves no half of one."""
     with tempfile.TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as folder:
         new, count = Path(folder, place.name), 0
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
@@ -139,15 +125,14 @@ def _write(place: Path, source: Path, state: str) -> None:
                 f"CREATE VIRTUAL TABLE passages USING fts5(contents, tokenize = '{TOKENIZER}');"
                 "CREATE TABLE about (state, passages); BEGIN"
             )
-            for where, row in watched(reader_of(str(source))()):
-                passage, count = passage_of(row, where), count + 1
-                if not passage.strip():
-                    raise ValueError(f"{where}: an empty passage")
-                connection.execute("INSERT INTO passages (contents) VALUES (?)", (passage,))
-            if not count:
-                raise ValueError(f"{source}: no passages in it")
-            connection.execute("INSERT INTO about VALUES (?, ?)", (state, count))
-            connection.execute("COMMIT")
+            try:
+                for where, row in watched(rows):
+                    connection.execute("INSERT INTO passages (contents) VALUES (?)", (passage_of(row, where),))
+                    count += 1
+                connection.execute("INSERT INTO about VALUES (?, ?)", (state, count))
+                connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:  # such as a full disk
+                raise OSError(f"{place}: {error}") from error
         os.replace(new, place)
 
 
@@ -161,8 +146,6 @@ class SearchServer:
     """
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
-        if not is_address(url):
-            raise ValueError(f"'{truncate(mask_url(url))}' is not the address of a server: http://HOST:PORT/retrieve")
         self._name = f"the search server {truncate(mask_url(url))}"
         address, how = resolve_url(url, setting="environment.corpus"), {"waits_s": WAITS_S, "try_again": TRY_AGAIN}
         self.http = HttpClient(address, timeout_s=timeout_s, setting="environment.timeout_s", proxies=True, **how)
@@ -171,20 +154,18 @@ class SearchServer:
         """Return at most `top_k` passages for each query, by one request. Raises SearchFailed."""
         body = {"queries": queries, "topk": top_k, "return_scores": True}
         try:
-            [answer] = self.http.ask("POST", "", [body], read=lambda answer: answer)
+            [answer] = self.http.ask("POST", "", [body])
         except NoAnswer as error:
             raise SearchFailed(f"{self._name} {error}") from None
-        if answer.status != 200:
-            raise SearchFailed(f"{self._name} answered {answer.status} {truncate(answer.reason)}")
+        if answer.status_code != 200:
+            raise SearchFailed(f"{self._name} answered {answer.status_code} {truncate(answer.reason_phrase)}")
         try:
-            rows = [[found["document"] for found in of_query] for of_query in json.loads(answer.body)["result"]]
-            passages = [[passage_of(dict(row), self._name) for row in of_query] for of_query in rows]
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            why = f"{truncate(repr(answer.body[:60]))} ({type(error).__name__}: {truncate(str(error), 200)})"
-            raise SearchFailed(f"{self._name} answered something else than lists of documents: {why}") from error
-        if len(passages) != len(queries):
-            raise SearchFailed(f"{self._name} answered {len(queries)} queries with {len(passages)} lists")
-        return [[passage for passage in of_query if passage.strip()][:top_k] for of_query in passages]
+            pairs = zip(answer.json()["result"], queries, strict=True)
+            rows = [[dict(found["document"]) for found in of_query[:top_k]] for of_query, _ in pairs]
+            return [[passage_of(row, self._name) for row in of_query] for of_query in rows]
+        except (ValueError, TypeError, KeyError) as error:
+            why = f"{truncate(repr(answer.text[:60]))} ({type(error).__name__}: {truncate(str(error), 200)})"
+            raise SearchFailed(f"{self._name} answered no list of documents for each query: {why}") from error
 
 
 def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str, None]:
@@ -212,9 +193,9 @@ def respond(
     transcripts: list[Transcript],
     *,
     retriever: Corpus | SearchServer,
-    top_k: int = 3,
-    max_length: int | None = None,
-    length: Callable[[str], int] = len,
+    top_k: int,
+    max_length: int,
+    length: Callable[[str], int],
     **columns: Any,
 ) -> list[Reply | SearchFailed | None]:
     """Answer every episode's last turn, with one search for the batch; None if the turn gave its answer.
@@ -244,15 +225,14 @@ def _between(turn: str, tag: str) -> str | None:
     return encodable(inside.strip()[:MAX_QUERY_CHARS])
 
 
-def _quoted(passages: list[str], max_length: int | None, length: Callable[[str], int]) -> str:
+def _quoted(passages: list[str], max_length: int, length: Callable[[str], int]) -> str:
     """Quote passages, all cut to the same number of characters if they are too long, between words."""
     if not passages:
         return NOTHING_FOUND
     documents = []
     for number, passage in enumerate(passages, start=1):
         title, _, text = encodable(passage[:MAX_PASSAGE_CHARS]).partition("\n")
-        document = f"Doc {number}(Title: {title}) {text}{CUT if len(passage) > MAX_PASSAGE_CHARS else ''}".strip()
-        documents.append(_TAG.sub(r"[\1]", document))
+        documents.append(_TAG.sub(r"[\1]", f"Doc {number}(Title: {title}) {text}".strip()))
 
     def cut(document: str) -> str:
         if len(document) <= limit:
@@ -265,6 +245,6 @@ def _quoted(passages: list[str], max_length: int | None, length: Callable[[str],
     while True:
         text = f"{OPENING}{chr(10).join(filter(None, map(cut, documents)))}{CLOSING}"
         size = length(text)
-        if max_length is None or size <= max_length or limit == 0:
+        if size <= max_length or limit == 0:
             return text
         limit = min(limit - 1, limit * max_length // size)

@@ -6,27 +6,22 @@ serving engines, a call ends at the first closing tag, and text before `</think>
 answered with CALL_FAILED and the reason.
 """
 
-import contextlib
 import copy
 import inspect
 import json
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinyrl.environments import Message, Reply
+from tinyrl.workers.worker import awaited
 
 CALL_FAILED = "This call failed:"
 MAX_REASON_CHARS = 200  # of an exception's first line
-MAX_REPLY_CHARS = 100_000  # it is cut to a number of tokens later; this keeps a tool's megabytes from travelling
-MAX_AT_ONCE = 64  # coroutines awaited together, of different episodes
 OPEN, CLOSE, END_OF_THINKING = "<tool_call>", "</tool_call>", "</think>"
+DECODER = json.JSONDecoder()
 
 Tools = Mapping[str, Callable[..., Any]]
-_LOOP = list[Any]()  # one event loop for the process: a tool's open connections belong to the loop they were opened in
-_SHOWN = set[tuple[str, type]]()  # kinds of errors that were printed
 
 
 @dataclass(frozen=True)
@@ -36,17 +31,6 @@ class Call:
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-
-
-class InvalidCall(ValueError):
-    """A call that no tool can execute."""
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a value of JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_refuse)  # NaN and Infinity, which Python's parser takes, are no JSON
 
 
 def parse_json(decode: Callable[..., Any], *given: Any) -> Any:
@@ -106,77 +90,43 @@ def carry_out(episodes: Sequence[tuple[Tools, Sequence[Call]]]) -> list[list[Rep
     replies: list[list[Reply]] = [[] for _ in episodes]
     for turn in range(max((len(calls) for _, calls in episodes), default=0)):
         who = [index for index, (_, calls) in enumerate(episodes) if turn < len(calls)]
-        returned = awaited([_begin(episodes[index][0], episodes[index][1][turn]) for index in who])
-        for index, value in zip(who, returned, strict=True):
-            replies[index].append(_reply_to(episodes[index][1][turn].name, value))
+        begun = [_begin(episodes[index][0], episodes[index][1][turn]) for index in who]
+        for index, value in zip(who, awaited(begun, return_exceptions=True), strict=True):
+            if isinstance(value, BaseException):
+                value = _failed(": ".join(filter(None, [type(value).__name__, str(value).strip()])))
+            replies[index].append(value if isinstance(value, Reply) else Reply(text_of(value)))
     return replies
 
 
 def _begin(tools: Tools, call: Call) -> Any:
-    """Return what a call returned (a coroutine, perhaps), or its exception."""
+    """Return a call's result (perhaps a coroutine), its exception, or the reply to one that cannot be executed."""
+    if call.problem:
+        return _failed(call.problem)
+    if call.name not in tools:
+        return _failed(f"there is no tool {call.name[: MAX_REASON_CHARS // 2]!r}; there are: {', '.join(tools)}")
     try:
-        if call.problem:
-            raise InvalidCall(call.problem)
-        if call.name not in tools:
-            raise InvalidCall(f"there is no tool {call.name[: MAX_REASON_CHARS // 2]!r}; there are: {', '.join(tools)}")
-        try:
-            inspect.signature(tools[call.name]).bind(**call.arguments)
-        except TypeError as error:
-            raise InvalidCall(f"{call.name}: {error}") from None
+        inspect.signature(tools[call.name]).bind(**call.arguments)
+    except TypeError as error:
+        return _failed(f"{call.name}: {error}")
+    try:
         return tools[call.name](**call.arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
+    except Exception as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
         return error
 
 
-def _reply_to(name: str, value: Any) -> Reply:
-    if not isinstance(value, BaseException):
-        try:
-            return Reply(text_of(value))
-        except Exception as error:  # noqa: BLE001 a value's own __str__ may raise anything
-            value = error
-    kind, reason = type(value), ""
-    with contextlib.suppress(Exception):  # an exception's own __str__ may raise anything
-        reason = str(value).strip()
-    if kind is not InvalidCall:
-        reason = f"{kind.__name__}: {reason}" if reason else kind.__name__
-        if (name, kind) not in _SHOWN:  # once for each kind of error: its author sees no other sign of a bug
-            _SHOWN.add((name, kind))
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # the tool may have closed or replaced it
-                traceback.print_exception(value, file=sys.stderr)
+def _failed(reason: str) -> Reply:
     return Reply(encodable(f"{CALL_FAILED} {reason.splitlines()[0][:MAX_REASON_CHARS]}"), invalid=True)
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
     """Join the replies to the calls of a turn, one below the other."""
-    text = "\n".join(reply.text for reply in replies)
-    return Reply(text[:MAX_REPLY_CHARS], invalid=any(reply.invalid for reply in replies))
+    return Reply("\n".join(reply.text for reply in replies), invalid=any(reply.invalid for reply in replies))
 
 
 def rows_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return the row of each episode: its columns, and its prompt."""
     names = [*columns, "prompt"]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), prompts, strict=True)]
-
-
-def awaited(values: list[Any]) -> list[Any]:
-    """Replace coroutines by their results, or by the exceptions they raise."""
-    waiting = [index for index, value in enumerate(values) if inspect.isawaitable(value)]
-    for start in range(0, len(waiting), MAX_AT_ONCE):
-        some = waiting[start : start + MAX_AT_ONCE]
-        for index, value in zip(some, _gather([values[index] for index in some]), strict=True):
-            values[index] = value
-    return values
-
-
-def _gather(awaitables: list[Any]) -> list[Any]:
-    import asyncio  # most tools are not coroutines, and it is slower to import than all the rest here
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*awaitables, return_exceptions=True)
-
-    if not _LOOP:
-        _LOOP.append(asyncio.new_event_loop())
-    return _LOOP[0].run_until_complete(together())
 
 
 def text_of(value: Any) -> str:
@@ -187,9 +137,9 @@ def text_of(value: Any) -> str:
         plain = lambda inner: inner.tolist() if hasattr(inner, "tolist") else str(inner)  # noqa: E731
         try:
             value = json.dumps(value, ensure_ascii=False, default=plain)
-        except (TypeError, ValueError, RecursionError):  # keys that are no text; a list that holds itself
+        except (TypeError, ValueError):  # keys that are no text; a list that holds itself
             value = str(value)
-    return encodable(str(value)[:MAX_REPLY_CHARS])
+    return encodable(str(value))
 
 
 def encodable(text: str) -> str:

@@ -18,14 +18,12 @@ import copy
 import hashlib
 import inspect
 import json
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
-from tinyrl.environments import MAX_REWARD, Message, Reply, Transcript
-from tinyrl.environments.tool_calls import awaited, calls_of, carry_out, encodable, joined, rows_of
-from tinyrl.workers.worker import parameters_of
+from tinyrl.environments import Message, Reply, Transcript
+from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
+from tinyrl.workers.worker import awaited, parameters_of
 
 MOST_LIVE = 4096  # cached instances; the oldest are dropped, and a replay makes them again
 
@@ -33,22 +31,14 @@ MOST_LIVE = 4096  # cached instances; the oldest are dropped, and a replay makes
 class ClassEnvironment:
     """An environment class, or a function without parameters that makes an instance, called with whole transcripts.
 
-    Prompts are the rows' own, without the text of reset. Raises ValueError if the class is not as described above.
+    Prompts are the rows' own, without the text of reset.
     """
 
-    def __init__(self, make: Callable[[], Any], *, most_live: int = MOST_LIVE) -> None:
-        self.name = getattr(make, "__name__", type(make).__name__)
-        self._make, self._most_live = make, most_live
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._probe = make, make()
         self._live: dict[str, Any] = {}  # by the history of its state
-        try:
-            inspect.signature(make).bind()
-        except TypeError as error:
-            raise ValueError(f"{self.name}: an instance is made without arguments, but {error}.") from None
-        self._probe = make()
         # Looked up on the class, as TRL does: on an instance, properties would be evaluated.
         names = [name for name, _ in inspect.getmembers(type(self._probe), predicate=inspect.isfunction)]
-        if "reset" not in names:
-            raise ValueError(f"{self.name}: an environment class has a method 'reset', and this one does not.")
         self.has_reward = "get_reward" in names
         self._tool_names = [name for name in names if name not in ("reset", "get_reward") and not name.startswith("_")]
 
@@ -79,14 +69,15 @@ class ClassEnvironment:
                 self._keep(_keys(row, messages)[-1], instance)
         if self.has_reward:
             over = [index for index, asked in enumerate(calls) if not asked]
-            for index, reward in zip(over, self._rewards([instances[index] for index in over]), strict=True):
+            rewards = awaited([instances[index].get_reward() for index in over])
+            for index, reward in zip(over, rewards, strict=True):
                 replies[index] = Reply(done=True, reward=reward)
         return replies
 
-    def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[float]:
+    def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Any]:
         """Return get_reward() of episodes that were cut off, after all their calls, those of the last turn too."""
         turns = [_policy_turns(transcript) for transcript in transcripts]
-        return self._rewards(self._after(rows_of(prompts, columns), turns))
+        return awaited([instance.get_reward() for instance in self._after(rows_of(prompts, columns), turns)])
 
     def _after(self, rows: list[dict[str, Any]], turns: list[list[Message]]) -> list[Any]:
         """Return an instance for each row that has answered the calls of these turns; it leaves the cache."""
@@ -102,7 +93,7 @@ class ClassEnvironment:
     def _keep(self, key: str, instance: Any) -> None:
         self._live.pop(key, None)  # of an identical sample; this one is in the same state, and now the newest
         self._live[key] = instance
-        if len(self._live) > self._most_live:
+        if len(self._live) > MOST_LIVE:
             del self._live[next(iter(self._live))]
 
     def _tools_of(self, instance: Any) -> dict[str, Callable[..., Any]]:
@@ -112,30 +103,10 @@ class ClassEnvironment:
     def _reset(self, row: dict[str, Any]) -> tuple[Any, str | None]:
         """Make an instance and reset it with the columns that its reset takes; return it and the text of reset."""
         instance = self._make()
-        known = parameters_of(instance.reset)
-        given = row if known["parameters"] is None else {name: row[name] for name in known["parameters"] if name in row}
-        for name in known["required"]:
-            if name not in given:
-                columns = ", ".join(row)
-                raise ValueError(
-                    f"{self.name}.reset takes '{name}', which the data does not have. There are: {columns}."
-                )
+        known = parameters_of(instance.reset)["parameters"]
+        given = row if known is None else {name: row[name] for name in known if name in row}
         text = instance.reset(**copy.deepcopy(given))  # which may change what it is given
-        if not isinstance(text, str | None):
-            raise ValueError(f"{self.name}.reset returned a {type(text).__name__}, not text or None.")
-        return instance, None if text is None else encodable(text)
-
-    def _rewards(self, instances: list[Any]) -> list[float]:
-        rewards = []
-        for value in awaited([instance.get_reward() for instance in instances]):
-            if isinstance(value, BaseException):
-                raise value
-            value = value.tolist() if hasattr(value, "tolist") else value
-            rewards.append(float(value) if isinstance(value, numbers.Real) else math.nan)
-            if not abs(rewards[-1]) <= MAX_REWARD:
-                shown = str(value)[:80]
-                raise ValueError(f"{self.name}.get_reward returned {shown}, not a number up to {MAX_REWARD:g}.")
-        return rewards
+        return instance, None if text is None else text_of(text)
 
 
 def _policy_turns(transcript: Transcript) -> list[Message]:

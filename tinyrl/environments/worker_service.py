@@ -17,40 +17,35 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyrl.environments import MAX_REWARD, Reply, Transcript
-from tinyrl.environments.tool_calls import Tools, awaited, calls_of, carry_out, joined, rows_of, text_of
+from tinyrl.environments import MAX_TEXT_CHARS, Reply, Transcript
+from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
-from tinyrl.workers.worker import Checked, Service, parameters_of
+from tinyrl.workers.worker import Checked, Service, as_score, awaited, check_values, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
 GIVEN = ("row", "base_url", "api_key", "model")  # to an agent
-MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 
 
 def environment(objects: list[Any]) -> Service:
     """Make the service of `environment.name`: a respond function, an environment class as TRL's trainers take it, or a
-    function that makes an instance of one. Raises ValueError for anything else.
+    function that makes an instance of one.
     """
-    found = objects[0]
-    name = getattr(found, "__name__", type(found).__name__)
-    if not callable(found):
-        raise ValueError(f"'{name}' is a {type(found).__name__}, neither a function nor an environment class.")
+    [found] = objects
     if not inspect.isclass(found):
         known = parameters_of(found)
         if known["parameters"] is None or "transcripts" in known["parameters"]:
             return _service(found, rewards=True, **known)
         if known["required"]:
+            name = found.__name__
             raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
     made = ClassEnvironment(found)
-    has = {"opening": True, "final_rewards": made.has_reward, "rewards": made.has_reward}
-    service = _service(made.respond, tools=made.tools(), **has)
+    service = _service(made.respond, tools=made.tools(), opening=True, rewards=made.has_reward)
     service.calls["opening"] = lambda given, _: ([text and text[:MAX_TEXT_CHARS] for text in made.opening(**given)], [])
-    service.calls["final_rewards"] = lambda given, _: (made.final_rewards(**given), [])
+    service.calls["final_rewards"] = lambda given, num_rows: check_values(made.final_rewards(**given), num_rows)
     return service
 
 
@@ -60,36 +55,26 @@ def tools(objects: list[Any]) -> Service:
 
 
 def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = (), **facts: Any) -> Service:
-    """Make a service that answers turns, by default without openings and rewards."""
-    common = {"schemas": schemas(tools) if tools else None, "opening": False, "final_rewards": False, "rewards": False}
-    calls = {"respond": lambda arguments, num_rows: checked(respond(**arguments), num_rows)}
+    """Make a service that answers turns, by default without openings and rewards. Replies are checked."""
+    common = {"schemas": schemas(tools) if tools else None, "opening": False, "rewards": False}
+    calls = {"respond": lambda given, num_rows: check_values(respond(**given), num_rows, check=as_reply)}
     return Service(calls, common | facts)
 
 
-def checked(returned: Any, num_rows: int) -> Checked:
-    """Return the replies of a call as JSON has them, [text, done, reward, invalid] or null for each row, and (row,
-    reason) of the malformed ones; an exception in the place of a reply is the reason. Raises TypeError or ValueError if
-    there is not one for each row.
+def as_reply(value: Any) -> tuple[list[Any] | None, str]:
+    """Return a reply as JSON has it, [text, done, reward, invalid] or null, and what is wrong with a malformed one; an
+    exception in the place of a reply is its own reason.
     """
-    if not isinstance(returned, list | tuple):
-        raise TypeError(f"returned {type(returned).__name__}, not a list with one reply for each episode")
-    if len(returned) != num_rows:
-        raise ValueError(f"returned a list of {len(returned)} for a batch of {num_rows}")
-    pairs = [_reply(value) for value in returned]
-    return [reply for reply, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
-
-
-def _reply(value: Any) -> tuple[list[Any] | None, str]:
     if value is None or isinstance(value, Exception):
         return None, "" if value is None else f"gave no answer: {value}"
     value = Reply(value) if isinstance(value, str) else value
     text, done, reward = (getattr(value, name, None) for name in ("text", "done", "reward"))
     if not isinstance(text, str) or not isinstance(done, bool):
         return None, f"answered with {type(value).__name__}, not with text, Reply(text, done, reward) or None"
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
-        shown = reward if isinstance(reward, float) and not math.isfinite(reward) else type(reward).__name__
-        return None, f"gave the reward {shown}, not a number up to {MAX_REWARD:g}"
-    return [text[:MAX_TEXT_CHARS], done, float(reward), bool(getattr(value, "invalid", False))], ""
+    number, problem = as_score(reward)
+    if number is None:
+        return None, f"gave the reward {problem or reward}"
+    return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False))], ""
 
 
 # ---- agents ----
@@ -97,18 +82,14 @@ def _reply(value: Any) -> tuple[list[Any] | None, str]:
 
 def agent(objects: list[Any]) -> Service:
     """Make the service of `environment.agent`: a function that plays an episode against an endpoint."""
-    function = objects[0]
-    if not callable(function):
-        raise TypeError(f"is a {type(function).__name__}, not a function")
+    [function] = objects
     known = parameters_of(function)
     if missing := [name for name in known["required"] if name not in GIVEN]:
         raise TypeError(f"takes {', '.join(missing)}; an agent is given {', '.join(GIVEN)}")
 
     def run(arguments: dict[str, list[Any]], _: int) -> Checked:
         names = arguments if known["parameters"] is None else arguments.keys() & known["parameters"]
-        value = awaited([function(**{name: arguments[name][0] for name in names})])[0]
-        if isinstance(value, BaseException):
-            raise value
+        [value] = awaited([function(**{name: arguments[name][0] for name in names})])
         return ["" if value is None else text_of(value)[:MAX_TEXT_CHARS]], []
 
     return Service({"run": run}, {"whole_batch": True})
@@ -119,11 +100,10 @@ def agent(objects: list[Any]) -> Service:
 
 def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Reply | str | None]]:
     """Make an environment that executes calls of these functions. A turn without a call ends the episode."""
-    tools = _named(functions)
 
     def respond(prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Reply | str | None]:
         rows, calls = rows_of(prompts, columns), [calls_of(transcript[-1]) for transcript in transcripts]
-        own = [{name: _without_episode(tool, row) for name, tool in tools.items()} for row in rows]
+        own = [{function.__name__: _without_episode(function, row) for function in functions} for row in rows]
         return [joined(made) if made else None for made in carry_out([*zip(own, calls, strict=True)])]
 
     return respond
@@ -134,36 +114,18 @@ def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 
     Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint.
     """
-    from transformers.utils import chat_template_utils as utils  # a second, and torch with it; the worker does without
+    from transformers.utils.chat_template_utils import get_json_schema  # a second, and torch with it
 
-    # NameError: a hint that names what is not there
-    problems = (utils.DocstringParsingException, utils.TypeHintParsingException, NameError, TypeError, ValueError)
     found = []
-    for name, function in _named(functions).items():
+    for function in functions:
         try:
-            found.append(utils.get_json_schema(function))
-        except problems as error:
+            found.append(get_json_schema(function))
+        except Exception as error:
             raise ValueError(
-                f"tool '{name}': {first_line(error)}. A tool is described to the model by its docstring, with a line "
-                "`name: what it is` for each parameter under `Args:`, and by the type hint of each parameter."
+                f"tool '{function.__name__}': {first_line(error)}. A tool is described to the model by its docstring, "
+                "with a line `name: what it is` for each parameter under `Args:`, and by their type hints."
             ) from error
     return found
-
-
-def _named(functions: Sequence[Callable[..., Any]]) -> Tools:
-    """Return functions by name. Raises ValueError for another object, a name twice, or a parameter without a name."""
-    tools: dict[str, Callable[..., Any]] = {}
-    for function in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        if inspect.isclass(function) or not callable(function):
-            raise ValueError(f"tool '{name}': a tool is a function; an environment class goes to environment.name.")
-        if name in tools:
-            raise ValueError(f"tool '{name}': there are two of this name.")
-        for each in inspect.signature(function).parameters.values():
-            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                raise ValueError(f"tool '{name}': its parameter '{each}' has no name that a call could give it by.")
-        tools[name] = function
-    return tools
 
 
 def _without_episode(tool: Callable[..., Any], episode: dict[str, Any] | None = None) -> Callable[..., Any]:

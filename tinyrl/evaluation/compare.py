@@ -8,8 +8,6 @@ on rows (sft, dpo, reward), it measures the other side's model on the same rows.
 from __future__ import annotations
 
 import json
-import math
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +16,12 @@ from typing import Any, NamedTuple
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_key
-from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
-from tinyrl.evaluation.statistics import paired_difference, win_rates
-from tinyrl.evaluation.targets import (
-    A_JUDGE,
-    Asked,
-    Target,
-    find,
-    judged_by,
-    locate,
-    measured_by,
-    prompt_keys,
-    trained_on,
-)
+from tinyrl.evaluation.evaluate import Evaluation, evaluate
+from tinyrl.evaluation.statistics import paired_difference, win_rate
+from tinyrl.evaluation.targets import A_JUDGE, Asked, Target, find, judged_by, locate, measured_by, trained_on
+from tinyrl.generation.engine import SampledRole
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.collect import Collector, template_warnings
+from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, load_method, resolve_threads
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import finite, run_of
@@ -45,7 +34,7 @@ class Side(NamedTuple):
     """One side of a comparison: its collector, the role it samples as, its name."""
 
     collector: Collector
-    role: Role
+    role: SampledRole
     name: str
 
     def prompts(self, split: str) -> list[PreparedPrompt]:
@@ -58,21 +47,16 @@ class Side(NamedTuple):
 
 
 def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options: Options) -> dict[str, Any]:
-    """Evaluate `target` on the rows asked for; with `vs` also "other", "difference" and "win_rate".
-
-    "held_out" is what a trainer measures (of sft, dpo and reward runs). Held-out prompts that `vs` was trained on are
-    left out and counted ("left_out"); ValueError where too few remain. With split "train" none is left out: neither
-    side need be new to them.
+    """Evaluate `target` on the rows asked for; with `vs` also "other", "difference" (ours less the other) and
+    "win_rate". "held_out" is what a trainer measures (of sft, dpo and reward runs).
     """
     first, others = locate(find(target, asked)), [] if vs is None else [vs]
     result: dict[str, Any] = {"target": first.name}
     if first.sampled is not None:
-        (result, *rest), prompts = _compare(first, others, asked, new_to=others, sign=1, options=options)
-        for other in rest:
-            result |= {name: other.pop(name) for name in ("difference", "win_rate")} | {"other": other}
-        if asked.data is not None:  # the run's own split would have held them out
-            seen = trained_on(first.path)
-            result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
+        (ours, *theirs), left_out = _sides(first, others, asked, options=options)
+        result |= ours.metrics
+        for other in theirs:
+            result |= _difference(ours, other, left_out) | {"other": other.metrics}
     if first.measured is not None:
         result["held_out"] = _measure(first.measured, first.checkpoint, asked, options=options)
         if vs is not None:
@@ -82,27 +66,27 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
 
 def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[str, Any]]:
     """Evaluate targets as the first one, the baseline, is judged; one result each, of the others with their
-    "difference" from the baseline and their "win_rate" against it. Prompts that any was trained on are left out.
+    "difference" from the baseline and their "win_rate" against it.
     """
     first = locate(find(targets[0], asked))
     if first.sampled is None:
         raise ValueError(f"{targets[0]}: nothing says what samples are judged by; name {A_JUDGE}")
-    return _compare(first, targets[1:], asked, new_to=targets, sign=-1, options=options)[0]
+    (baseline, *others), left_out = _sides(first, targets[1:], asked, options=options)
+    return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in others)]
 
 
 # ---- sampled and judged ----
 
 
-def _compare(
-    first: Target, others: list[str], asked: Asked, *, new_to: list[str], sign: int, options: Options
-) -> tuple[list[dict[str, Any]], list[PreparedPrompt]]:
-    """Sample the first target, then the others one after another, on its prompts that no run in `new_to` was trained
-    on; return their results and the prompts. sign: 1 for the first less the other, -1 for the other less the first.
+def _sides(first: Target, others: list[str], asked: Asked, *, options: Options) -> tuple[list[Evaluation], int]:
+    """Sample the first target, then the others one after another, on its prompts. Held-out prompts that an other was
+    trained on are left out; with split "train" none is: no side need be new to them. Returns the evaluations, named,
+    and how many prompts were left out; raises ValueError where too few remain.
     """
     ours = _load(first, options=options)
     with closing(ours.collector):
         available = ours.prompts(asked.split)
-        seen = frozenset[str]() if asked.split == "train" else frozenset[str]().union(*map(trained_on, new_to))
+        seen = frozenset[str]() if asked.split == "train" else frozenset[str]().union(*map(trained_on, others))
         prompts = [p for p in available if prompt_key(p.prompt) not in seen]
         left_out = len(available) - len(prompts)
         if left_out and len(prompts) < min(FEWEST_LEFT, asked.num_prompts):
@@ -112,44 +96,40 @@ def _compare(
                 "(task.eval_data), or compare on training prompts: --split train"
             )
         prompts = prompts[: asked.num_prompts]
-        sides = [(ours.name, _evaluated(ours, prompts, asked))]
+        sides = [_evaluated(ours, prompts, asked)]
         for path in others:
             with ExitStack() as stack:
                 theirs = _other(path, ours, asked=asked, options=options)
                 if theirs.collector is not ours.collector:
                     stack.enter_context(closing(theirs.collector))
-                sides.append((theirs.name, _evaluated(theirs, prompts, asked)))
+                sides.append(_evaluated(theirs, prompts, asked))
     if asked.save_samples is not None and ours.collector.world.is_main:
-        lines = [{"target": name, **line} for name, evaluation in sides for line in evaluation.samples]
+        lines = [{"target": side.metrics["target"], **line} for side in sides for line in side.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in finite(lines))
-    results = [{"target": name, **side.metrics} for name, side in sides]
-    for result, (_, side) in zip(results[1:], sides[1:], strict=True):
-        a, b = (sides[0][1], side)[::sign]
-        result["difference"] = {**paired_difference(a.by_prompt, b.by_prompt), "left_out": left_out}
-        result["win_rate"] = win_rates(a.values, b.values)
-    return results, prompts
+    return sides, left_out
 
 
 def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
-    """Evaluate a side on the prompts it has room for, in its own tokens; the others have no value."""
+    """Evaluate a side on the prompts, in its own tokens. Raises ValueError where it has no room for one."""
     resolve_threads(side.collector.policy)
     readable = {p.index: p for p in side.prompts(asked.split)}
     own = [readable[p.index] for p in prompts if p.index in readable]
-    if not own:
-        raise ValueError(f"{side.name} has no room for any of the prompts: all are too long for it")
-    found = evaluate(side.collector, role=side.role, prompts=own, num_prompts=len(own), samples=asked.samples)
-    at = {p.index: i for i, p in enumerate(own)}
-    by_prompt = [found.by_prompt[at[p.index]] if p.index in at else math.nan for p in prompts]
-    values = {name: [of[at[p.index]] if p.index in at else [] for p in prompts] for name, of in found.values.items()}
-    return replace(found, by_prompt=by_prompt, values=values)
+    if len(own) < len(prompts):
+        missing = f"{len(prompts) - len(own)} of the {len(prompts)} prompts are too long for {side.name}"
+        raise ValueError(f"{missing}: give generation.max_prompt_tokens or other rows (--data FILE)")
+    found = evaluate(side.collector, own, role=side.role, samples=asked.samples)
+    return replace(found, metrics={"target": side.name, **found.metrics})
+
+
+def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str, Any]:
+    difference = {**paired_difference(ours.rewards, other.rewards), "left_out": left_out}
+    return {"difference": difference, "win_rate": win_rate(ours.rewards, other.rewards)}
 
 
 def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
     """Load the policy of a target; judged by another side's scorer where one is given."""
     collector = load_collector(target.config, options=options, judge=judge)
-    for line in template_warnings(collector.policy) if collector.world.is_main else ():
-        print(f"{target.name}: {line}", file=sys.stderr)
     if target.checkpoint is not None:
         collector.policy.load(target.checkpoint, only="policy")
     return Side(collector, "base" if target.checkpoint is None else "policy", target.name)
@@ -207,5 +187,4 @@ def _measure_other(config: Config, vs: str, asked: Asked, *, options: Options) -
         return {"target": vs, "held_out": _measure(config, None, asked, options=options)}
     other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
     found = _measure(measured_by(config, other), other.checkpoint, asked, options=options)
-    seen = len(prompt_keys(config, "eval") & trained_on(vs)) if asked.split == "eval" else 0
-    return {"target": other.name, "held_out": found} | ({"trained_on": seen} if seen else {})
+    return {"target": other.name, "held_out": found}

@@ -9,7 +9,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,23 +18,18 @@ from tinyrl.rollout.records import completion_text, sample_lines
 from tinyrl.rollout.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
 
 if TYPE_CHECKING:
+    from tinyrl.generation.engine import SampledRole
     from tinyrl.rollout.collect import Collector
     from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
-Role = Literal["policy", "reference", "base"]
 
 
 @dataclass
 class Evaluation:
-    """values: by judge (the reward, each reward of several, the verifier where it is not the reward), for each prompt
-    what it gives each sample, without judges that apply to none.
-    """
-
     metrics: dict[str, Any]  # what `tinyrl eval --json` prints
-    by_prompt: list[float]  # mean reward of each prompt, for paired differences
-    samples: list[dict[str, Any]]  # lines for samples.jsonl
-    values: dict[str, list[list[float]]] = field(default_factory=dict)
+    rewards: list[list[float]] = field(default_factory=list)  # of the samples of each prompt
+    samples: list[dict[str, Any]] = field(default_factory=list)  # lines for samples.jsonl
 
     def flat(self) -> dict[str, Any]:
         flat = {**self.metrics, **{f"greedy/{k}": v for k, v in self.metrics.get("greedy", {}).items()}}
@@ -42,15 +37,9 @@ class Evaluation:
 
 
 def evaluate(
-    collector: Collector,
-    *,
-    num_prompts: int,
-    samples: int = 1,
-    role: Role = "policy",
-    prompts: list[PreparedPrompt] | None = None,
+    collector: Collector, prompts: list[PreparedPrompt], *, samples: int = 1, role: SampledRole = "policy"
 ) -> Evaluation:
-    """Sample and score completions of the first held-out prompts, and one greedy completion of each."""
-    prompts = (collector.eval_prompts if prompts is None else prompts)[:num_prompts]
+    """Sample and score completions of the prompts, and one greedy completion of each."""
     sampled = _evaluate(collector, prompts, samples, role=role)
     greedy = _evaluate(collector, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
@@ -61,7 +50,7 @@ def evaluate(
 
 
 def _evaluate(
-    collector: Collector, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool = False
+    collector: Collector, prompts: list[PreparedPrompt], samples: int, *, role: SampledRole, greedy: bool = False
 ) -> Evaluation:
     scorer, task = collector.scorer, collector.task
     answers = collector.collect(prompts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
@@ -69,13 +58,13 @@ def _evaluate(
     rewards = [answer.reward for answer in answers]
     columns = [[answer.scores[i] for answer in answers] for i in range(len(scorer.names))]
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
-    valid, by_prompt, whole = numbers(rewards), [mean(g) for g in grouped(rewards, samples)], conversations(answers)
+    valid, by_prompt, whole = numbers(rewards), grouped(rewards, samples), conversations(answers)
     lengths = length_metrics(whole)
     metrics = {
         "reward_mean": mean(valid),
         "reward_median": statistics.median(valid) if valid else math.nan,
         "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
-        "reward_ci": mean_interval(by_prompt),
+        "reward_ci": mean_interval([mean(group) for group in by_prompt]),
         **{name: mean(column) for name, column in each.items() if numbers(column)},
         **environment_metrics(whole),
         "mean_length": lengths["completion/mean_length"],
@@ -86,14 +75,12 @@ def _evaluate(
     }
     if not greedy:
         metrics |= _divergence(collector, whole, role)
-    judges = {"reward": rewards} | (each if len(each) > 1 else {})
     verdicts = columns[0] if scorer.uses_verifier else None
     if verdicts is None and task.verify is not None:
         repeated = [p for p in prompts for _ in range(samples)]
         transcripts = [answer.played.transcript for answer in answers if answer.played is not None]
         tokens = [answer.response for answer in answers]
         verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=collector.world).scores
-        judges["verifier"] = verdicts
     if verdicts is not None:
         final = None if task.answer is None else [task.answer(text) for text in texts]
         metrics |= verdict_metrics(verdicts, final, samples, is_pass=task.is_pass)
@@ -105,15 +92,14 @@ def _evaluate(
         group_size=samples,
         names=scorer.names,
     )
-    values = {name: grouped(column, samples) for name, column in judges.items() if numbers(column)}
-    return Evaluation(metrics, by_prompt, lines, values)
+    return Evaluation(metrics, by_prompt, lines)
 
 
-def _divergence(collector: Collector, samples: list[Sample], role: Role) -> dict[str, float]:
+def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) -> dict[str, float]:
     """Compute the KL to the reference in nats per response (if there is one) and the mean entropy of a chosen token."""
     policy, temperature = collector.policy, collector.config.generation.temperature
 
-    def run(who: Role) -> tuple[torch.Tensor, ...]:
+    def run(who: SampledRole) -> tuple[torch.Tensor, ...]:
         named = "reference" if who == "reference" else "policy"
         compute = partial(policy.logprobs, named, temperature=temperature)
         return collector.policy.map_samples(compute, samples, role=who, tokens="all")  # also samples without a reward

@@ -110,33 +110,29 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 # ---- two policies on the same prompts ----
 
 
-def paired_difference(ours: list[float], other: list[float]) -> dict[str, Any]:
-    """Mean difference of the mean rewards by prompt, with an interval. distinguishable: at least FEWEST prompts differ,
-    and the interval excludes 0 or all differences are equal.
+def paired_difference(ours: list[list[float]], other: list[list[float]]) -> dict[str, Any]:
+    """Compute the mean difference of the mean rewards by prompt, with an interval; ours, other: the rewards of each
+    prompt's samples. distinguishable: at least FEWEST prompts differ, and the interval excludes 0 or all differences
+    are equal.
     """
-    pairs = [a - b for a, b in zip(ours, other, strict=True)]
+    pairs = [mean(mine) - mean(theirs) for mine, theirs in zip(ours, other, strict=True)]
     valid, (low, high) = numbers(pairs), interval(pairs)
     apart = low > 0.0 or high < 0.0 or (bool(valid) and all_equal(valid))
     enough = sum(pair != 0.0 for pair in valid) >= FEWEST
     return {"reward_mean": mean(pairs), "reward_ci": [low, high], "distinguishable": enough and apart}
 
 
-def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
-    """Compute for each judge of both sides how often ours is preferred, with an interval over prompts, and the ties.
-
-    ours, other: for each prompt what a judge gives each sample. Within a prompt every sample of ours meets every sample
-    of the other side; a tie counts half. NaN values meet nobody, and a prompt without a meeting is left out.
+def win_rate(ours: list[list[float]], other: list[list[float]]) -> dict[str, Any]:
+    """Compute how often ours is preferred, with an interval over prompts, and the ties. Within a prompt every sample of
+    ours meets every sample of the other side; a tie counts half. NaN values meet nobody.
     """
-    rates: dict[str, dict[str, Any]] = {}
-    for judge in (judge for judge in ours if judge in other):
-        shares, ties = [], []
-        for mine, theirs in zip(ours[judge], other[judge], strict=True):
-            if pairs := [(a, b) for a in numbers(mine) for b in numbers(theirs)]:
-                won, tied = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
-                shares.append((won + 0.5 * tied) / len(pairs))
-                ties.append(tied / len(pairs))
-        rates[judge] = {"mean": mean(shares), "ci": mean_interval(shares), "ties": mean(ties)}
-    return rates
+    shares, ties = [], []
+    for mine, theirs in zip(ours, other, strict=True):
+        if pairs := [(a, b) for a in numbers(mine) for b in numbers(theirs)]:
+            won, tied = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
+            shares.append((won + 0.5 * tied) / len(pairs))
+            ties.append(tied / len(pairs))
+    return {"mean": mean(shares), "ci": mean_interval(shares), "ties": mean(ties)}
 
 
 # ---- a reward model on held-out rows ----

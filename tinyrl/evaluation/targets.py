@@ -23,7 +23,6 @@ from tinyrl.runs.run_dir import nearest_run, open_run, run_of
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import truncate
 
-OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 RENDERING = ("chat", "system_prompt", "chat_template_kwargs")  # task settings that belong to the model
@@ -85,9 +84,6 @@ def find(path: str, asked: Asked) -> Target:
     if asked.task is not None:
         load_task(asked.task)
     _check_settings(asked.settings, ("reward", "generation", "task"))
-    for setting in asked.settings:
-        if option := OPTIONS.get(setting.partition("=")[0]):
-            raise ValueError(f"override '{truncate(setting)}': say it as {option}")
     run, judged = run_of(Path(path)), asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
@@ -98,13 +94,11 @@ def find(path: str, asked: Asked) -> Target:
     if config.trains.samples:
         return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked))
     if not config.trains.policy and (judged or asked.settings):
-        hint = f"it judges a policy: tinyrl eval POLICY reward.model={path}"
-        raise ValueError(f"{path} is a reward model, which writes nothing; {hint}")
+        raise ValueError(f"{path} is a reward model, which writes nothing: tinyrl eval POLICY reward.model={path}")
     if judged:
         return Target(path, run, _as_asked(_as_policy(config), asked), config)
     if asked.settings:
-        hint = f"with {truncate(asked.settings[0])} name {A_JUDGE}"
-        raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {hint}")
+        raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {A_JUDGE}")
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
         values["task"] |= {"eval_data": asked.data}
@@ -135,13 +129,11 @@ def check_asked(first: Target, asked: Asked) -> None:
     """Check options that depend on the target. Raises ValueError for those that nothing would read."""
     if asked.data is not None and asked.split == "train":
         raise ValueError("--data FILE replaces the held-out rows; --split train is of a run's own")
-    if asked.save_samples is None:
-        return
-    if first.sampled is None:
-        why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
-        raise ValueError(f"--save-samples: nothing is sampled from {first.path}; {why}")
-    if not Path(asked.save_samples).absolute().parent.is_dir():
-        raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {Path(asked.save_samples).parent}")
+    if asked.save_samples is not None:
+        if first.sampled is None:
+            raise ValueError(f"--save-samples: nothing is sampled from {first.path}; for a policy, name {A_JUDGE}")
+        if not (folder := Path(asked.save_samples).absolute().parent).is_dir():
+            raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {folder}")
 
 
 def locate(target: Target) -> Target:
@@ -150,18 +142,15 @@ def locate(target: Target) -> Target:
 
 
 def trained_on(path: str) -> frozenset[str]:
-    """Return the keys of the prompts in the training split of a run (or a checkpoint's); none for a model."""
+    """Return the keys of the prompts that a run (or a checkpoint's) was trained on; none for a model."""
     run = run_of(Path(path))
-    return frozenset() if run is None else prompt_keys(open_run(run).read_config(), "train")
-
-
-def prompt_keys(config: Config, split: str) -> frozenset[str]:
-    """Return the keys of the prompts in a split of a run's rows, whatever its method."""
+    if run is None:
+        return frozenset()
+    config = open_run(run).read_config()
     if config.samples:
-        prompt, rows = load_task(config.task.name or "rows").prompt, load_split(config, split)
-        return frozenset(prompt_key(prompt(row)) for row in rows)
-    train, held_out = example_rows(config)
-    return frozenset(prompt_key(shared_prompt(row)) for row in (train if split == "train" else held_out))
+        prompt = load_task(config.task.name or "rows").prompt
+        return frozenset(prompt_key(prompt(row)) for row in load_split(config, "train"))
+    return frozenset(prompt_key(shared_prompt(row)) for row in example_rows(config)[0])
 
 
 def judged_by(first: Config, config: Config) -> Config:
@@ -179,8 +168,7 @@ def measured_by(first: Config, other: Target) -> Config:
     """
     theirs = other.measured or other.config
     if first.trains.policy is not other.is_policy:
-        kinds = ("a policy", "a reward model") if other.is_policy else ("a reward model", "a policy")
-        raise ValueError(f"{other.path} is {kinds[0]} and the first one is {kinds[1]}: they have no number in common")
+        raise ValueError(f"--vs {other.path}: a policy and a reward model have no number in common")
     values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
     if not other.is_policy:
         values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}

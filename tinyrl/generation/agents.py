@@ -27,13 +27,11 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.messages import Message, messages_of
 from tinyrl.data.readers import Row
-from tinyrl.environments.agent import Agents, Job
+from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import (
     Completion,
-    LocalEngine,
     Request,
-    Response,
     SampledRole,
     SampleOptions,
     SamplingEngine,
@@ -45,7 +43,8 @@ from tinyrl.generation.engine import (
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks import Task
-from tinyrl.tasks.prompts import ANSWER, PreparedPrompt
+from tinyrl.tasks.answers import after_answer
+from tinyrl.tasks.prompts import PreparedPrompt
 
 if TYPE_CHECKING:  # it needs the extra `serve`
     from tinyrl.generation.endpoint import Listening
@@ -72,13 +71,14 @@ class Given:
     text: str | None = None
 
 
-@dataclass(kw_only=True)
-class Conversation(Response):
+@dataclass
+class Conversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. known: all up to the last answer as the agent
     has it (None until that is sent); pending: the call under way.
     """
 
     prompt: list[int]
+    row: Completion = field(default_factory=lambda: Completion([], [], "length", []))
     last: Completion | None = None
     known: Given | None = None
     pending: Sequence | None = None
@@ -95,8 +95,7 @@ class Conversation(Response):
 @dataclass
 class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
-    not counted, so that none depends on which ends first); closing: what the chat template writes behind an answer;
-    over: its agent has ended.
+    not counted, so that none depends on which ends first); over: its agent has ended.
     """
 
     key: np.uint64
@@ -105,7 +104,6 @@ class AgentEpisode:
     left: int
     calls_left: int
     tokenizer: PreTrainedTokenizerBase
-    closing: str
     positions: int
     calls: int = 0
     over: bool = False
@@ -126,7 +124,7 @@ class AgentEpisode:
             if not self.calls_left:
                 raise Refused(400, "the episode has no calls left (environment.max_turns)")
             conversation, read = self._continued(prompt, given)
-            context = prompt if conversation is None else [*conversation.prompt, *conversation.tokens, *read]
+            context = prompt if conversation is None else [*conversation.prompt, *conversation.row.tokens, *read]
             most = min(limit or self.left, self.left, self.positions - len(context))
             if most < 1:
                 room = f"{len(context)} of the model's {self.positions} positions are taken"
@@ -134,7 +132,7 @@ class AgentEpisode:
                     400, f"no tokens left: {self.left} of the episode (generation.max_new_tokens), and {room}"
                 )
             if conversation is None:
-                conversation = Conversation(prompt=context)
+                conversation = Conversation(context)
                 self.conversations.append(conversation)
             # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
             # sent before, so that it does not depend on which of several calls comes first.
@@ -152,8 +150,9 @@ class AgentEpisode:
                     return
                 conversation.pending = None
                 if isinstance(result, Completion):
-                    conversation.add(read)
-                    conversation.add(result.tokens, result.logprobs)
+                    conversation.row.add(read)
+                    conversation.row.add(result.tokens, result.logprobs)
+                    conversation.row.finish_reason = result.finish_reason
                     conversation.last, conversation.known = result, None
                     self.left -= len(result.tokens)
 
@@ -169,7 +168,7 @@ class AgentEpisode:
 
     def rows(self) -> list[tuple[list[int], Completion]]:
         """Return (prompt, completion) of the conversations with an answer, in the order in which they began."""
-        return [(c.prompt, c.ended(c.last.finish_reason)) for c in self.conversations if c.last is not None]
+        return [(c.prompt, c.row) for c in self.conversations if c.last is not None]
 
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
@@ -182,7 +181,7 @@ class AgentEpisode:
             elif given.text is not None:
                 if known is not None and known.text is not None and given.text.startswith(known.text):
                     added = tokens_behind(self.tokenizer, known.text, given.text[len(known.text) :])
-            elif prompt[: len(tokens := [*conversation.prompt, *conversation.tokens])] == tokens:
+            elif prompt[: len(tokens := [*conversation.prompt, *conversation.row.tokens])] == tokens:
                 added = prompt[len(tokens) :]
             if added is not None:
                 return conversation, added
@@ -202,11 +201,12 @@ class AgentEpisode:
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)
             whole = template_text(self.tokenizer, theirs, variables=given.variables, add_generation_prompt=True)
+            closing = after_answer(self.tokenizer, given.variables)
         except ValueError:
             return None
         if not whole.startswith(first):
             return None
-        closing, end = self.closing, str(self.tokenizer.decode([last.tokens[-1]]))
+        end = str(self.tokenizer.decode([last.tokens[-1]]))
         if last.finish_reason == "eos":
             closing = closing.removeprefix(end)
         return tokens_behind(self.tokenizer, end, closing + whole[len(first) :])
@@ -217,25 +217,6 @@ def _content(message: Message) -> tuple[Any, ...]:
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     named = [(call.get("name"), call.get("arguments")) for call in calls]
     return message["role"], (message.get("content") or "").strip(), named
-
-
-def closing_of(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
-    """Return what a chat template writes behind an answer; nothing without one."""
-    turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = template_text(tokenizer, turn, variables=variables) if tokenizer.chat_template else ""
-    except ValueError:
-        return ""
-    return text.rpartition(ANSWER)[2]
-
-
-@dataclass(frozen=True)
-class Other:
-    """A further conversation of an episode (a row of the rollout): its prompt and completion."""
-
-    episode: int
-    prompt: list[int]
-    completion: Completion
 
 
 class AgentRunner:
@@ -263,15 +244,14 @@ class AgentRunner:
         *,
         engine: SamplingEngine,
         options: SampleOptions,
-    ) -> tuple[list[Completion], list[list[int]], list[Episode], list[Other]]:
-        """Play `group_size` episodes for each request, in order; return the first conversation of each, its prompt, the
-        episode, and further conversations. An episode that failed, or asked nothing, has one token that is not chosen.
+    ) -> tuple[list[list[tuple[list[int], Completion]]], list[Episode]]:
+        """Play `group_size` episodes for each request, in order; return the conversations of each (prompt, completion),
+        and the episodes. An episode that failed, or asked nothing, has one token that is not chosen.
         """
         from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 
         settings, max_turns = self.config.generation, self.config.environment.max_turns
         if self._listening is None:
-            assert isinstance(engine, LocalEngine), "the configuration has checked it"
             scheduler = LiveScheduler(engine, max_rows=settings.max_rows or AT_ONCE)
             shape: Any = {"max_new_tokens": 0, "positions": self.positions, "variables": self.variables}
             of_agents = Endpoint(
@@ -282,11 +262,14 @@ class AgentRunner:
         keys = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
         greedy, role = options.get("greedy", False), options.get("role", "policy")
         params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
-        read = endpoint.tokenizer, closing_of(endpoint.tokenizer, self.variables), self.positions
-        episodes = [AgentEpisode(key, params, role, settings.max_new_tokens, max_turns, *read) for key in keys]
+        limits = settings.max_new_tokens, max_turns, endpoint.tokenizer, self.positions
+        episodes = [AgentEpisode(key, params, role, *limits) for key in keys]
         each = [prompt for prompt in prompts for _ in range(group_size)]
         named = {f"episode-{secrets.token_urlsafe(24)}": episode for episode in episodes}
-        jobs = [Job({"prompt": p.prompt, **p.row}, listening.url, k, MODEL) for p, k in zip(each, named, strict=True)]
+        jobs = [
+            {"row": {"prompt": p.prompt, **p.row}, "base_url": listening.url, "api_key": key, "model": MODEL}
+            for p, key in zip(each, named, strict=True)
+        ]
         endpoint.episodes = named
         try:
             played = self.environment.play(jobs, ended=lambda place: episodes[place].end())
@@ -295,31 +278,30 @@ class AgentRunner:
                 episode.end()
             endpoint.episodes = {}
             endpoint.scheduler.release()
-        completions, first_prompts, gathered, others = [], [], [], []
-        for place, (prompt, episode, result) in enumerate(zip(each, episodes, played, strict=True)):
+        conversations, played_episodes = list[list[tuple[list[int], Completion]]](), list[Episode]()
+        failures = {failure.row: failure.reason for failure in played.failures}
+        for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True)):
             rows = episode.rows()
-            failure = result.failure or (None if rows else f"`{self.environment.name}` asked the policy nothing")
+            failure = failures.get(place) or (None if rows else f"`{self.environment.name}` asked the policy nothing")
             if failure is not None:
                 rows = [(prompt.tokens, Completion([0], [0.0], "length", [False]))]
-            tokens, completion = rows[0]
-            others += [Other(place, *row) for row in rows[1:]]
-            mask, calls = completion.action_mask or [], max(1, episode.calls)
+            conversations.append(rows)
+            _, first = rows[0]
+            mask, calls = first.action_mask or [], max(1, episode.calls)
             ends = [i for i, chosen in enumerate(mask) if chosen][-1:] or [0]
-            gathered.append(
+            played_episodes.append(
                 Episode(
-                    transcript=[{"role": "assistant", "content": result.text or ""}],
+                    transcript=[{"role": "assistant", "content": text or ""}],
                     turn_ends=ends * calls,
                     turn_rewards=[0.0] * calls,
-                    num_tokens=len(completion.tokens),
+                    num_tokens=len(first.tokens),
                     num_actions=sum(mask),
-                    finish_reason=completion.finish_reason,
+                    finish_reason=first.finish_reason,
                     over=True,
                     failure=failure,
                 )
             )
-            completions.append(completion)
-            first_prompts.append(tokens)
-        return completions, first_prompts, gathered, others
+        return conversations, played_episodes
 
     def close(self) -> None:
         self.environment.close()

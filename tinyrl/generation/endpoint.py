@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -38,10 +39,10 @@ from starlette.routing import Route
 from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.agents import AgentEpisode, Conversation, Given, Refused
 from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.scheduler import LIVE_STEP, IncrementalDetokenizer, LiveScheduler, TokenScores, score
+from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, score
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
-from tinyrl.text import truncate
+from tinyrl.text import IncrementalDetokenizer, truncate
 
 MAX_BODY = 1 << 25  # bytes of a request
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
@@ -67,7 +68,7 @@ class Body(BaseModel):
     model: str
     messages: list[Any] | None = None
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -89,15 +90,14 @@ class Body(BaseModel):
 
 @dataclass
 class Choice:
-    """One completion on its way: its text so far, how much of it was sent, and how it ended. stop: strings that are not
-    shown; marker: beginning of a part that is held back until the end ("": anything may begin one).
+    """One completion on its way: its text so far, how much of it is certain, and how it ended. stop: strings that are
+    not shown.
     """
 
     index: int
     sequence: Sequence
     detokenizer: IncrementalDetokenizer
     stop: list[str] = field(default_factory=list)
-    marker: str | None = None
     text: str = ""
     conversation: Conversation | None = None  # of an agent's episode
     shown: int = 0
@@ -111,12 +111,10 @@ class Choice:
         ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
         if ends:
             self.text, self.cut = self.text[: min(ends)], True
-        certain = self.text.find(self.marker) if self.marker is not None else -1
-        if certain < 0:
-            certain = len(self.text)
-            if not ended and not self.cut:  # the longest beginning of a stop string or the marker that it ends with
-                held = (s[:size] for s in [*self.stop, self.marker or ""] for size in range(1, len(s)))
-                certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
+        certain = len(self.text)
+        if not ended and not self.cut:  # the longest beginning of a stop string that it ends with
+            held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
+            certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
         piece, self.shown = self.text[self.shown : max(certain, self.shown)], max(certain, self.shown)
         return piece
 
@@ -124,15 +122,14 @@ class Choice:
 class LiveRequest:
     """A request that is being answered: its choices, and a queue of what the scheduler's thread makes of them.
 
-    given: what it continues; text, marker: those its choices begin with; likeliest: how many tokens are listed at each
-    place; scored: scores of its prompts, for echo.
+    given: what it continues; text: the choices begin with it; reads_calls: of tools, in whole answers; likeliest: how
+    many tokens are listed at each place.
     """
 
     def __init__(self, body: Body, *, is_chat: bool) -> None:
         self.body, self.is_chat, self.created = body, is_chat, int(time.time())
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self.given, self.text, self.scored = Given(), "", list[TokenScores]()
-        self.marker: str | None = None
+        self.given, self.text, self.reads_calls = Given(), "", False
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices, self.loop = list[Choice](), asyncio.get_running_loop()
         self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception]]()
@@ -181,7 +178,8 @@ class LiveRequest:
 class Endpoint:
     """A scheduler's HTTP side. models: the role behind each name; key: what clients must bring (None: nothing);
     defaults, max_new_tokens: of requests that do not say; positions: of the model; variables: of the chat template;
-    episodes: of agents, by the key that they bring (None: no agents). no_form: why tools are not shown to the model.
+    episodes: of agents, by the key that they bring (None: no agents). form: how the model writes calls of tools (None:
+    its template shows it none, or they cannot be read).
     """
 
     def __init__(
@@ -201,19 +199,14 @@ class Endpoint:
         self.tokenizer, self.max_new_tokens, self.positions = scheduler.tokenizer, max_new_tokens, positions
         self.variables, self.episodes, self.started = variables, episodes, int(time.time())
         self.form: CallForm | None = None
-        self.no_form = "the model's chat template shows it no tools"
         if "tools" in str(self.tokenizer.chat_template):
-            try:
+            with suppress(ValueError):
                 self.form = call_form(self.tokenizer, variables)
-            except ValueError as error:
-                self.no_form = str(error)
 
-        async def refuse(request: HttpRequest, refused: Any) -> Response:
-            return JSONResponse(error_of(refused), refused.status)
-
-        async def leave(request: HttpRequest, gone: Exception) -> Response:
-            return Response(status_code=CLIENT_GONE)
-
+        handlers: Any = {
+            Refused: lambda request, refused: JSONResponse(error_of(refused), refused.status),
+            ClientDisconnect: lambda request, gone: Response(status_code=CLIENT_GONE),
+        }
         self.app = Starlette(
             routes=[
                 Route("/health", lambda request: JSONResponse({"status": "ok"})),
@@ -223,7 +216,7 @@ class Endpoint:
             ],
             # A page in a browser may send here under a name of its own that leads to this machine.
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])],
-            exception_handlers={Refused: refuse, ClientDisconnect: leave},
+            exception_handlers=handlers,
         )
 
     # ---- requests ----
@@ -259,9 +252,6 @@ class Endpoint:
                 raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
             if len(prompt) >= self.positions:
                 raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions")
-        if not answer.is_chat and body.echo and body.logprobs is not None:
-            most = max(1, answer.likeliest)
-            answer.scored = [await self._score(prompt, body, temperature=1.0, likeliest=most) for prompt in prompts]
         self._submit(answer, prompts, episode)
         if body.stream:
             return StreamingResponse(self._lines(answer), media_type="text/event-stream")
@@ -301,13 +291,13 @@ class Endpoint:
         tools = tools_of(body.tools) if body.tool_choice != "none" else None
         if tools and self.form is None:  # chat pages send some with every message
             if episode is not None:
-                raise ValueError(self.no_form)
+                raise ValueError("the model's chat template shows it no tools, or its calls of them cannot be read")
             tools = None
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         messages = messages_of(body.messages, "messages")
         rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
         answer.given, answer.text = Given(messages, variables), rendered.opened
-        answer.marker = self.form.begins if tools and self.form else None
+        answer.reads_calls = bool(tools)
         return [rendered.tokens]
 
     async def _text(self, answer: LiveRequest) -> list[list[int]]:
@@ -332,8 +322,6 @@ class Endpoint:
         body, limit = answer.body, answer.body.max_completion_tokens or answer.body.max_tokens
         if limit is None and not answer.is_chat:
             limit = 16
-        if limit == 0 and not body.echo:
-            raise Refused(400, "max_tokens=0 is for echo=true, which scores the prompt")
         if episode is not None and ((body.n or 1) > 1 or len(prompts) > 1):
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -346,7 +334,7 @@ class Endpoint:
             params = replace(params, temperature=1.0, greedy=True)
         for prompt, sample in itertools.product(prompts, range(body.n or 1)):
             conversation = None
-            if episode is None or limit == 0:
+            if episode is None:
                 room = self.positions - len(prompt)
                 most = min(self.max_new_tokens, room) if limit is None else limit
                 if most > room:
@@ -357,27 +345,15 @@ class Endpoint:
             else:
                 sequence, conversation = episode.call(prompt, answer.given, limit=limit, stop=stops)
             hidden, text = [] if body.include_stop_str_in_output else stops, IncrementalDetokenizer(self.tokenizer)
-            choice = Choice(len(answer.choices), sequence, text, hidden, answer.marker, answer.text, conversation)
+            choice = Choice(len(answer.choices), sequence, text, hidden, answer.text, conversation)
             answer.choices.append(choice)
-            if limit == 0:
-                choice.completion = Completion([], [], "length")
 
             def end(result: Completion | Exception, record: Any = sequence.on_end, choice: Choice = choice) -> None:
                 record(result)
                 answer.put(choice, result)
 
             sequence.on_tokens, sequence.on_end = partial(answer.put, choice), end
-        if not self.scheduler.submit(c.sequence for c in answer.choices if c.completion is None):
-            for choice in answer.choices:
-                choice.sequence.cancelled = True
-            raise Refused(429, "too many requests wait; try again later")
-
-    async def _score(self, tokens: list[int], body: Body, *, temperature: float, likeliest: int) -> TokenScores:
-        how: Any = {"role": self.models[body.model], "temperature": temperature, "likeliest": likeliest}
-        try:
-            return await run_in_threadpool(self.scheduler.run, partial(score, self.scheduler.engine, tokens, **how))
-        except Exception as error:  # noqa: BLE001 the client gets it
-            raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
+        self.scheduler.submit([choice.sequence for choice in answer.choices])
 
     # ---- answers ----
 
@@ -390,15 +366,14 @@ class Endpoint:
 
         try:
             for choice in answer.choices if answer.is_chat else []:
-                yield chunk(choice, {"role": "assistant", "content": choice.text})
-                choice.shown = len(choice.text)
+                yield chunk(choice, {"role": "assistant", "content": ""})
             async for choice, piece in answer.pieces():
-                if piece:
+                if piece and not answer.reads_calls:
                     yield chunk(choice, {"content": piece})
                 if choice.completion is not None:
                     message, ended = await self._end(answer, choice)
-                    if held_back := (message["content"] or "")[choice.shown :]:
-                        yield chunk(choice, {"content": held_back})
+                    if answer.reads_calls and message["content"]:
+                        yield chunk(choice, {"content": message["content"]})
                     if calls := message.get("tool_calls"):
                         yield chunk(choice, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
                     yield chunk(choice, {}, ended)
@@ -418,11 +393,7 @@ class Endpoint:
         reason = "length" if completion.finish_reason == "length" else "stop"
         tokens, logprobs = completion.tokens, list[float | None](completion.logprobs)
         tops = list[list[tuple[int, float]]]([[] for _ in tokens])
-        if answer.likeliest:
-            temperature = choice.sequence.params.temperature
-            scored = await self._score([*prompt, *tokens], body, temperature=temperature, likeliest=answer.likeliest)
-            tops = scored.likeliest[len(prompt) :]
-        if choice.marker is not None and self.form is not None:
+        if answer.reads_calls and self.form is not None:
             content, calls = self.form.read(choice.text, tokens, tools=body.tools)
             if calls and not any(call.problem for call in calls):
                 called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
@@ -430,13 +401,21 @@ class Endpoint:
                 message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
         if choice.conversation is not None:
             choice.conversation.answer(answer.given, message)
+        echoes = body.echo and not answer.is_chat
+        if answer.likeliest or (echoes and body.logprobs is not None):
+            how: Any = {"temperature": choice.sequence.params.temperature, "likeliest": max(1, answer.likeliest)}
+            job = partial(score, self.scheduler.engine.policy, [*prompt, *tokens], role=self.models[body.model], **how)
+            try:
+                before, tops = await run_in_threadpool(self.scheduler.run, job)
+            except Exception as error:  # noqa: BLE001 the client gets it
+                raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
+            if echoes:
+                tokens, logprobs = [*prompt, *tokens], [*before[: len(prompt)], *logprobs]
+            else:
+                tops = tops[len(prompt) :]
         if not answer.is_chat:
-            if body.echo:
+            if echoes:
                 message["content"] = str(self.tokenizer.decode(prompt)) + choice.text
-            if answer.scored:
-                before = answer.scored[choice.index // (body.n or 1)]
-                tokens, logprobs = [*prompt, *tokens], [*before.logprobs, *logprobs]
-                tops = [*before.likeliest, *tops]
             if body.logprobs is not None:
                 spelt = [self._spelt(token) for token in tokens]
                 listed = [  # of two tokens with one spelling the likelier stays

@@ -1,6 +1,7 @@
-"""The sampling engine protocol: requests of token lists in, ragged token lists out; and which tokens end a completion.
+"""Sampling engines: requests of token lists in, ragged token lists out; and which tokens end a completion.
 
-Local engines (engines.py) sample through a scheduler, the server engine (server.py) over HTTP.
+Each samples through a scheduler: rows of our decoder's cache (scheduler.py), or batches, of the library's modules
+(engines.py) or of requests to a server (server.py).
 
 A token is drawn by inverse CDF. Its uniform comes from (seed, step, prompt, sample, t) by a counter-based hash, so the
 same request gives the same completion, to float32 rounding, whichever rows share its batch, from every engine, after a
@@ -9,28 +10,29 @@ split for memory and after a restart.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig as ModelGeneration
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.config import sections
+from tinyrl.config.sections import GenerationConfig, TaskConfig
 from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.policy import Policy
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
-from tinyrl.text import truncate
 
 if TYPE_CHECKING:
-    from tinyrl.generation.engines import LibraryScheduler
     from tinyrl.generation.scheduler import Scheduler
+    from tinyrl.generation.turns import Episodes
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have ended: a GPU waits for each look
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
@@ -51,27 +53,22 @@ class Request:
     """A prompt to continue. Its i-th sample draws by the key (seed, step, prompt_row, first_sample + i), prompt_row
     being the prompt's row in the data.
 
-    first_token: offset of its first new token among those numbers, so that a later turn of a conversation does not
-    reuse those of the first. max_new_tokens: its own limit (None: that of SamplingSettings).
+    max_new_tokens: its own limit (None: generation.max_new_tokens).
     """
 
     prompt_tokens: list[int]
     prompt_row: int
     first_sample: int = 0
-    first_token: int = 0
     max_new_tokens: int | None = None
 
-    def limit(self, settings: SamplingSettings) -> int:
-        return min(settings.max_new_tokens, self.max_new_tokens or settings.max_new_tokens)
 
-
-@dataclass(frozen=True)
+@dataclass
 class Completion:
     """Sampled tokens (EOS and stop string included), the log-probability of each under softmax(logits / temperature)
     before any top-k or top-p, and the finish reason.
 
     action_mask: tokens that the policy sampled (None: all). Others, such as a tool's answer, were only prefilled; their
-    log-probabilities are 0.
+    log-probabilities are 0. A completion of several parts begins empty, with a mask.
     """
 
     tokens: list[int]
@@ -79,35 +76,12 @@ class Completion:
     finish_reason: FinishReason
     action_mask: list[bool] | None = None
 
-
-@dataclass
-class Response:
-    """A completion under way, of several parts: tokens that the policy sampled, and tokens that were prefilled."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
-
     def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        """Append tokens; logprobs: None for tokens that the policy did not sample."""
+        """Append a part; logprobs: None for tokens that the policy did not sample."""
+        assert self.action_mask is not None
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.action_mask += [logprobs is not None] * len(tokens)
-
-    def ended(self, reason: FinishReason) -> Completion:
-        return Completion(self.tokens, self.logprobs, reason, self.action_mask)
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Sampling settings of a run. max_rows: sequences decoded at a time (None: as memory allows)."""
-
-    temperature: float
-    max_new_tokens: int
-    stop: list[str] = field(default_factory=list)
-    top_p: float = 1.0
-    top_k: int = 0
-    max_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +118,6 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    reported: int = 0  # tokens that on_tokens has got
 
     def append(
         self, tokens: list[int], logprobs: list[float], *, eos: set[int], tokenizer: PreTrainedTokenizerBase
@@ -153,7 +126,7 @@ class Sequence:
         the limit. Later ones, decoded between two looks, are dropped.
         """
         # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-        window = max((len(s.encode()) for s in self.stop), default=0) + 8
+        window, before = max((len(s.encode()) for s in self.stop), default=0) + 8, len(self.tokens)
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.finish_reason is not None:
                 break
@@ -166,9 +139,8 @@ class Sequence:
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
-        if self.on_tokens is not None and not self.cancelled and len(self.tokens) > self.reported:
-            new, self.reported = self.tokens[self.reported :], len(self.tokens)
-            self.on_tokens(new)
+        if self.on_tokens is not None and not self.cancelled:
+            self.on_tokens(self.tokens[before:])
 
     @property
     def over(self) -> bool:
@@ -189,14 +161,55 @@ class Sequence:
         return len(self.prompt) + self.limit
 
 
-class SamplingEngine(Protocol):
-    """Samples completions. `exact`: in float32 its log-probabilities are those of a training pass, to rounding;
-    copy_bytes: size of its private copy of weights, if any. The base itself is never merged.
+class BatchScheduler:
+    """Sequences that are sampled in batches: those that wait begin together when all before have ended. It holds no
+    row for those that go on. Otherwise as scheduler.Scheduler.
+    """
+
+    capacity = width = 1 << 60
+
+    def __init__(self) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.rows: list[Sequence] = []  # of the batch under way; some may have ended
+
+    def add(self, sequences: list[Sequence]) -> None:
+        self.waiting += sequences
+
+    def drop(self, sequence: Sequence) -> None:
+        """Nothing is held for a sequence."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.rows or self.waiting)
+
+    @property
+    def stalled(self) -> bool:
+        return not self.busy
+
+    def step(self) -> list[Sequence]:
+        """Sample on; return the sequences that have ended."""
+        raise NotImplementedError
+
+
+class SamplingEngine:
+    """Samples completions through a scheduler of at most `max_rows` rows (None: all that are asked for).
+
+    exact: in float32 its log-probabilities are those of a training pass, to rounding; copy_bytes: size of its private
+    copy of weights, if any; overlaps: rows go on while others wait for their environment; on_tokens, on_reply: called
+    with the tokens of every row as they come, and with those of a reply. The base itself is never merged.
     """
 
     name: str
     exact: bool
-    copy_bytes: int = 0
+    copy_bytes, overlaps = 0, False
+    capacity: int | None = None  # rows that memory allowed at the last attempt
+    on_tokens: Callable[[list[int]], None] | None = None
+    on_reply: Callable[[list[int]], None] = staticmethod(lambda tokens: None)
+
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig) -> None:
+        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.eos, self.max_rows = eos_token_ids(policy, tokenizer), settings.max_rows
+        self.look_every = LOOK_EVERY[policy.device.type]
 
     def start(self, prompts: list[list[int]]) -> list[str]:
         """Check before the first step, by some prompts (tokens), that it samples from the run's weights; return notes.
@@ -204,37 +217,9 @@ class SamplingEngine(Protocol):
         """
         return []
 
-    def sample(
-        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
-        """Sample that many completions for every request, in order, from the role's weights as they are now.
-
-        Raises torch.OutOfMemoryError when a single row does not fit.
-        """
-        ...
-
-    def release(self) -> bool:
-        """Free the memory kept from one call to the next; return whether there was any."""
-        return False
-
-    def close(self) -> None:
-        """Remove what it left outside this process."""
-
-
-class LocalEngine(SamplingEngine):
-    """An engine that decodes here, through a scheduler of at most `max_rows` rows (None: all that are asked for)."""
-
-    capacity: int | None = None  # rows that memory allowed at the last attempt
-    on_tokens: Callable[[list[int]], None] | None = None  # called with the tokens of every row as they come
-
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
-        self.eos, self.max_rows = eos_token_ids(policy, tokenizer), settings.max_rows
-        self.look_every = LOOK_EVERY[policy.device.type]
-
     def scheduler(
         self, role: SampledRole, *, rows: int, width: int, serving: bool = False
-    ) -> AbstractContextManager[Scheduler | LibraryScheduler]:
+    ) -> AbstractContextManager[Scheduler | BatchScheduler]:
         """Return a scheduler over the role's weights as they are now, of at most `rows` rows of `width` tokens.
 
         serving: weights and cached rows of the last call are used again, until `forget`; requests enter at once.
@@ -244,9 +229,21 @@ class LocalEngine(SamplingEngine):
     def forget(self) -> None:
         """Discard the weights and cached rows of serving calls: the model has changed."""
 
+    def release(self) -> bool:
+        """Free the memory kept from one call to the next; return whether there was any."""
+        return False
+
+    def close(self) -> None:
+        """Remove what it left outside this process."""
+
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
+        """Sample that many completions for every request, in order, from the role's weights as they are now.
+
+        Raises torch.OutOfMemoryError when a single row does not fit.
+        """
+
         def attempt(rows: int) -> list[list[Completion]]:
             sequences = self.sequences(requests, samples_per_request, options)
             width = max(sequence.room for sequence in sequences)
@@ -255,9 +252,57 @@ class LocalEngine(SamplingEngine):
                 while scheduler.busy:
                     check_stop()
                     scheduler.step()
-            return grouped([sequence.completion for sequence in sequences], samples_per_request)
+            flat = [sequence.completion for sequence in sequences]
+            return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
 
+        self.start([request.prompt_tokens for request in requests])
         return self.in_fewer_rows(len(requests) * samples_per_request, attempt) if requests else []
+
+    def play(
+        self, requests: list[Request], samples_per_request: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
+    ) -> None:
+        """Play `episodes` of several turns, which gather what was sampled, and return what is prefilled after a turn
+        and how long the next may be (max_new_tokens of a request does not count). Sample i of request r is episode
+        r * samples_per_request + i, and its token t is drawn by the sample's random number t.
+
+        A turn is a sequence of its own, so that nothing of the text before it can end it; a scheduler with a cache of
+        rows holds its row meanwhile, and prefills the reply only.
+        """
+
+        def attempt(rows: int) -> None:
+            episodes.restart()
+            turns = self.sequences(requests, samples_per_request, options)
+            firsts, numbers = [*turns], {turn: sample for sample, turn in enumerate(turns)}
+            width = max(len(first.prompt) for first in firsts) + episodes.max_episode_tokens
+            with self.scheduler(options.get("role", "policy"), rows=rows, width=width) as scheduler:
+                for sample, turn in enumerate(turns):
+                    turn.after, turn.limit = "held", episodes.limit(sample)
+                scheduler.add(turns)
+                waiting = 0  # episodes, for their answers
+                while scheduler.busy or waiting:
+                    check_stop()
+                    stalled, going = scheduler.stalled, list[Sequence]()
+                    for sample, answer in episodes.answers(wait=stalled) if stalled or self.overlaps else []:
+                        waiting -= 1
+                        first, before, read = firsts[sample], turns[sample], episodes.responses[sample].tokens
+                        if answer is None:
+                            scheduler.drop(before)
+                            continue
+                        self.on_reply(answer)
+                        [key] = advanced(np.array([first.key]), np.array([len(read)]))
+                        own: Any = {"after": "held", "on_tokens": self.on_tokens, "row": before.row}
+                        prompt, most = [*first.prompt, *read], episodes.limit(sample)
+                        turn = Sequence(prompt, first.params, key, most, first.stop, **own)
+                        turns[sample], numbers[turn] = turn, sample
+                        going.append(turn)
+                    scheduler.add(going)
+                    for turn in scheduler.step():
+                        waiting += 1
+                        episodes.ended(numbers.pop(turn), turn.completion)
+
+        self.start([request.prompt_tokens for request in requests])
+        if requests:
+            self.in_fewer_rows(len(requests) * samples_per_request, attempt)
 
     def sequences(self, requests: list[Request], group: int, options: SampleOptions) -> list[Sequence]:
         """Make `group` sequences for every request, in order, drawn by the settings of the run."""
@@ -266,7 +311,9 @@ class LocalEngine(SamplingEngine):
         keys = row_keys(requests, group, seed=options["seed"], step=options["step"])
         rows = [request for request in requests for _ in range(group)]
         return [
-            Sequence(r.prompt_tokens, params, key, r.limit(s), s.stop, on_tokens=self.on_tokens)
+            Sequence(
+                r.prompt_tokens, params, key, r.max_new_tokens or s.max_new_tokens, s.stop, on_tokens=self.on_tokens
+            )
             for r, key in zip(rows, keys, strict=True)
         ]
 
@@ -290,11 +337,7 @@ class LocalEngine(SamplingEngine):
                 torch.cuda.empty_cache()
 
 
-def grouped(completions: list[Completion], group: int) -> list[list[Completion]]:
-    return [completions[i : i + group] for i in range(0, len(completions), group)]
-
-
-# ---- which tokens end a completion, and what the model's own generation configuration says ----
+# ---- which tokens end a completion ----
 
 
 def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -308,7 +351,7 @@ def _listed_eos(model: PreTrainedModel) -> list[int]:
     return [i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)]
 
 
-def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: sections.TaskConfig) -> None:
+def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> None:
     """Add the token that ends a turn in the chat template, where prompts go through it, to the model's generation
     configuration: every engine ends completions at it, and so do programs that load a saved model.
     """
@@ -316,26 +359,9 @@ def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         return
     end = answer_end(tokenizer, chat=task.chat, variables=task.chat_template_kwargs)
     if model.generation_config is None:
-        model.generation_config = GenerationConfig()
+        model.generation_config = ModelGeneration()
     if end not in (listed := _listed_eos(model)):
         model.generation_config.eos_token_id = [*listed, end]
-
-
-# What generation_config.json may set for sampling, each with the value at which it changes nothing.
-NEUTRAL: dict[str, Any] = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None,
-    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": None,
-}  # fmt: skip
-
-
-def unused_defaults(model: PreTrainedModel, generation: sections.GenerationConfig) -> str | None:
-    """Return a line that names what generation_config.json sets and sampling here does not use; None: nothing."""
-    given = {} if model.generation_config is None else model.generation_config.to_diff_dict()
-    used = {name: (None, neutral, getattr(generation, name, neutral)) for name, neutral in NEUTRAL.items()}
-    unused = ", ".join(f"{name}={given[name]}" for name in used if given.get(name) not in used[name])
-    note = "which sampling here does not use (section generation)"
-    return f"generation_config.json sets {truncate(unused)}, {note}" if unused else None
 
 
 # ---- drawing a token ----
@@ -437,11 +463,10 @@ def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarra
 
 
 def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> np.ndarray:
-    """Derive the keys of every sample's random numbers from its first token on, (R,) with R = requests * group."""
+    """Derive the keys of every sample's random numbers, (R,) with R = requests * group."""
     prompts = np.repeat(np.array([r.prompt_row for r in requests]), group)
     samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
-    first = np.repeat(np.array([r.first_token for r in requests]), group)
-    return advanced(sample_keys(seed, step, prompts=prompts, samples=samples), first)
+    return sample_keys(seed, step, prompts=prompts, samples=samples)
 
 
 def advanced(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -7,10 +7,9 @@ tested against them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +20,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder, WeightLayout, can_share
 from tinyrl.generation.engine import (
-    LocalEngine,
-    Request,
+    BatchScheduler,
     SampledRole,
-    SampleOptions,
     SamplingEngine,
-    SamplingSettings,
     Sequence,
     advanced,
     draw,
@@ -35,17 +31,14 @@ from tinyrl.generation.engine import (
     uniforms,
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
-from tinyrl.generation.server import ServerClient, ServerEngine
-from tinyrl.generation.turns import Episodes
+from tinyrl.generation.server import ServerEngine
 from tinyrl.models.checks import samples_exactly
 from tinyrl.models.device import free_bytes, to_device
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, is_plain_lora
 from tinyrl.models.policy import Policy
-from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of
-from tinyrl.runs.signals import check_stop
 from tinyrl.text import first_line, mask_url
 
 CACHE_SHARE = 0.4  # of the free memory that the cache may take
@@ -54,7 +47,7 @@ WIDTH_BUCKET = 256  # graphs outlive a call whose longest row is a little longer
 COMPACT_BELOW = 0.8  # share of a batch still going below which HfEngine drops ended rows: a copy costs about a token
 
 
-class FusedEngine(LocalEngine):
+class FusedEngine(SamplingEngine):
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
     by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
@@ -66,18 +59,11 @@ class FusedEngine(LocalEngine):
     name = "fused"
 
     def __init__(
-        self,
-        policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: SamplingSettings,
-        *,
-        dtype: torch.dtype,
-        layout: WeightLayout,
+        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig, *, layout: WeightLayout
     ) -> None:
         super().__init__(policy, tokenizer, settings)
-        self.dtype = dtype
         self.layout: WeightLayout = layout
-        self.exact = dtype == torch.float32 and policy.causal.dtype == torch.float32
+        self.exact = policy.dtype == torch.float32
         self.by_graphs = policy.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
         self.overlaps = self.by_graphs
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
@@ -92,7 +78,7 @@ class FusedEngine(LocalEngine):
         """
         with self.policy.acting(role) as model:
             if id(model) not in self.decoders:
-                self.decoders[id(model)] = Decoder(model, dtype=self.dtype, layout=self.layout)
+                self.decoders[id(model)] = Decoder(model, dtype=self.policy.dtype, layout=self.layout)
             decoder = self.decoders[id(model)]
             decoder.sync(self.policy.adapter_of(role))
             yield decoder
@@ -135,60 +121,18 @@ class FusedEngine(LocalEngine):
             decoder.release()
         return kept
 
-    def play(
-        self, requests: list[Request], samples_per_request: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
-    ) -> None:
-        """Play `episodes` of several turns, which gather what was sampled, and return what is prefilled after a turn
-        and how long the next may be (max_new_tokens of a request does not count). Sample i of request r is episode
-        r * samples_per_request + i. Token t of it is drawn by the request's random number first_token + t.
-
-        A turn is a sequence of its own, so that nothing of the text before it can end it; its row is held meanwhile.
-        """
-
-        def attempt(rows: int) -> None:
-            episodes.restart()
-            turns = self.sequences(requests, samples_per_request, options)
-            firsts, numbers = [*turns], {turn: sample for sample, turn in enumerate(turns)}
-            width = max(len(first.prompt) for first in firsts) + episodes.max_episode_tokens
-            with self.scheduler(options.get("role", "policy"), rows=rows, width=width) as scheduler:
-                for sample, turn in enumerate(turns):
-                    turn.after, turn.limit = "held", episodes.limit(sample)
-                scheduler.add(turns)
-                waiting = 0  # episodes, for their answers
-                while scheduler.busy or waiting:
-                    check_stop()
-                    stalled, going = scheduler.stalled, list[Sequence]()
-                    for sample, answer in episodes.answers(wait=stalled) if stalled or self.overlaps else []:
-                        waiting -= 1
-                        first, before, read = firsts[sample], turns[sample], episodes.responses[sample].tokens
-                        if answer is None:
-                            scheduler.drop(before)
-                            continue
-                        [key] = advanced(np.array([first.key]), np.array([len(read)]))
-                        prompt, most = [*first.prompt, *read], episodes.limit(sample)
-                        turn = Sequence(prompt, first.params, key, most, first.stop, "held", row=before.row)
-                        turns[sample], numbers[turn] = turn, sample
-                        going.append(turn)
-                    scheduler.add(going)
-                    for turn in scheduler.step():
-                        waiting += 1
-                        episodes.ended(numbers.pop(turn), turn.completion)
-
-        if requests:
-            self.in_fewer_rows(len(requests) * samples_per_request, attempt)
-
 
 # ---- the library's modules ----
 
 
-class HfEngine(LocalEngine):
+class HfEngine(SamplingEngine):
     """Samples through the library's own modules and cache, with LoRA as branches, for models of any shape."""
 
     name = "hf"
 
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig) -> None:
         super().__init__(policy, tokenizer, settings)
-        self.exact = policy.causal.dtype == torch.float32
+        self.exact = policy.dtype == torch.float32
 
     @contextmanager
     def scheduler(
@@ -198,28 +142,18 @@ class HfEngine(LocalEngine):
             yield LibraryScheduler(self, model, capacity=rows)
 
 
-class LibraryScheduler:
-    """Sequences in batches: `capacity` of those that wait begin together when all of the batch before have ended.
-    Otherwise as scheduler.Scheduler.
-    """
-
-    width = 1 << 60  # its cache grows
+class LibraryScheduler(BatchScheduler):
+    """Batches of `capacity` sequences, in the library's own cache, which grows."""
 
     def __init__(self, engine: HfEngine, model: PreTrainedModel, *, capacity: int) -> None:
+        super().__init__()
         self.engine, self.capacity, self.device = engine, capacity, engine.policy.device
         self.backbone, self.head = backbone_of(model), head_of(model)
-        self.waiting: deque[Sequence] = deque()
-        self.rows: list[Sequence] = []  # of the batch; some may have ended
-
-    def add(self, sequences: list[Sequence]) -> None:
-        self.waiting += sequences
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.rows or self.waiting)
 
     def step(self) -> list[Sequence]:
         """Decode every row by one token, or on a GPU by a few; return the sequences that have ended."""
+        if not self.busy:
+            return []
         look, begins = self.engine.look_every, not self.rows
         if begins:
             self.rows = [self.waiting.popleft() for _ in range(min(self.capacity, len(self.waiting)))]
@@ -290,75 +224,45 @@ class LibraryScheduler:
 
 # ---- choice of an engine ----
 
-EngineName = Literal["auto", "fused", "hf"]  # of this process
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def engine_of(
-    config: GenerationConfig,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    stop: list[str],
-    longest_response: int,
-    longest_prompt: int = 0,
+def select_engine(
+    config: GenerationConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, *, longest: int, tried: int = 0
 ) -> tuple[SamplingEngine, str]:
     """Return the sampling engine of `generation.engine` over the policy's model, and why it is that one.
 
-    stop: texts that end a completion, or a turn of it; longest_response: in tokens, with those read between turns;
-    longest_prompt: in tokens, of those there are, for the trial of the engine.
+    longest: tokens of the longest sequence there can be; tried: of the longest on which numbers are compared. Raises
+    ValueError when the engine asked for by name cannot sample from this model correctly.
     """
-    c, longest = config, config.max_prompt_tokens + longest_response
-    settings = SamplingSettings(c.temperature, c.max_new_tokens, stop, c.top_p, c.top_k, c.max_rows)
-    if c.engine == "server":
-        assert c.url is not None, "the configuration has checked it"
-        own: Any = {"server": ServerClient(c.url), "longest": longest, "sleeps": c.server_sleep}
-        return ServerEngine(policy, tokenizer, settings, **own), f"generation.url={mask_url(c.url)}"
-    tried = min(longest_prompt + longest_response, positions_of(policy.causal.config.get_text_config()))
-    how: Any = {"wanted": c.engine, "dtype": policy.dtype, "longest": longest, "tried": tried}
-    return select_engine(policy, tokenizer, settings, **how)
-
-
-def select_engine(
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: SamplingSettings,
-    *,
-    wanted: EngineName,
-    dtype: torch.dtype,
-    longest: int,
-    tried: int = 0,
-) -> tuple[SamplingEngine, str]:
-    """Return the engine, and why it is that one. longest: tokens of the longest sequence there can be; tried: of the
-    longest sequence on which numbers are compared.
-
-    Raises ValueError when the engine asked for by name cannot sample from this model correctly.
-    """
+    if config.engine == "server":
+        return ServerEngine(policy, tokenizer, config, longest=longest), f"generation.url={mask_url(str(config.url))}"
     why, kind = "generation.engine", type(policy.causal).__name__
-    if wanted != "hf":
+    if config.engine != "hf":
         try:
-            layout, why = _layout(policy, dtype, longest, free_bytes(policy.device) * COPY_SHARE)
+            layout, why = _layout(policy, longest)
             if layout is not None:
-                engine = FusedEngine(policy, tokenizer, settings, dtype=dtype, layout=layout)
+                engine = FusedEngine(policy, tokenizer, config, layout=layout)
                 with engine.synced("policy") as decoder:
                     agrees = samples_exactly(decoder.backbone, decoder, longest=tried)
                 if agrees:
-                    return engine, "its numbers are those of the model's own forward pass"
+                    return engine, "it matches the model's own forward pass"
                 why = f"its numbers are not those of {kind}"
-                if wanted == "fused" and not engine.exact:
+                if config.engine == "fused" and not engine.exact:
                     return engine, f"generation.engine; warning: {why}"
         except torch.OutOfMemoryError:
             raise
         except RAISED_BY_TRIALS as error:
             why = f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
-        if wanted == "fused":
+        if config.engine == "fused":
             raise ValueError(f"generation.engine=fused: {why}; use auto")
-    return HfEngine(policy, tokenizer, settings), why
+    return HfEngine(policy, tokenizer, config), why
 
 
-def _layout(policy: Policy, dtype: torch.dtype, longest: int, room: float) -> tuple[WeightLayout | None, str]:
+def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
     """Return the layout of the fused engine's weights, or None and why the model's shape, or memory, rules it out."""
     model, name, config = policy.causal, type(policy.causal).__name__, policy.causal.config.get_text_config()
+    dtype, room = policy.dtype, free_bytes(policy.device) * COPY_SHARE
     backbone: Any = backbone_of(model)
     if not reads_like_llama(backbone):
         return None, f"{name} is not built like Llama"

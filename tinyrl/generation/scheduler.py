@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,11 +32,20 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import no_memory
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import LocalEngine, SampledRole, Sequence, advanced, row_params, sample_tokens, uniforms
+from tinyrl.generation.engine import (
+    SampledRole,
+    SamplingEngine,
+    Sequence,
+    advanced,
+    row_params,
+    sample_tokens,
+    uniforms,
+)
 from tinyrl.models.device import HALVES, as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
+from tinyrl.models.policy import Policy
 from tinyrl.models.states import backbone_of
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens of a prefill
@@ -365,7 +374,6 @@ class Scheduler:
 # ---- requests that come while it runs ----
 
 LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
-MOST_WAITING = 4096
 WIDTHS = 256  # tokens of a row at least
 SCORED = 256  # positions whose logits are there at a time
 LEAST = -9999.0  # in place of minus infinity, which JSON has not
@@ -380,27 +388,23 @@ class LiveScheduler:
     on_tokens and on_end of a sequence are called in that thread.
     """
 
-    def __init__(self, engine: LocalEngine, *, max_rows: int) -> None:
+    def __init__(self, engine: SamplingEngine, *, max_rows: int) -> None:
         self.engine, self.max_rows = engine, max_rows
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self.vocabulary = embedding_rows(engine.policy.causal)  # ids that may be read; some have no text
         self._waiting: deque[Sequence] = deque()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._alone: set[Sequence] = set()  # that were in a batch which failed
         self._changed, self._closed = threading.Condition(), False
         threads = torch.get_num_threads()  # a thread has a number of its own
         self._thread = threading.Thread(target=self._work, args=[threads], name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, sequences: Iterable[Sequence]) -> bool:
-        """Queue all or nothing; False: too many wait already."""
-        sequences = list(sequences)
+    def submit(self, sequences: list[Sequence]) -> None:
         with self._changed:
-            if self._closed or len(self._waiting) + len(sequences) > MOST_WAITING:
-                return False
             self._waiting += sequences
             self._changed.notify()
-        return True
+        if self._closed:
+            self._turn_away("the server is closing")
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Run a function between two rounds; until then the round in hand admits nobody."""
@@ -450,9 +454,7 @@ class LiveScheduler:
                 self._round(first)
 
     def _round(self, first: Sequence) -> None:
-        """Decode the first that waits, and those that come until none is left that can join. Where that fails, each of
-        them is run again, alone.
-        """
+        """Decode the first that waits, and those that come until none is left that can join. An error ends them all."""
         going, beyond = [first], self.engine.look_every - 1  # a row may run past its end until the next look
         with self._changed:
             alike = [s for s in self._waiting if s.role == first.role][: self.max_rows]
@@ -470,7 +472,7 @@ class LiveScheduler:
                         while self._waiting and not (self._closed or self._jobs) and len(going) < scheduler.capacity:
                             s = self._waiting[0]
                             fits = s.role == first.role and s.room <= scheduler.width - beyond
-                            if not s.cancelled and (not fits or self._alone & {s, first}):
+                            if not s.cancelled and not fits:
                                 break
                             self._waiting.popleft()
                             if not s.cancelled:
@@ -480,66 +482,26 @@ class LiveScheduler:
                         going.remove(sequence)
                         if sequence.finish_reason is not None:
                             sequence.on_end(sequence.completion)
-            self._alone.discard(first)
         except Exception as error:  # noqa: BLE001 whoever waits gets it, and the next round begins
             self.engine.release()
-            if first in self._alone:
-                self._alone.discard(first)
-                first.on_end(error)
-                return
-            self._alone.update(going)
             for sequence in going:
-                sequence.row, sequence.finish_reason = None, None
-                sequence.tokens, sequence.logprobs = [], []
-            with self._changed:
-                self._waiting.extendleft(reversed(going))
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probability of each token of a text given those before it (None for the first), and the most likely tokens at
-    each place in descending order (none at the first).
-    """
-
-    logprobs: list[float | None]
-    likeliest: list[list[tuple[int, float]]]
+                sequence.on_end(error)
 
 
 @torch.inference_mode()
-def score(engine: Any, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1) -> TokenScores:
-    """Score tokens under softmax(logits / temperature) by one forward pass."""
-    policy, dtype = engine.policy, getattr(engine, "dtype", engine.policy.causal.dtype)
+def score(
+    policy: Policy, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1
+) -> tuple[list[float | None], list[list[tuple[int, float]]]]:
+    """Score tokens under softmax(logits / temperature) by one forward pass: return the log-probability of each given
+    those before it, and the likeliest tokens at its place in descending order (None and none for the first token).
+    """
     logprobs, places = list[float | None]([None]), list[list[tuple[int, float]]]([[]])
-    ids = torch.tensor([tokens], device=policy.device)
-    with policy.acting(role) as model, torch.autocast(policy.device.type, dtype=dtype, enabled=dtype in HALVES):
+    ids, half = torch.tensor([tokens], device=policy.device), policy.dtype in HALVES
+    with policy.acting(role) as model, torch.autocast(policy.device.type, dtype=policy.dtype, enabled=half):
         states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
         for part, following in zip(states[:-1].split(SCORED), ids[0, 1:].split(SCORED), strict=True):
             log_p = (head_of(model).logits(part).float() / temperature).log_softmax(-1).clamp_min(LEAST)
             logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
             most, which = log_p.topk(min(likeliest, log_p.shape[-1]))
             places += [[*zip(*row, strict=True)] for row in zip(which.tolist(), most.tolist(), strict=True)]
-    return TokenScores(logprobs, places)
-
-
-class IncrementalDetokenizer:
-    """Text of tokens as they come, handed out once it is whole: half a character waits for its other half."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._before, self._out = 0, 0  # text is decoded from `before`; up to `out` it was handed out
-
-    def add(self, tokens: list[int], *, at_end: bool = False) -> str:
-        self._tokens += tokens
-        # A tokenizer may join or drop spaces by what stands before, so that is decoded along.
-        known, text = (
-            str(self._tokenizer.decode(part, skip_special_tokens=True))
-            for part in (self._tokens[self._before : self._out], self._tokens[self._before :])
-        )
-        if len(text) <= len(known) or (text.endswith("\ufffd") and not at_end):  # bytes of half a character
-            return ""
-        self._before, self._out = self._out, len(self._tokens)
-        return text[len(known) :]
-
-    def end(self) -> str:
-        return self.add([], at_end=True)
+    return logprobs, places

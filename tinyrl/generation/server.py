@@ -12,7 +12,6 @@ and weigh the difference. A completion's seed is the key of its random numbers.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -21,7 +20,7 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Unpack
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,21 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.data.http_client import HttpAnswer, HttpClient, NoAnswer
+from tinyrl.config.sections import GenerationConfig
+from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation.engine import (
-    Completion,
-    Request,
-    SampledRole,
-    SampleOptions,
-    SamplingEngine,
-    SamplingSettings,
-    eos_token_ids,
-    grouped,
-    row_keys,
-)
-from tinyrl.generation.turns import Episodes, play_plainly
-from tinyrl.models.loading import embedding_rows
+from tinyrl.generation.engine import BatchScheduler, Completion, Request, SampledRole, SamplingEngine, Sequence
+from tinyrl.models.batch import examples
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
 from tinyrl.text import mask_url, resolve_url, truncate
@@ -82,24 +71,23 @@ class ServerClient:
     def ask(self, method: str, path: str, bodies: list[Any], *, most: int = 1) -> list[Any]:
         """Send requests, `most` at a time; return the JSON of their answers (text where it is none), in their order.
 
-        Raises ServerError with the first that fails or is refused, and Interrupted once a stop was requested; the
-        others are cancelled.
+        Raises ServerError with the first that fails or is refused, and Interrupted once a stop was requested.
         """
-
-        def read(answer: HttpAnswer) -> Any:
-            text = answer.body.decode(errors="replace")
-            if answer.status >= 300:
-                raise ServerError(f"{self.name} answered {path} with {answer.status}: {truncate(text, 300)}")
-            try:
-                return json.loads(text)
-            except (ValueError, RecursionError):  # a load is answered with text
-                return text
-
-        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}
+        headers, found = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}, list[Any]()
         try:
-            return self.http.ask(method, path, bodies, read=read, most=most, headers=headers)
+            answers = self.http.ask(method, path, bodies, most=most, headers=headers)
         except NoAnswer as error:
             raise ServerError(f"{self.name} {error}") from None
+        for answer in answers:
+            if answer.status_code >= 300:
+                raise ServerError(
+                    f"{self.name} answered {path} with {answer.status_code}: {truncate(answer.text, 300)}"
+                )
+            try:
+                found.append(answer.json())
+            except (ValueError, RecursionError):  # a load is answered with text
+                found.append(answer.text)
+        return found
 
     def get(self, path: str) -> Any:
         return self.ask("GET", path, [None])[0]
@@ -170,29 +158,23 @@ def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokeni
 
 
 class ServerEngine(SamplingEngine):
-    """Samples from the policy's adapter on a server, which holds the same base.
+    """Samples from the policy's adapter on a server, which holds the same base. Log-probabilities are the server's: of
+    greedy completions at temperature 1, under top-k or top-p renormalised.
 
-    sleeps: the server is awake only while it samples; adapters are loaded and checked again each time. served: names of
-    adapters there; checked: weights of those that it is known to sample from (the base is None). Their folders are
-    under TMPDIR, and deleted in the end.
+    Under generation.server_sleep adapters are loaded and checked again each time. served: names of adapters there;
+    checked: weights of those that it is known to sample from (the base is None). Their folders are under TMPDIR, and
+    deleted in the end.
     """
 
     name, exact = "server", False
 
     def __init__(
-        self,
-        policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: SamplingSettings,
-        *,
-        server: ServerClient,
-        longest: int,
-        sleeps: bool = False,
+        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig, *, longest: int
     ) -> None:
+        super().__init__(policy, tokenizer, settings)
         assert policy.peft is not None, "the configuration asks for LoRA"
-        self.policy, self.tokenizer, self.settings, self.peft = policy, tokenizer, settings, policy.peft
-        self.server, self.longest, self.sleeps, self._is_awake = server, longest, sleeps, False
-        self.eos, self.vocabulary = sorted(eos_token_ids(policy, tokenizer)), embedding_rows(policy.causal)
+        assert settings.url is not None, "the configuration has checked it"
+        self.server, self.peft, self.longest = ServerClient(settings.url), policy.peft, longest
         self.served: dict[str | None, str] = {}
         self.checked: dict[str | None, dict[str, Tensor]] = {}
         self.first_gap: float | None = None
@@ -200,6 +182,16 @@ class ServerEngine(SamplingEngine):
         self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
         self.folder = Path(self._temporary.name)
         self._notes = list[str]()
+
+    @contextmanager
+    def scheduler(
+        self, role: SampledRole, *, rows: int, width: int, serving: bool = False
+    ) -> Iterator[ServerScheduler]:
+        """Yield a scheduler. Raises Interrupted if the server no longer answers, so that the run can be resumed, and
+        GuardStop if it samples from another policy.
+        """
+        with self._failing_as(Interrupted), self._awake():
+            yield ServerScheduler(self, role)
 
     @contextmanager
     def _failing_as(self, kind: type[ValueError] | type[Interrupted]) -> Iterator[None]:
@@ -215,17 +207,15 @@ class ServerEngine(SamplingEngine):
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """Wake a server that sleeps between samplings, and give it the memory that torch does not use."""
-        if not self.sleeps or self._is_awake:
+        if not self.settings.server_sleep:
             yield
             return
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
         self.server.post(WAKE, {})
-        self._is_awake = True
         try:
             yield
         finally:
-            self._is_awake = False
             self.checked.clear()
             self.server.post(SLEEP, {})
 
@@ -234,7 +224,7 @@ class ServerEngine(SamplingEngine):
 
         Raises ValueError if it does not, with what to do.
         """
-        if self._notes:
+        if self._notes or not prompts:
             return self._notes
         server = self.server
         with self._failing_as(ValueError):
@@ -245,70 +235,40 @@ class ServerEngine(SamplingEngine):
             self.served[None] = base.id
             with self._awake():
                 check_tokenizer(server, base.id, self.tokenizer)
-                self._synced("policy", prompts[:PROBED_PROMPTS])
+                self.synced("policy", prompts)
         self._notes = [
             f"{server.name} serves {base.id} ({base.root or base.id}): log-probabilities differ from ours by "
             f"{self.first_gap:.2g} nats per token; adapters are loaded from {self.folder}"
-            + ("; it sleeps between samplings" if self.sleeps else "")
+            + ("; it sleeps between samplings" if self.settings.server_sleep else "")
         ]
         return self._notes
-
-    def sample(
-        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
-        """Load the role's weights, then sample `samples_per_request` completions for every request, in order.
-
-        Log-probabilities are the server's: of greedy completions at temperature 1, under top-k or top-p renormalised.
-        Raises Interrupted if the server no longer answers, so that the run can be resumed, and GuardStop if it samples
-        from another policy.
-        """
-        if not requests:
-            return []
-        prompts, greedy = [r.prompt_tokens for r in requests], options.get("greedy", False)
-        self.start(prompts)
-        keys = row_keys(requests, samples_per_request, seed=options["seed"], step=options["step"])
-        rows, seeds = [r for r in requests for _ in range(samples_per_request)], keys.view(np.int64).tolist()
-        with self._failing_as(Interrupted), self._awake():
-            name = self._synced(options.get("role", "policy"), prompts[:PROBED_PROMPTS])
-            bodies = [self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)]
-            return grouped(self._drawn(bodies), samples_per_request)
-
-    def play(
-        self, requests: list[Request], group_size: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
-    ) -> None:
-        """Play episodes turn by turn; a server that sleeps stays awake between the turns."""
-        self.start([r.prompt_tokens for r in requests])
-        with self._failing_as(Interrupted), self._awake():
-            play_plainly(requests, group_size, engine=self, episodes=episodes, options=options)
 
     def close(self) -> None:
         for adapter in list(self.served):
             self._unload(adapter)
         self._temporary.cleanup()
 
-    def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
+    def synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
         """Load the role's weights if they have changed, and check by our own forward pass that the server samples from
         them; return their name there. A bad gap is measured twice.
 
         Raises ServerError if the first numbers are another model's, and GuardStop if later ones are.
         """
-        adapter, gap = self.policy.adapter_of(role), 0.0
+        adapter, gap, prompts = self.policy.adapter_of(role), 0.0, prompts[:PROBED_PROMPTS]
         weights = {} if adapter is None else self.policy.adapter_parameters(adapter)
         known = self.checked.get(adapter)
         # Numbers are compared, since not every optimizer marks the tensors it has written to.
         if known is not None and all(torch.equal(weights[n].detach().cpu(), before) for n, before in known.items()):
             return self.served[adapter]
         for _ in range(2):
-            drawn, theirs, ours = self._compared(role, prompts)
-            gap = _gap(theirs, ours)
+            theirs, ours = self._compared(role, prompts)
+            gap = float((theirs - ours).abs().mean())
             if self.first_gap is None:
-                raw = self._rescored(role, prompts, drawn, temperature=1.0)
-                if _gap(theirs, raw) < gap / 2 and self.settings.temperature != 1:
-                    raise ServerError(f"{self.server.name} lacks --logprobs-mode processed_logprobs")
                 if (theirs - ours).square().sum() > UNEXPLAINED * (ours - ours.mean()).square().sum():
                     raise ServerError(
-                        f"{self.server.name} has another base than {self.policy.causal.name_or_path}, or does not "
-                        f"sample with the adapter: its log-probabilities are {gap:.2g} nats per token from ours"
+                        f"{self.server.name} has another base than {self.policy.causal.name_or_path}, does not sample "
+                        "with the adapter, or lacks --logprobs-mode processed_logprobs: its log-probabilities are "
+                        f"{gap:.2g} nats per token from ours"
                     )
                 self.first_gap = gap
             if gap <= max(SMALLEST_GAP, TIMES * self.first_gap):
@@ -319,9 +279,9 @@ class ServerEngine(SamplingEngine):
             f"ours, and were {self.first_gap:.2g} at first. Restart it, and resume from the last checkpoint"
         )
 
-    def _compared(self, role: SampledRole, prompts: list[list[int]]) -> tuple[list[Completion], Tensor, Tensor]:
+    def _compared(self, role: SampledRole, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Load the role's adapter under a new name and sample a completion of each prompt, of fixed length and from all
-        tokens; return them, and the server's and our log-probabilities (N,) of all their tokens.
+        tokens; return the server's and our log-probabilities (N,) of all their tokens.
         """
         adapter = self.policy.adapter_of(role)
         if adapter is not None:
@@ -334,10 +294,14 @@ class ServerEngine(SamplingEngine):
             self.served[adapter] = name
         new = min(PROBED_TOKENS, self.settings.max_new_tokens)
         own = {"max_tokens": new, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
-        rows = [Request(prompt, prompt_row=row) for row, prompt in enumerate(prompts)]
-        drawn = self._drawn([self._body(self.served[adapter], r, i, greedy=False) | own for i, r in enumerate(rows)])
-        theirs = torch.tensor([logprob for c in drawn for logprob in c.logprobs])
-        return drawn, theirs, self._rescored(role, prompts, drawn)
+        probes = self.sequences([Request(p, row) for row, p in enumerate(prompts)], 1, {"seed": 0, "step": 0})
+        drawn = self.drawn([self.body(self.served[adapter], probe) | own for probe in probes])
+        policy, scored = self.policy, "reference" if role == "reference" else "policy"
+        with torch.inference_mode(False), torch.no_grad(), policy.acting(role):
+            batch = policy.batch_of(examples(prompts, [c.tokens for c in drawn]))
+            logprobs, _ = policy.logprobs(scored, batch, temperature=self.settings.temperature)
+        ours = [row[: len(c.tokens)] for row, c in zip(logprobs.float().cpu(), drawn, strict=True)]
+        return torch.tensor([logprob for c in drawn for logprob in c.logprobs]), torch.cat(ours)
 
     def _unload(self, adapter: str | None) -> None:
         if adapter is not None and (name := self.served.pop(adapter, None)):
@@ -345,45 +309,48 @@ class ServerEngine(SamplingEngine):
                 self.server.post(UNLOAD, {"lora_name": name})
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _rescored(
-        self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion], *, temperature: float | None = None
-    ) -> Tensor:
-        """Compute our own log-probabilities (N,) of all tokens of the completions."""
-        policy, batch = self.policy, self.policy.batch(prompts, [c.tokens for c in drawn])
-        scored = "reference" if role == "reference" else "policy"
-        with torch.no_grad(), policy.acting(role):
-            logprobs, _ = policy.logprobs(scored, batch, temperature=temperature or self.settings.temperature)
-        return torch.cat([row[: len(c.tokens)] for row, c in zip(logprobs.float().cpu(), drawn, strict=True)])
-
-    def _body(self, name: str, request: Request, seed: int, *, greedy: bool) -> dict[str, Any]:
+    def body(self, name: str, sequence: Sequence) -> dict[str, Any]:
         """Name every setting: a server fills in what is missing from the model's generation_config.json. Ends are ours
         (ignore_eos); a stop string may be a special token; logprobs 0: of the sampled token only.
         """
-        s = self.settings
+        params = sequence.params
         return {
-            "model": name, "prompt": request.prompt_tokens, "max_tokens": request.limit(s), "seed": seed,
-            "temperature": 0.0 if greedy else s.temperature, "top_p": s.top_p, "top_k": s.top_k, "min_p": 0.0,
+            "model": name, "prompt": sequence.prompt, "max_tokens": sequence.limit,
+            "seed": int(sequence.key.view(np.int64)), "temperature": 0.0 if params.greedy else params.temperature,
+            "top_p": params.top_p, "top_k": params.top_k, "min_p": 0.0,
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-            "stop": s.stop, "include_stop_str_in_output": True, "skip_special_tokens": False,
-            "stop_token_ids": self.eos, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
+            "stop": sequence.stop, "include_stop_str_in_output": True, "skip_special_tokens": False,
+            "stop_token_ids": sorted(self.eos), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
 
-    def _drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
+    def drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
         """Send requests; return their completions. Raises ServerError if one cannot be what was asked for."""
         drawn, server, at_a_time = [], self.server, self.settings.max_rows or AT_A_TIME
         for answer, asked in zip(server.ask("POST", COMPLETIONS, bodies, most=at_a_time), bodies, strict=True):
             [choice] = read_as(Completions, answer, server=server, path=COMPLETIONS).choices
-            tokens, logprobs, reason = choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason
-            ends, most = asked["stop_token_ids"], asked["max_tokens"]
-            complete = tokens[-1] in ends or (asked["stop"] if reason == "stop" else len(tokens) == most)
-            known = max(tokens) < self.vocabulary and not any(token in ends for token in tokens[:-1])
-            if not complete or not known or not len(logprobs) == len(tokens) <= most:
+            tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
+            if not len(logprobs) == len(tokens) <= asked["max_tokens"]:
                 fault = truncate(repr(choice), 200)
                 raise ServerError(f"{server.name} answered {COMPLETIONS} with what was not asked for: {fault}")
-            drawn.append(Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else reason))
+            drawn.append(Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason))
         return drawn
 
 
-def _gap(theirs: Tensor, ours: Tensor) -> float:
-    """Compute the mean |difference| over N tokens, in nats per token."""
-    return float((theirs - ours).abs().mean())
+class ServerScheduler(BatchScheduler):
+    """Sequences that are sent together, one request each."""
+
+    def __init__(self, engine: ServerEngine, role: SampledRole) -> None:
+        super().__init__()
+        self.engine = engine
+        self.role: SampledRole = role
+
+    def step(self) -> list[Sequence]:
+        """Sample all that wait, from the role's weights as they are now; return them."""
+        ended = [*self.waiting]
+        self.waiting.clear()
+        if ended:
+            name = self.engine.synced(self.role, [sequence.prompt for sequence in ended])
+            bodies = [self.engine.body(name, sequence) for sequence in ended]
+            for sequence, one in zip(ended, self.engine.drawn(bodies), strict=True):
+                sequence.tokens, sequence.logprobs, sequence.finish_reason = one.tokens, one.logprobs, one.finish_reason
+        return ended

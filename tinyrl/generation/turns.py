@@ -5,8 +5,8 @@
         2. the environment answers the turns that have ended, a batch at a time
         3. its answer is appended to the tokens, prefilled and never trained on
 
-Two ways lead to the same `Episodes`. The plain one, for every engine, prefills an episode from its beginning at each
-turn. An engine with a `play` of its own holds the rows that wait, and prefills the answers only.
+Engines play the same `Episodes` in two ways: they prefill an episode from its beginning at each turn, or (FusedEngine)
+hold the rows that wait, and prefill the answers only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from itertools import chain, groupby, repeat
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
@@ -23,28 +22,18 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
-from tinyrl.environments.environment import NONSENSE, Environment, Episode, asking_turn
-from tinyrl.generation.engine import (
-    Completion,
-    Request,
-    Response,
-    SampleOptions,
-    SamplingEngine,
-    eos_token_ids,
-    row_keys,
-)
+from tinyrl.environments.environment import Environment, Episode
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
 from tinyrl.models.policy import Policy
-from tinyrl.models.tokens import readable, token_ids, tokens_behind
+from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, row_columns
-from tinyrl.text import escape_control
+from tinyrl.tasks.prompts import PreparedPrompt, in_chat, row_columns, shows_tools
 
 POLL_S = 0.1
 SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
-SHOWN_TOKENS = 64  # of each side, each time
 
 
 @dataclass(frozen=True)
@@ -87,9 +76,10 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     environment = Environment(section, **own, length=lambda text: len(token_ids(tokenizer, text)))
     environment.start()
     schemas, chat = environment.schemas, in_chat(tokenizer, config.task.chat)
-    if schemas and (not chat or "tools" not in str(tokenizer.chat_template)):
+    if schemas and not shows_tools(tokenizer, config.task.chat):
+        what = "environment.tools" if section.tools else f"the methods of environment.name={section.name or task.name}"
         raise ValueError(
-            "environment.tools are shown to the model by its chat template, and this model "
+            f"{what} are tools, which the model's chat template shows, and this model "
             f"{'has none that shows them' if chat else 'is prompted without one'}; describe them in the prompt and "
             "answer with environment.name=FILE.py:FUNCTION"
         )
@@ -116,37 +106,8 @@ def play(
     """
     key = {"seed": options["seed"], "step": options["step"]}
     with Episodes(prompts, requests, group_size, runner=runner, **key) as episodes:
-        continues: Any = getattr(engine, "play", None)  # rows where they are, instead of prefilling them again
-        if continues is not None:
-            continues(requests, group_size, episodes=episodes, **options)
-        else:
-            play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
+        engine.play(requests, group_size, episodes=episodes, **options)
         return episodes.finalized(), episodes.episodes
-
-
-def play_plainly(
-    requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: SampleOptions
-) -> None:
-    """Play turn by turn: each episode that goes on is a request of its own, with its tokens so far as the prompt."""
-    episodes.restart()
-    going = list(range(len(requests) * group_size))
-    while going:
-        following = [
-            replace(
-                request := requests[i // group_size],
-                prompt_tokens=request.prompt_tokens + episodes.responses[i].tokens,
-                first_sample=request.first_sample + i % group_size,
-                first_token=request.first_token + len(episodes.responses[i].tokens),
-                max_new_tokens=episodes.limit(i),
-            )
-            for i in going
-        ]
-        for sample, [turn] in zip(going, engine.sample(following, 1, **options), strict=True):
-            episodes.ended(sample, turn)
-        answered: dict[int, list[int] | None] = {}
-        while len(answered) < len(going):
-            answered.update(episodes.answers(wait=True))
-        going = [sample for sample in going if answered[sample] is not None]
 
 
 class Episodes(AbstractContextManager):
@@ -184,7 +145,7 @@ class Episodes(AbstractContextManager):
             wait_for([self._call])
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
-        self.responses = [Response() for _ in self.prompts]
+        self.responses = [Completion([], [], "length", []) for _ in self.prompts]
         self._waiting, self._ready = list[int](), list[tuple[int, list[int] | None]]()
 
     def limit(self, sample: int) -> int:
@@ -245,11 +206,11 @@ class Episodes(AbstractContextManager):
             if not reply.done:
                 episode.finish_reason = "turns" if last else "length"
             return None
-        observed = runner.observations(reply.text, ended_at=episode.ended_at)
-        episode.transcript.append({"role": "tool", "content": observed.text})
-        episode.num_tokens += len(observed.tokens)
-        self.responses[sample].add(observed.tokens)
-        return observed.tokens
+        tokens, text = runner.observations(reply.text, ended_at=episode.ended_at)
+        episode.transcript.append({"role": "tool", "content": text})
+        episode.num_tokens += len(tokens)
+        self.responses[sample].add(tokens)
+        return tokens
 
     def finalized(self) -> list[Completion]:
         """Return the responses with their finish reasons; episodes cut off get the environment's final reward."""
@@ -260,7 +221,9 @@ class Episodes(AbstractContextManager):
                 self.episodes[cut_off[failure.row]].failure = failure.reason
             for sample, reward in zip(cut_off, rows.values, strict=True):
                 self.episodes[sample].turn_rewards[-1] += reward or 0.0
-        return [r.ended(e.finish_reason) for r, e in zip(self.responses, self.episodes, strict=True)]
+        for response, episode in zip(self.responses, self.episodes, strict=True):
+            response.finish_reason = episode.finish_reason
+        return self.responses
 
     def _ask(self, asked: list[int]) -> tuple[list[int], list[Reply | None]]:
         answers = self.runner.environment.respond(*self._given(asked))
@@ -270,58 +233,5 @@ class Episodes(AbstractContextManager):
 
     def _given(self, samples: list[int]) -> tuple[list[Any], list[Transcript], dict[str, list[Any]]]:
         prompts = [self.prompts[i] for i in samples]
-        columns = {"seed": [self.seeds[i] for i in samples], **columns_of(prompts)}
+        columns = {"seed": [self.seeds[i] for i in samples], **row_columns([p.row for p in prompts])}
         return [p.prompt for p in prompts], [self.episodes[i].transcript for i in samples], columns
-
-
-def episode_notes(runner: EpisodeRunner) -> list[str]:
-    """Return lines about an environment, and what the chat template makes of its replies."""
-    notes, observations = [f"environment {runner.environment.describe()}"], runner.observations
-    if runner.form is not None and not runner.form.in_text:
-        notes.append(f"calls of tools are read as {runner.form.name}")
-    if observations.chat and observations.role != "tool":
-        role = observations.role
-        notes.append(f"the chat template has no role tool: what the environment answers is a message of role {role}")
-    if observations.strips_thinking:
-        notes.append("the chat template leaves out what earlier turns thought; here it stays, as it was sampled")
-    return notes
-
-
-def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, stop: list[str]) -> list[str]:
-    """Play an episode of this prompt with scripted turns and return it as lines: a turn that asks (nonsense, where none
-    is known), and one that answers (the gold answer, or nonsense again). stop: texts that end a turn beside EOS.
-    """
-    environment, observations, tokenizer = runner.environment, runner.observations, runner.tokenizer
-    question = prompt.row.get("question")
-    if not isinstance(question, str):
-        question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-    asks = asking_turn(environment.built_in, environment.schemas, question)
-    if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
-        asks = task.asking_turn(prompt.row)
-    answer, ends = task.gold(prompt.row) or NONSENSE, sorted(observations.eos)
-    request = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index)
-    with Episodes([prompt], [request], 1, runner=runner, seed=0, step=0) as episodes:
-        for text in chain([asks or NONSENSE.split()[0]], repeat(answer)):  # each as sampling would have ended it
-            tokens, reason, most = tokens_behind(tokenizer, prompt.text, text), "stop", episodes.limit(0)
-            if ends and not text.endswith(tuple(stop)):
-                tokens, reason = [*tokens, observations.end if observations.end in ends else ends[0]], "eos"
-            turn = Completion(tokens[:most], [0.0] * min(len(tokens), most), "length" if len(tokens) > most else reason)
-            episodes.ended(0, turn)
-            if episodes.answers(wait=True)[0][1] is None:
-                break
-        [completion], [episode] = episodes.finalized(), episodes.episodes
-    lines, mask = ["episode of scripted turns (prefilled tokens are in brackets):"], completion.action_mask or []
-    for chosen, run in groupby(zip(mask, completion.tokens, strict=True), key=lambda pair: pair[0]):
-        tokens = [token for _, token in run]
-        shown = " ".join(f"{escape_control(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
-        shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
-        lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
-    lines.append(
-        f"  {sum(mask)} of {len(mask)} tokens count, in {len(episode.turn_ends)} turns; the episode ended: "
-        f"{completion.finish_reason}, with a reward of {episode.reward:.4g} from the environment"
-    )
-    if episode.failure is not None:
-        lines.append(f"warning: the environment gave no answer: {escape_control(episode.failure)}")
-    elif episode.invalid:
-        lines.append("warning: the environment calls a scripted turn invalid")
-    return lines

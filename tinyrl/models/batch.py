@@ -114,20 +114,14 @@ def examples(
     prompts: Sequence[list[int]], responses: Sequence[list[int]], masks: Sequence[list[bool]] | None = None
 ) -> list[Example]:
     """Make an example of each prompt with its response; masks: which of its tokens are listed (None: all)."""
-    if masks is None:
-        return [Example(p, [r]) for p, r in zip(prompts, responses, strict=True)]
-    return [Example(p, [r], [m]) for p, r, m in zip(prompts, responses, masks, strict=True)]
-
-
-def make_batch(prompts: list[list[int]], responses: list[list[int]], *, device: torch.device | str = "cpu") -> Batch:
-    """Lay b prompts and responses out as one right-padded batch."""
-    return batch_of(examples(prompts, responses), packed=False, device=device)
+    given = [None] * len(prompts) if masks is None else [[mask] for mask in masks]
+    return [Example(p, [r], m) for p, r, m in zip(prompts, responses, given, strict=True)]
 
 
 def batch_of(
     items: Sequence[Item],
     *,
-    packed: bool,
+    packed: bool = False,
     device: torch.device | str = "cpu",
     tokens: Tokens = "loss",
     last_tokens: bool = False,

@@ -278,7 +278,7 @@ def check_reference(
     if not policy.has_reference:
         return
     shortened = [prompt[:32] for prompt in prompts[:4]]
-    batch, logprobs = policy.batch(shortened, [prompt[-8:] for prompt in shortened]), []
+    batch, logprobs = policy.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened])), []
     for role in ("policy", "reference"):
         with torch.no_grad(), policy.acting(role), autocast():
             logprobs.append(policy.logprobs(role, batch, temperature=temperature)[0])

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tinyrl.errors import MAY_BE_MEMORY, no_memory
+from tinyrl.errors import MAY_BE_MEMORY, machine_memory, no_memory
 from tinyrl.models.parallel import join, world
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -73,9 +73,14 @@ def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
 
 
 def cores_here() -> int:
-    """Return the cores this process may use: the machine's, divided among the processes of the launch on it."""
+    """Return the cores this process may use: the machine's, divided among the processes of the launch on it; alone at
+    most OMP_NUM_THREADS (a launcher sets that to 1).
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // world().local_size)
+    if world().local_size > 1:
+        return max(1, cores // world().local_size)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
 
 
 def threads_for(*, width: int, cores: int) -> int:
@@ -119,9 +124,7 @@ def memory_room(device: torch.device) -> int:
     """Return the bytes this process may hold on the device in all; on a CPU its share, within a container's limit."""
     if device.type == "cuda":
         return free_bytes(device) + torch.cuda.memory_allocated(device)
-    room = free_bytes(device) + psutil.Process().memory_info().rss
-    with contextlib.suppress(OSError, ValueError):  # there is no container, or its limit is "max"
-        room = min(room, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    room = min(free_bytes(device) + psutil.Process().memory_info().rss, machine_memory())
     return room // world().local_size
 
 

@@ -27,9 +27,9 @@ SHARE = 0.8  # of the free memory that a micro-batch may take
 class SequenceLengths:
     """How long the rows of a step are, and which of them share a prompt.
 
-    prompts, responses: tokens of each row's prompt and response; groups: rows with the same number have the same
-    prompt; packed: rows stand end to end, a prompt once for its group, instead of padded to the longest; start: tokens
-    that all prompts begin with, which packed rows read once.
+    groups: rows with the same number have the same prompt, of `prompts` tokens, beside `responses` tokens of their own.
+    packed: rows stand end to end, a prompt once for its group, and `start` tokens that all prompts begin with once;
+    padded, each row is a group of its own, with all its tokens in `responses`.
     """
 
     prompts: Sequence[int]
@@ -39,44 +39,32 @@ class SequenceLengths:
     start: int = 0
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], responses: Iterable[int], *, packed: bool) -> SequenceLengths:
-        """Return the lengths of rows with these prompts (equal ones are shared) and this many response tokens."""
-        numbers: dict[tuple[int, ...], int] = {}
-        groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-        start = shared_start(numbers) if packed and len(numbers) > 1 else 0
-        return cls([len(prompt) for prompt in prompts], list(responses), groups, packed, start)
-
-    @classmethod
-    def of_items(cls, items: Sequence[Item], *, packed: bool) -> SequenceLengths:
+    def of(cls, items: Sequence[Item], *, packed: bool) -> SequenceLengths:
         """Return the lengths of items, each of which stays in one micro-batch with its responses."""
-        if packed:
-            return cls.of([item.prompt for item in items], [sum(map(len, i.responses)) for i in items], packed=True)
-        padded = [len(i.responses) * (len(i.prompt) + max(map(len, i.responses))) for i in items]
-        return cls.alone(padded, packed=False)
-
-    @classmethod
-    def alone(cls, lengths: Sequence[int], *, packed: bool) -> SequenceLengths:
-        return cls([0] * len(lengths), lengths, range(len(lengths)), packed)
+        if not packed:
+            padded = [len(i.responses) * (len(i.prompt) + max(map(len, i.responses))) for i in items]
+            return cls([0] * len(items), padded, range(len(items)), packed)
+        numbers: dict[tuple[int, ...], int] = {}
+        groups = [numbers.setdefault(tuple(item.prompt), len(numbers)) for item in items]
+        start = shared_start(numbers) if len(numbers) > 1 else 0
+        responses = [sum(map(len, item.responses)) for item in items]
+        return cls([len(item.prompt) for item in items], responses, groups, packed, start)
 
     def __len__(self) -> int:
         return len(self.responses)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [p + r for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def cost(self, rows: Sequence[int]) -> int:
         """Count the tokens that go through the model for these rows together, padding included."""
         if self.packed:
             prompts = {self.groups[row]: self.prompts[row] - self.start for row in rows}
             return self.start + sum(prompts.values()) + sum(self.responses[row] for row in rows)
-        return len(rows) * max(self.prompts[row] + self.responses[row] for row in rows)
+        return len(rows) * max(self.responses[row] for row in rows)
 
     def plan(self, rows: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         """Group rows into micro-batches of at most `max_tokens`. A row longer than the budget goes alone."""
         if self.packed:
             return self._plan_groups(rows, max_tokens)
-        lengths, plan = self.lengths, list[list[int]]()
+        lengths, plan = self.responses, list[list[int]]()
         for row in sorted(rows, key=lambda r: (-lengths[r], r)):  # of at most max_tokens with the padding
             if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
                 plan[-1].append(row)
@@ -90,7 +78,7 @@ class SequenceLengths:
         """
         groups: dict[int, list[int]] = {}
         for row in rows:
-            groups.setdefault(self.groups[row] if self.packed else row, []).append(row)
+            groups.setdefault(self.groups[row], []).append(row)
         parts = list(groups.values()) if len(groups) >= 2 * count else [[row] for row in rows]
         costs = [self.cost(part) for part in parts]
         widest_first = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
@@ -193,7 +181,15 @@ class MicroBatches:
                 again, freed = self._made_room, self.make_room()
                 self._made_room = again or freed
                 if again or not freed:
-                    self._halve(passes, plans, error, may_stay=freed)
+                    budgets = [lengths.smaller(plan) for (lengths, _), plan in zip(passes, plans, strict=True)]
+                    if any(budgets):
+                        self.tokens = max(filter(None, budgets))
+                    elif not freed:  # every micro-batch is a single row
+                        alone = [
+                            work.lengths.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan
+                        ]
+                        where = f"with one sequence of {max(alone)} tokens in a micro-batch"
+                        raise out_of_memory(where, error) from error
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -203,16 +199,3 @@ class MicroBatches:
         """
         self.unmeasured = False
         self.tokens = min(MOST_TOKENS, max(cost, int(cost * SHARE * free / max(1, taken))))
-
-    def _halve(
-        self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError, *, may_stay: bool
-    ) -> None:
-        """Halve the budget; may_stay: retry even if every micro-batch is a single row."""
-        budgets = [work.lengths.smaller(plan) for work, plan in zip(passes, plans, strict=True)]
-        smaller = max((budget for budget in budgets if budget is not None), default=None)
-        if smaller is None and may_stay:
-            return
-        if smaller is None:
-            alone = [work.lengths.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
-            raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
-        self.tokens = smaller

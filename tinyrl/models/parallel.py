@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.runs.launched import VOICE, Launched, launched
+from tinyrl.runs.launched import Launched, launched
 from tinyrl.runs.signals import check_stop
 
 FOREVER = timedelta(days=14)  # the timeout of exchanges: a rank may sample or save for long
@@ -116,7 +116,7 @@ class World:
             with contextlib.suppress(RuntimeError):  # the store has gone
                 self.store.set(LEFT, self.why_left)
 
-    def speaks(self, sentence: str) -> bool:
+    def speaks(self) -> bool:
         """Return whether this rank prints an error: rank 0 does, others one that rank 0 has not left with as well."""
         if not self.is_main:
             time.sleep(SAID_S)
@@ -150,7 +150,6 @@ def join(*, on_cpu: bool) -> World:
     keys = PrefixStore("tinyrl/group", store)
     distributed.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=FOREVER)
     _world = World(launch, store)
-    VOICE.connected = _world.speaks
     return _world
 
 

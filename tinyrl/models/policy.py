@@ -42,7 +42,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyrl.config.schema import Config
-from tinyrl.models.batch import Batch, Item, Tokens, batch_of, examples
+from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly
 from tinyrl.models.device import Accelerator, autocast_dtype, to_device
 from tinyrl.models.loading import embedding_rows, save_tokenizer
@@ -255,10 +255,6 @@ class Policy:
         """Return H, the width of the states of `role`."""
         return self._model_of(role).config.get_text_config().hidden_size
 
-    def batch(self, prompts: list[list[int]], responses: list[list[int]], *, last_tokens: bool = False) -> Batch:
-        """Make the models' input of prompts with a response each; last_tokens: for `scores`."""
-        return self.batch_of(examples(prompts, responses), last_tokens=last_tokens)
-
     def policy_states(self, batch: Batch) -> Tensor:
         """Compute the hidden states (N, H) of the policy, which must be acting."""
         return response_states(self.backbone("policy"), batch)
@@ -339,7 +335,7 @@ class Policy:
         return tuple(output.cpu() for output in outputs)
 
     def lengths(self, items: Sequence[Item]) -> SequenceLengths:
-        return SequenceLengths.of_items(items, packed=self.packs)
+        return SequenceLengths.of(items, packed=self.packs)
 
     @property
     def world(self) -> World:

@@ -37,7 +37,8 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
     if os.path.isfile(folder):
         raise ValueError(f"{where} is a file; name the folder that holds config.json and *.safetensors")
     if not os.path.isdir(folder):
-        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        local = folder.parent != Path() and folder.parent.is_dir()  # runs/NAME beside other runs
+        if local or path.startswith((".", "/", "~")) or path.count("/") != 1:
             meant = did_you_mean(folder.name, [*sorted(file.name for file in folder.parent.glob("*")), *EMBEDDED])
             raise ValueError(f"{where}: there is no such folder, and a hub name is owner/name.{meant}")
         return path

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tinyrl.models.batch import make_batch
+from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.loading import (
     FULL_REPORT,
@@ -62,10 +62,11 @@ class SequenceRewardModel:
     def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE) -> list[float]:
         """Return the chosen label's logit of each row; tokens without an embedding (an image's) are left out."""
         tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
+        items = examples(tokens, [[] for _ in tokens])
         scores = torch.zeros(len(tokens), dtype=torch.float64)
 
         def run(rows: list[int]) -> None:
-            batch = make_batch([tokens[i] for i in rows], [[] for _ in rows], device=self.device)
+            batch = batch_of([items[i] for i in rows], device=self.device)
             head = getattr(self.model, "score", None)
             if isinstance(head, nn.Linear):  # in float32: bfloat16 scores of different completions may be equal
                 bias = None if head.bias is None else head.bias.float()
@@ -75,8 +76,7 @@ class SequenceRewardModel:
                 logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
             scores[rows] = (logits[:, self.label].float() + self.offset).double().cpu()
 
-        sizes = SequenceLengths.alone([len(row) for row in tokens], packed=False)
-        micro_batches.run(Work(sizes, run), world=world)
+        micro_batches.run(Work(SequenceLengths.of(items, packed=False), run), world=world)
         world.sum(scores)
         return scores.tolist()
 

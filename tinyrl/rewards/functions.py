@@ -9,7 +9,7 @@ from tinyrl.data.messages import Prompt
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
 from tinyrl.workers import worker
-from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure, WorkerFunction, quoted, said
+from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure, Rows, WorkerFunction, quoted, said
 from tinyrl.workers.loading import parse_use
 
 SETTING = "reward.functions: use"
@@ -21,15 +21,14 @@ PROMPT_CHARS = 80
 class RewardCall:
     """One score for each row. NaN: the function returned None ("does not apply"), or the row is among the failures.
 
-    retried: why the rows were tried one by one, also where all of them then succeeded; whys: the function's comment on
-    each row, an empty list without any; slowest: seconds of the slowest row, and which that is, where rows were timed.
+    whys: the function's comment on each row, an empty list without any; slowest: seconds of the slowest row, where rows
+    were timed.
     """
 
     scores: list[float]
     failures: list[RowFailure] = field(default_factory=list)
-    retried: str | None = None
     whys: list[str] = field(default_factory=list)
-    slowest: tuple[float, int] | None = field(default=None, compare=False)
+    slowest: float = 0.0
 
 
 class FunctionReward(WorkerFunction):
@@ -39,18 +38,13 @@ class FunctionReward(WorkerFunction):
         super().__init__([parse_use(use, setting=SETTING)], setting=SETTING, timeout_s=timeout_s)
         self.weight = weight
 
-    @property
-    def chat_hint(self) -> str | None:
-        """Return a sentence once the function has taken a completion that is a list of messages for text."""
-        return f"`{self.name}` compares a completion with text, but {worker.CHAT_HINT}" if self.read_as_text else None
-
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RewardCall:
         """Score a batch. ValueError: a column that the function needs is missing, or one cannot be sent to it.
 
         Raises Interrupted soon after a stop was asked for.
         """
         rows = self.rows({"prompts": list(prompts), "completions": list(completions), **columns}, len(prompts))
-        return _reward_call(rows.values, rows.failures, rows.slowest, rows.retried)
+        return _reward_call(rows)
 
 
 def call_in_process(
@@ -63,21 +57,20 @@ def call_in_process(
     """Score a batch with trusted code, here and without a time limit; an exception fails all rows."""
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    reply = worker.call(function, arguments, num_rows=len(prompts), file=file)
+    request = {"arguments": arguments, "num_rows": len(prompts), "call": "score"}
+    reply = worker.Loaded(worker.reward([function]), file).answer(request)
     if "error" in reply:
         failures = [RowFailure(row, f"`{name}` {said(reply)}") for row in range(len(prompts))]
         return RewardCall([math.nan] * len(prompts), failures)
     failures = [RowFailure(row, f"`{name}` {quoted(why)}") for row, why in reply["failures"]]
-    return _reward_call(reply["values"], failures, reply["slowest"])
+    return _reward_call(Rows(reply["values"], failures))
 
 
-def _reward_call(
-    values: list[Any], failures: list[RowFailure], slowest: tuple[float, int] | None, retried: str | None = None
-) -> RewardCall:
-    """Build a RewardCall from a worker's values: a score or None, or [score, why]."""
-    pairs = [value if isinstance(value, list) else (value, "") for value in values]
+def _reward_call(rows: Rows) -> RewardCall:
+    """Split the values of a call, each a score or None, or [score, why]."""
+    pairs = [value if isinstance(value, list) else (value, "") for value in rows.values]
     scores, whys = [math.nan if score is None else score for score, _ in pairs], [why for _, why in pairs]
-    return RewardCall(scores, failures, retried, whys if any(whys) else [], slowest)
+    return RewardCall(scores, rows.failures, whys if any(whys) else [], rows.slowest[0] if rows.slowest else 0.0)
 
 
 def as_completion(text: str, prompt: Prompt) -> Any:
@@ -91,18 +84,15 @@ def mean(values: Sequence[float]) -> float:
     return float(sum(valid) / len(valid)) if valid else math.nan
 
 
-def check_failure_streak(
-    before: int, *, rows: int, failed: int, rewarded: int, steps: int = MAX_BAD_BATCHES, first_failure: str = ""
-) -> int:
+def check_failure_streak(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
     """Count the bad batches in a row (more than 20 % of the rows failed, or none got a reward), with this one.
 
-    A dropped row is a nuisance; losing a fifth of every batch changes the task. Raises GuardStop at the third, and
-    where none of a run's `steps` had a reward; `first_failure` is describe_failure() of a failed row.
+    A dropped row is a nuisance; losing a fifth of every batch changes the task. Raises GuardStop at the third;
+    `first_failure` is describe_failure() of a failed row.
     """
     failing = failed > MAX_FAILED_SHARE * rows
-    none = rows > 0 and rewarded == 0
-    bad = before + 1 if failing or none else 0
-    if bad < (min(MAX_BAD_BATCHES, steps) if none else MAX_BAD_BATCHES):
+    bad = before + 1 if failing or (rows > 0 and rewarded == 0) else 0
+    if bad < MAX_BAD_BATCHES:
         return bad
     if failing:
         what, how = f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows", f"{failed} of {rows}"

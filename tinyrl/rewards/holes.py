@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -32,37 +31,26 @@ Texts = list[str | None]  # a text for each row; None: not tried there
 Score = Callable[[list[int], list[str]], list[float]]  # rows and a completion for each -> scores; NaN: none
 
 
-@dataclass
-class Attempt:
-    """A kind of text with its scores by row (NaN: not tried, or none), and the rows where they are high."""
-
-    name: str
-    family: str  # shared by the forms of one text
-    texts: Texts
-    scores: list[float]
-    high: list[bool]
-
-    @property
-    def share(self) -> float:
-        return sum(self.high) / max(1, sum(not math.isnan(score) for score in self.scores))
-
-    def example(self) -> tuple[str, int]:
-        """Return a text that scores high, and its row."""
-        row = self.high.index(True)
-        return self.texts[row] or "", row
-
-
-@dataclass(frozen=True)
-class Attack:
-    """The result of a search. right: each row's best score of a right answer in any form; holes: the worst attempt of
-    each family that scores high in a quarter of the rows, the worst first; is_blind: no right answer scores more than
-    the worst text of its row.
+class Hole(NamedTuple):
+    """A kind of wrong text with the share of the rows where it scores high; one of these texts, its score, and the best
+    score of its row's right answer in any form.
     """
 
-    right: list[float]
-    attempts: list[Attempt]
-    holes: list[Attempt]
+    name: str
+    share: float
+    text: str
+    score: float
+    right: float
+
+
+class Attack(NamedTuple):
+    """The result of a search. holes: of each family of texts the worst that scores high in a quarter of the rows, the
+    worst first; is_blind: no right answer scores more than the worst text of its row; tried: texts and their kinds.
+    """
+
+    holes: list[Hole]
     is_blind: bool
+    tried: tuple[int, int]
 
 
 def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
@@ -82,26 +70,31 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
             found[tuple(zip(*places, strict=True))] = score([where[r] for _, r in places], answers)
         return found
 
-    forms, kinds = HOLES["forms"], dict[tuple[str, str], Texts]()
+    forms, kinds = HOLES["forms"], list[tuple[str, str, Texts]]()  # name, family, texts
     for name, template in HOLES["texts"].items():
-        kinds[name, name] = [_filled(template, each) for each in fields]
+        kinds.append((name, name, [_filled(template, each) for each in fields]))
     for name, template in HOLES["values"].items():
         for form, around in forms.items():
-            kinds[f"{name}, {form}", name] = [_filled(around, {"value": _filled(template, each)}) for each in fields]
-    for key, texts in kinds.items():
+            texts = [_filled(around, {"value": _filled(template, each)}) for each in fields]
+            kinds.append((f"{name}, {form}", name, texts))
+    for _, _, texts in kinds:
         pairs = zip(texts, right.values(), strict=True)
-        kinds[key] = [text if text is None or is_wrong(text, answer) else None for text, answer in pairs]
-    kinds = {key: texts for key, texts in kinds.items() if any(text is not None for text in texts)}
+        texts[:] = [text if text is None or is_wrong(text, value) else None for text, value in pairs]
+    kinds = [kind for kind in kinds if any(text is not None for text in kind[2])]
     golds = [[_filled(form, {"value": answer}) for answer in right.values()] for form in forms.values()]
     best = np.fmax.reduce(scored([[task.gold(rows[i]) for i in where], *golds]))
-    scores = scored([*kinds.values()])
+    scores = scored([texts for _, _, texts in kinds])
     low = np.fmin.reduce(scores)
-    high = ((best > low) & (scores >= low + HIGH * (best - low))).tolist()
-    attempts = [Attempt(*key, kinds[key], *of) for key, *of in zip(kinds, scores.tolist(), high, strict=True)]
-    found = [one for one in attempts if sum(one.high) >= max(1, LEAST_SHARE * len(where))]
-    found.sort(key=lambda one: (-one.share, len(one.example()[0])))
-    holes = list({one.family: one for one in reversed(found)}.values())[::-1]
-    return Attack(best.tolist(), attempts, holes, not (best > low).any())
+    high = (best > low) & (scores >= low + HIGH * (best - low))
+    found = list[tuple[str, Hole]]()
+    for (name, family, texts), of, is_high in zip(kinds, scores, high, strict=True):
+        if is_high.sum() >= max(1, LEAST_SHARE * len(where)):
+            at, share = int(is_high.argmax()), is_high.sum() / max(1, (~np.isnan(of)).sum())
+            found.append((family, Hole(name, float(share), texts[at] or "", float(of[at]), float(best[at]))))
+    found.sort(key=lambda one: (-one[1].share, len(one[1].text)))
+    holes = dict(reversed(found))
+    tried = sum(text is not None for _, _, texts in kinds for text in texts)
+    return Attack([*holes.values()][::-1], not (best > low).any(), (tried, len(kinds)))
 
 
 def right_value(task: Task, row: Row) -> str | None:

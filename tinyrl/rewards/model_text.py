@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
@@ -53,28 +53,18 @@ class TextFormat:
     @classmethod
     def of_config(cls, config: Any) -> TextFormat:
         """Read the format from a classification model's config; the defaults where it has none."""
-        stored = getattr(config, TEXT_FORMAT, None)
-        return cls._read(json.dumps({} if stored is None else stored), "the reward model's config.json")
+        return TypeAdapter(cls).validate_python(getattr(config, TEXT_FORMAT, None) or {})
 
     @classmethod
-    def of_adapter(cls, folder: str) -> TextFormat | None:
-        """Read the format from an adapter's score head; None where it has none: it read the policy's prompts."""
+    def of_adapter(cls, folder: str) -> TextFormat:
+        """Read the format from the metadata of an adapter's score head."""
         file = Path(folder).expanduser() / SCORE_HEAD
         with reading(f"cannot read {str(file)!r}"), safe_open(file, framework="pt") as opened:
-            stored = (opened.metadata() or {}).get(TEXT_FORMAT)
-        return None if stored is None else cls._read(stored, str(file))
+            return TypeAdapter(cls).validate_json((opened.metadata() or {}).get(TEXT_FORMAT, "{}"))
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the score head's safetensors file."""
         return {TEXT_FORMAT: json.dumps(asdict(self))}
-
-    @classmethod
-    def _read(cls, text: str, where: str) -> TextFormat:
-        try:
-            return TypeAdapter(cls).validate_json(text, strict=True)
-        except ValidationError:
-            fields = "`chat` (auto, true, false), `system_prompt` (text) and `chat_template` (variables)"
-            raise ValueError(f"{where}: {TEXT_FORMAT} must hold {fields}") from None
 
 
 def reward_tokens(
@@ -94,8 +84,6 @@ def reward_tokens(
     beginning is cut off. Raises ValueError for an answer that no policy writes and messages that the template refuses.
     """
     chat, variables, system = text_format.chat, text_format.chat_template, text_format.system_prompt
-    if chat is True and not tokenizer.chat_template:
-        raise ValueError("task.chat=true, but this reward model's tokenizer has no chat template")
     templated = in_chat(tokenizer, chat)
     if prompt is None:
         if templated:
@@ -107,13 +95,10 @@ def reward_tokens(
         prompt, answer = answer, ""
     elif not isinstance(answer, str):
         *before, last = answer
-        more = [f"has `{key}`" for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
+        more = [f" with `{key}`" for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
         if last["role"] != "assistant" or more:
-            what = more[0] if more else f"is from the role {last['role']!r:.40}"
-            raise ValueError(
-                f"the last message of an answer {what}; a reward model reads what a policy writes: a message of the "
-                "assistant with all of it in `content`"
-            )
+            what = f"not one of the role {last['role']!r:.40}{''.join(more)}"
+            raise ValueError(f"an answer ends with a message of the assistant, all of it in `content`, {what}")
         prompt, answer = [*as_messages(prompt), *before] if before else prompt, str(last["content"])
     if adapter:
         rendered = text_format.render(tokenizer, prompt)
@@ -130,10 +115,8 @@ def reward_tokens(
         asked = f"{system}\n\n{prompt}" if system and isinstance(prompt, str) else prompt
         if not isinstance(asked, str):
             asked = "".join(f"{message['content']}\n\n" for message in asked_messages(asked, system))
-        tokens = token_ids(tokenizer, asked + disguised(tokenizer, answer))
-        (before, after), bos = added_around(tokenizer), [tokenizer.bos_token_id]
-        if tokens[:1] == bos:  # the text brings its own
-            tokens, before = tokens[1:], before if before[-1:] == bos else before + tokens[:1]
+        (before, after), tokens = added_around(tokenizer), token_ids(tokenizer, asked + disguised(tokenizer, answer))
+        tokens = tokens[1:] if tokens[:1] == before[-1:] else tokens  # the text brings its own BOS
         room = max(1, max_tokens - len(before) - len(after))
         tokens = before + tokens[-room:] + after
     return tokens or [int(tokenizer.eos_token_id or 0)]  # pyright: ignore[reportArgumentType]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -17,26 +18,24 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Episode, episode_text
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+from tinyrl.models.batch import Example
+from tinyrl.models.micro_batches import MicroBatches, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.policy import Policy
-from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
+from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
-from tinyrl.rewards.functions import PROMPT_CHARS, FunctionReward, RewardCall, as_completion, call_in_process
+from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
+from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
-from tinyrl.tasks.prompts import PreparedPrompt, columns_of
-from tinyrl.text import one_line
+from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.workers.calls import RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
-# metrics of a run under reward/, beside the mean of each reward by its name
-METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts", "slowest_seconds")
 FEW = 4  # prompts whose answers all fail before a run is refused: the row of one may be at fault
 JUDGED_PROMPTS = 8  # with gold answers, on which a judge is tried
-SLOW_ROW_S = 1.0  # rows that take longer are named in the log of the reward's output
 
 
 @dataclass
@@ -55,8 +54,8 @@ class Scorer:
     """Scores completions. State: a worker process for each reward function and the task's grader, the reward model, and
     what `metrics` reports of the calls since it was last asked.
 
-    policy_format: how the policy's prompts are written, and so how its answers end; needed: there must be a reward.
-    Raises ValueError where there is none, and for names that a metric has.
+    policy_format: how the policy's prompts are written; needed: there must be a reward. Raises ValueError where there
+    is none.
     """
 
     def __init__(
@@ -78,20 +77,18 @@ class Scorer:
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
             self.functions.append(JudgeReward(f, **how) if f.is_judge else FunctionReward(f.use, **how))
-        self.judges = [function for function in self.functions if isinstance(function, JudgeReward)]
         self.grader = FunctionReward(task.grader, timeout_s=config.timeout_s) if task.grader else None
         self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
-        self.model_format: TextFormat | None = None  # how the reward model reads prompts; None: the policy's tokens
+        self.model_format = TextFormat()  # how the reward model reads prompts
         if model is not None:
             self.model_format = found = TextFormat.of_config(model.model.config)
             day = policy_format.chat_template.get(DATE)  # for a template that asks and has none
             if day and asks_for_date(model.tokenizer):
                 self.model_format = replace(found, chat_template={DATE: day} | found.chat_template)
-        elif config.model is not None and is_reward_adapter(config.model):
+        elif config.model is not None:
             self.model_format = TextFormat.of_adapter(config.model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
-        self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
         self.uses_verifier = config.is_verifier and (needed or task.verify is not None)
         if self.uses_verifier and task.verify is None:
             raise ValueError(
@@ -101,10 +98,8 @@ class Scorer:
         self.environment_rewards = environment is not None and environment.rewards
         others = (("model", self.has_model), (task.name, self.uses_verifier), ("environment", self.environment_rewards))
         named = [f.name for f in self.functions] + [name for name, there in others if there]
-        self.names = [name if named.index(name) == i else f"{name}_{i + 1}" for i, name in enumerate(named)]
-        if taken := [name for name in self.names if name in METRICS]:
-            raise ValueError(f"reward.functions: `{taken[0]}` is the name of a metric; give the function another one")
-        self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
+        free = [f"reward/{name}" not in REWARD_STATISTICS and named.index(name) == i for i, name in enumerate(named)]
+        self.names = [name if free[i] else f"{name}_{i + 1}" for i, name in enumerate(named)]
         self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
         self.forget()
 
@@ -115,8 +110,7 @@ class Scorer:
         """
         if self.has_model and self.model is None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
-                "the reward model is an adapter on the first model's base, whose tokens it reads; the other model has "
-                "another vocabulary"
+                "the reward model is an adapter on the first model's base; the other has another vocabulary"
             )
         other = copy.copy(self)
         other.tokenizer = tokenizer
@@ -133,12 +127,15 @@ class Scorer:
         out = {"reward/slowest_seconds": self._slowest} if self._slowest else {}
         if self._completions:
             out["completion/whitespace_duplicates"] = self._respaced / self._completions
-        for judge in self.judges:
+        for judge in self._judges():
             for name, spent in judge.usage.items():
                 out[f"judge/{name}"] = out.get(f"judge/{name}", 0) + spent
             judge.usage = dict.fromkeys(judge.usage, 0)
         self.forget()
         return out
+
+    def _judges(self) -> list[JudgeReward]:
+        return [function for function in self.functions if isinstance(function, JudgeReward)]
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
@@ -156,15 +153,15 @@ class Scorer:
         judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_PROMPTS]
         try:
             warning = self.check_gold(prompts) if self.names else None
-            notes = [judge.check(self.task, judged) for judge in self.judges if len(judged) > 1]
+            notes = [judge.check(self.task, judged) for judge in self._judges() if len(judged) > 1]
         except JudgeGone as gone:
             raise ValueError(str(gone)) from None
         return notes, [f"warning: reward: {warning} (prompt {prompts[0].text[:60]!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
         """Score the first prompt's gold answer, an empty completion and nonsense, as training would; return what is
-        wrong: a function misreads completions, the gold answer gets no score or does not win. Raises ExplainedByCheck
-        where a function fails on all three, and on those of the next few prompts.
+        wrong: the gold answer gets no score or does not win. Raises ExplainedByCheck where a function fails on all
+        three, and on those of the next few prompts.
         """
         rewards, why, has_gold = list[float](), "", self.task.gold(prompts[0].row) is not None
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
@@ -177,17 +174,16 @@ class Scorer:
                 break
         else:
             what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
-            raise ExplainedByCheck(f"the reward fails on {what}, so no completion would have one: {why}")
+            raise ExplainedByCheck(f"the reward fails on {what}, so every completion would go without: {why}")
         self.forget()
-        hint = next((function.chat_hint for function in self.functions if function.chat_hint), None)
-        gold, empty, nonsense = rewards
-        if hint or not has_gold:
-            return hint
+        gold, *rivals = rewards
+        if not has_gold:
+            return None
         if math.isnan(gold):
             return "the gold answer gets no score" + (f": {why}" if why else "")
-        if gold <= max((score for score in (empty, nonsense) if not math.isnan(score)), default=-math.inf):
-            rivals = f"an empty one ({empty:.3g}) or nonsense ({nonsense:.3g})"
-            return f"the gold answer scores {gold:.3g}, no more than {rivals}"
+        if any(gold <= rival for rival in rivals):
+            empty, nonsense = (f"({rival:.3g})" for rival in rivals)
+            return f"the gold answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
         return None
 
     def __call__(
@@ -207,37 +203,39 @@ class Scorer:
 
         def call() -> list[RewardCall]:
             answers = self._reward_inputs(prompts, completions, transcripts)
-            texts, columns = [p.prompt for p in prompts], {**columns_of(prompts), "completion_ids": completions}
-            self._respaced += whitespace_duplicates([p.index for p in prompts], [text_of(answer) for answer in answers])
-            self._completions += len(answers)
+            texts, columns = [p.prompt for p in prompts], row_columns([p.row for p in prompts])
+            columns |= {"completion_ids": completions}
+            self._note_duplicates(prompts, answers)
             calls = []
             for function in self.functions:
                 how: Any = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
-                calls.append(self._noted(function, function(texts, answers, columns, **how), prompts))
+                calls.append(self._noted(function(texts, answers, columns, **how)))
             return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
         calls = _on_main(world, call)
-        whys = [call.whys for call in calls if call.whys]
         if self.has_model:  # before the verifier
-            scores = self._model_scores(prompts, completions, transcripts, world)
-            unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
-            failures = [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
-            calls.insert(len(self.functions), RewardCall(scores, failures))
-        columns, failures = [call.scores for call in calls], [failure for call in calls for failure in call.failures]
-        counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
-        fatal = [f.row for call, counts in zip(calls, counted, strict=False) if counts for f in call.failures]
+            calls.insert(len(self.functions), self._model_scores(prompts, completions, transcripts, world))
         if self.environment_rewards:
-            columns.append([0.0] * len(prompts) if episodes is None else [episode.reward for episode in episodes])
-        for row, episode in enumerate(episodes or []):
-            if episode.failure is not None:
-                failures.append(RowFailure(row, episode.failure))
-                fatal.append(row)
-        scores = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T
+            calls.append(RewardCall([e.reward for e in episodes] if episodes else [0.0] * len(prompts)))
+        counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
+        lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
+        fatal = [f for call, counts in zip(calls, counted, strict=True) if counts for f in call.failures] + lost
+        scores = torch.tensor([call.scores for call in calls], dtype=torch.float32).reshape(len(calls), len(prompts)).T
         rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
         dropped = scores[:, counted].isnan().all(-1)
-        dropped[fatal] = True
+        dropped[[failure.row for failure in fatal]] = True
+        whys = [call.whys for call in calls if call.whys]
         joined = ["\n".join(filter(None, of_row)) for of_row in zip(*whys, strict=True)] if whys else None
+        failures = [failure for call in calls for failure in call.failures] + lost
         return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined)
+
+    def _note_duplicates(self, prompts: list[PreparedPrompt], answers: list[Any]) -> None:
+        """Count completions that differ from another one to the same prompt in white space alone."""
+        alike = defaultdict[tuple[int, str], list[str]](list)
+        for prompt, text in zip(prompts, map(text_of, answers), strict=True):
+            alike[prompt.index, "".join(text.split())].append(text)
+        self._respaced += sum(len(group) for group in alike.values() if len({*group}) > 1)
+        self._completions += len(answers)
 
     def verify(
         self,
@@ -253,22 +251,14 @@ class Scorer:
 
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RewardCall:
         assert self.task.verify is not None
-        texts, columns = [p.prompt for p in prompts], columns_of(prompts)
+        given = [p.prompt for p in prompts], answers, row_columns([p.row for p in prompts])
         if self.grader is not None:
-            return self._noted(self.grader, self.grader(texts, answers, columns), prompts)
-        return self._noted(None, call_in_process(self.task.verify, self.task.name, texts, answers, columns), prompts)
+            return self._noted(self.grader(*given))
+        return call_in_process(self.task.verify, self.task.name, *given)
 
-    def _noted(
-        self, function: FunctionReward | JudgeReward | None, call: RewardCall, prompts: list[PreparedPrompt]
-    ) -> RewardCall:
-        """Note why rows were tried alone, and the slowest row; function: None for a verifier in this process."""
-        seconds, row = call.slowest or (0.0, 0)
-        self._slowest = max(self._slowest, seconds)
-        if function is not None and call.retried:
-            self.retried.setdefault(function.name, call.retried)
-        if function is not None and seconds > SLOW_ROW_S:
-            name = f"prompt {prompts[row].index} ({one_line(prompts[row].text, PROMPT_CHARS)})"
-            function.printed.add(f"slowest row: {name}, {seconds:.3g} s\n".encode(errors="replace"))
+    def _noted(self, call: RewardCall) -> RewardCall:
+        """Note the seconds of the slowest row."""
+        self._slowest = max(self._slowest, call.slowest)
         return call
 
     def text(self, tokens: list[int]) -> str:
@@ -295,53 +285,47 @@ class Scorer:
         completions: list[list[int]],
         transcripts: list[Transcript] | None,
         world: World,
-    ) -> list[float]:
-        """Score rows by the reward model; NaN for a score without a usable number. A classification model reads text
-        in its own tokens, an adapter on the shared base the sampled tokens; both are scored at each row's last token.
+    ) -> RewardCall:
+        """Score rows by the reward model at each one's last token. A classification model reads text in its own tokens,
+        an adapter on the shared base the sampled tokens.
         """
-        rows, answers = list[list[int]](), list[list[int]]()
-        if self.model is not None:
-            assert self.model_format is not None
+        if self.model is None:
+            scores = self._adapter_scores(prompts, completions, world)
+        else:
             how: Any = {"text_format": self.model_format, "max_tokens": self.model.max_tokens}
+            rows = []
             for i, p in enumerate(prompts):
                 text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
                 text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
                 rows.append(reward_tokens(self.model.tokenizer, p.prompt, text, **how))
-            found = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
-            return [s if abs(s) <= MAX_SCORE else math.nan for s in found]
-        policy, tokenizer, own = self.policy, self._adapter_tokenizer, self.model_format
-        room, end = positions_of(policy.causal.config.get_text_config()), (own or self.policy_format).end(tokenizer)
-        for p, sampled in zip(prompts, completions, strict=True):
-            if own is not None and p.text not in self._adapter_prompts:  # rendered as the adapter learnt to read it
-                self._adapter_prompts[p.text] = own.render(tokenizer, p.prompt).tokens
-            tokens = p.tokens if own is None else self._adapter_prompts[p.text]
-            prompt, answer = within(tokenizer, tokens, as_ended(tokenizer, sampled, end=end), room)
-            rows.append(prompt)
-            answers.append(answer)
+            scores = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
+        scores = [score if abs(score) <= MAX_SCORE else math.nan for score in scores]
+        unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
+        return RewardCall(
+            scores, [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
+        )
+
+    def _adapter_scores(self, prompts: list[PreparedPrompt], completions: list[list[int]], world: World) -> list[float]:
+        policy, tokenizer, end = self.policy, self._adapter_tokenizer, self.model_format.end(self._adapter_tokenizer)
+        room, of_text = positions_of(policy.causal.config.get_text_config()), {p.text: p.prompt for p in prompts}
+        asked = {text: self.model_format.render(tokenizer, prompt).tokens for text, prompt in of_text.items()}
+        ended = [as_ended(tokenizer, sampled, end=end) for sampled in completions]
+        pairs = [within(tokenizer, asked[p.text], answer, room) for p, answer in zip(prompts, ended, strict=True)]
+        items = [Example(prompt, [answer]) for prompt, answer in pairs]
         scores = torch.zeros(len(prompts), dtype=torch.float64)
 
         def run(part: list[int]) -> None:
-            batch = policy.batch([rows[i] for i in part], [answers[i] for i in part], last_tokens=True)
+            batch = policy.batch_of([items[i] for i in part], last_tokens=True)
             scores[part] = policy.scores(batch).double().cpu()
 
-        sizes = SequenceLengths.of(rows, [len(answer) for answer in answers], packed=policy.packs)
         with policy.acting("reward"):
-            self.micro_batches.run(Work(sizes, run), world=world)
+            self.micro_batches.run(Work(policy.lengths(items), run), world=world)
         world.sum(scores)
-        return [s if abs(s) <= MAX_SCORE else math.nan for s in scores.tolist()]
+        return scores.tolist()
 
 
 def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:
     """Return the result of `calls` on rank 0."""
     if world.size == 1:
         return calls()
-    sent = world.on_main(lambda: [asdict(call) for call in calls()])
-    return [RewardCall(**{**call, "failures": [RowFailure(**f) for f in call["failures"]]}) for call in sent]
-
-
-def whitespace_duplicates(prompts: Sequence[int], texts: Sequence[str]) -> int:
-    """Count completions that differ from another one to the same prompt in white space alone."""
-    alike = defaultdict[tuple[int, str], list[str]](list)
-    for prompt, text in zip(prompts, texts, strict=True):
-        alike[prompt, "".join(text.split())].append(text)
-    return sum(len(group) for group in alike.values() if len({*group}) > 1)
+    return TypeAdapter(list[RewardCall]).validate_python(world.on_main(lambda: [asdict(call) for call in calls()]))

@@ -8,25 +8,17 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import FEW, few_held_out, prompt_key
+from tinyrl.data.rows import few_held_out
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
-from tinyrl.generation.engine import (
-    Completion,
-    Request,
-    SampledRole,
-    SampleOptions,
-    SamplingEngine,
-    eos_token_ids,
-    unused_defaults,
-)
-from tinyrl.generation.turns import EpisodeRunner, episode_notes, play
+from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
+from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.sample import Sample
-from tinyrl.tasks import Task, answers, layout_notes
+from tinyrl.tasks import Task, answers
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 
 
@@ -89,23 +81,25 @@ class Collector:
         rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
         warnings += template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
         if config.run.eval_prompts:
-            train, held_out = ({prompt_key(p.prompt) for p in of} for of in (self.train_prompts, self.eval_prompts))
-            warnings += few_held_out(len(held_out), trained_on=len(held_out) < FEW and held_out <= train)
-        notes = [*layout_notes(self.train_prompts[0].row), *self.engine.start(prompts)]
-        if isinstance(self.runner, AgentRunner):
+            warnings += few_held_out(prompt.prompt for prompt in self.eval_prompts)
+        notes = self.engine.start(prompts)
+        if self.runner is not None:
             notes.append(f"environment {self.runner.environment.describe()}")
-        elif self.runner is not None:
-            notes += episode_notes(self.runner)
-        notes += filter(None, [*judged, unused_defaults(policy.causal, config.generation)])
-        return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
+        notes += [*judged, self.describe_memory()]
+        return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, *warnings]
 
     def describe_memory(self) -> str:
         model = self.scorer.model.model if self.scorer.model is not None else None
         return self.policy.describe_memory(reward_model=model, sampling_copy=self.engine.copy_bytes)
 
+    @property
+    def workers(self) -> list[Any]:
+        """The functions of rewards and of the environment."""
+        return [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]
+
     def keep_output(self, write: Callable[[str], None]) -> None:
         """Hand what reward functions print to `write`, in whole lines, from now on."""
-        for function in [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]:
+        for function in self.workers:
             function.printed.send_to(write)
 
     def close(self) -> None:
@@ -137,20 +131,16 @@ class Collector:
             seen[prompt.index] = first + group_size
             requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        texts, others = [prompt.tokens for prompt in repeated], []
-        if isinstance(self.runner, AgentRunner):  # each agent writes its own prompt
-            played = self.runner.play(prompts, requests, group_size, engine=self.engine, options=options)
-            completions, texts, episodes, others = played
+        if isinstance(self.runner, AgentRunner):  # each agent writes its own prompts
+            rows, episodes = self.runner.play(prompts, requests, group_size, engine=self.engine, options=options)
         else:
             completions, episodes = self._sample(prompts, requests, group_size, options)
-        samples = [
-            Sample.of(tokens, completion, row=prompt.index, played=episodes[i] if episodes else None)
-            for i, (tokens, completion, prompt) in enumerate(zip(texts, completions, repeated, strict=True))
-        ]
-        for other in others:
-            first = samples[other.episode]
-            first.further.append(Sample.of(other.prompt, other.completion, row=first.row))
-        tokens = [completion.tokens for completion in completions]
+            rows = [[(prompt.tokens, one)] for prompt, one in zip(repeated, completions, strict=True)]
+        samples = list[Sample]()
+        for i, ((first, *others), prompt) in enumerate(zip(rows, repeated, strict=True)):
+            samples.append(Sample.of(*first, row=prompt.index, played=episodes[i] if episodes else None))
+            samples[i].further = [Sample.of(*other, row=prompt.index) for other in others]
+        tokens = [sample.response for sample in samples]
         found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
         for i, sample in enumerate(samples):
             sample.scores, sample.reward = found.scores[i].tolist(), float(found.rewards[i])

@@ -17,7 +17,7 @@ from tinyrl.data.readers import placed_rows
 from tinyrl.data.rows import example_rows, fingerprints
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import end_at_turn_end
-from tinyrl.generation.engines import engine_of
+from tinyrl.generation.engines import select_engine
 from tinyrl.generation.turns import EpisodeRunner, load_episode_runner
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, seed_generators, threads_for
@@ -96,7 +96,15 @@ def load_collector(
     policy = load_policy(config, options=options, teacher=teacher)
     config = policy.config
     task = load_task(config.task.name or "rows", grading=config.task.grading)
-    runner = _load_runner(config, policy)
+    runner: EpisodeRunner | AgentRunner | None
+    if config.environment.agent is None or not config.uses("environment"):
+        runner = load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
+    elif policy.world.size > 1:
+        raise ValueError("environment.agent works in one process, and several were launched")
+    elif any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
+    else:
+        runner = AgentRunner(config, positions=policy.positions)
     collector = Collector(policy, task, runner)
     generation, longest, positions = config.generation, collector.longest_response, policy.positions
     if longest >= positions:
@@ -115,28 +123,19 @@ def load_collector(
         collector.scorer = judge.with_tokenizer(policy.tokenizer)
     splits = collector.train_prompts, collector.eval_prompts
     longest_prompt = max((len(prompt.tokens) for split in splits for prompt in split), default=0)
-    by_agents = isinstance(runner, AgentRunner)  # which write their own prompts
-    collector.engine, collector.engine_reason = engine_of(
-        generation,
+    if isinstance(runner, AgentRunner):  # agents write their own prompts
+        longest_prompt = generation.max_prompt_tokens
+    stop = [*generation.stop, *(runner.environment.stop if runner else ())]
+    collector.engine, collector.engine_reason = select_engine(
+        generation.model_copy(update={"stop": stop}),
         policy,
         policy.tokenizer,
-        stop=[*generation.stop, *(runner.environment.stop if runner else ())],
-        longest_response=longest,
-        longest_prompt=generation.max_prompt_tokens if by_agents else longest_prompt,
+        longest=generation.max_prompt_tokens + longest,
+        tried=min(longest_prompt + longest, positions),
     )
     policy.micro_batches.make_room = collector.engine.release
     collector.row_fingerprints = fingerprints(*([prompt.row for prompt in split] for split in splits))
     return collector
-
-
-def _load_runner(config: Config, policy: Policy) -> EpisodeRunner | AgentRunner | None:
-    if config.environment.agent is None or not config.uses("environment"):
-        return load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
-    if policy.world.size > 1:
-        raise ValueError("environment.agent works in one process, and several were launched")
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
-    return AgentRunner(config, positions=policy.positions)
 
 
 def load_scorer(

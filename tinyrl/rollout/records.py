@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinyrl.data.messages import policy_text
 from tinyrl.rollout.sample import Sample, num_episodes, token_rewards_of
+from tinyrl.text import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from tinyrl.rewards.scorer import Scorer
 
-SAMPLES_BYTES = 90e6  # of samples.jsonl; a long run leaves out steps
+SAMPLES_BYTES = 90e6  # of samples.jsonl, but for the last step
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
-CHARACTER_TOKENS = 8  # no character is made of more
+
+
+def room_for_samples(step: int, num_steps: int) -> float:
+    """Return the bytes that samples.jsonl may have after a step: a tenth at first, then in proportion."""
+    return SAMPLES_BYTES * (0.1 + 0.9 * step / num_steps) if step < num_steps else float("inf")
 
 
 def completion_text(sample: Sample, scorer: Scorer) -> str:
     """Return the policy's text, without what an environment replied."""
-    return scorer.text(sample.response) if sample.played is None else policy_text(sample.played.transcript)
+    if sample.played is None:
+        return scorer.text(sample.response)
+    return "\n".join(turn["content"] for turn in sample.played.transcript if turn["role"] == "assistant")
 
 
 def sample_key(sample: Sample, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
@@ -112,17 +118,5 @@ def token_lines(
 
 def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:
     """Return the text that each token adds behind `before`; a character of several tokens is the last one's."""
-    out: list[str] = []
-    ids, known, read = [*before, *tokens], 0, len(before)
-
-    def text(start: int, end: int) -> str:
-        return str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))
-
-    for end in range(len(before) + 1, len(ids) + 1):
-        now = text(known, end)
-        if now.endswith("\ufffd") and end - read < CHARACTER_TOKENS and end < len(ids):
-            out.append("")
-            continue
-        out.append(now[len(text(known, read)) :])
-        known, read = read, end
-    return out
+    text = IncrementalDetokenizer(tokenizer, before=before, clean_up_tokenization_spaces=False)
+    return [text.add([token], at_end=count == len(tokens)) for count, token in enumerate(tokens, 1)]

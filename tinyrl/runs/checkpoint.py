@@ -16,10 +16,9 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
-SCHEMA = 1
 _ASIDE, _WRITING, _DELETING = ".aside-", ".writing-", ".deleting-"
 _NAME = re.compile(rf"(?:{re.escape(_ASIDE)})?step-([0-9]+)")
 
@@ -76,7 +75,7 @@ def seal(folder: Path, step: int) -> None:
     for path in filter(Path.is_file, there):
         entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
         _flush(path)
-    manifest = {"schema": SCHEMA, "step": step, "files": entries}
+    manifest = {"schema": 1, "step": step, "files": entries}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (folder / MANIFEST, *filter(Path.is_dir, there), folder):
         _flush(path)
@@ -86,12 +85,8 @@ def problem_with(folder: Path) -> str | None:
     """Return why a checkpoint is unusable (a file missing, truncated or altered, an unfinished save), or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["schema"] != SCHEMA:
-            return f"schema {manifest['schema']} (this tinyrl reads {SCHEMA})"
         for name, entry in manifest["files"].items():
             path = folder / name
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                return f"{MANIFEST} names {name!r}, outside of the checkpoint"
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != entry["bytes"]:
@@ -140,20 +135,19 @@ def checkpoint_of(path: Path) -> Path:
     return folder
 
 
-def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
-    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind. Return
-    whether any was deleted. One is renamed before it is deleted: a crash half-way leaves no half of one.
+def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
+    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind. One is
+    renamed before it is deleted: a crash half-way leaves no half of one.
     """
     assert keep >= 1, keep
     there = list_checkpoints(root)
     safe = {p.resolve() for p in (*there[-keep:], *protected)}
-    superfluous = [folder for folder in there if folder.resolve() not in safe]
-    for folder in superfluous:
-        folder.rename(root / f"{_DELETING}{folder.name}")
+    for folder in there:
+        if folder.resolve() not in safe:
+            folder.rename(root / f"{_DELETING}{folder.name}")
     for left in {*root.iterdir()} - {*there}:
         if left.name.startswith((_ASIDE, _WRITING, _DELETING)):
             shutil.rmtree(left, ignore_errors=True)
-    return bool(superfluous)
 
 
 def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
@@ -161,9 +155,8 @@ def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < copies * needed:
-        two = "" if copies == 1 else " (there are two while a new one replaces the old one)"
-        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB{two}, and {free / 1e6:,.1f} MB are free"
-        raise OSError(errno.ENOSPC, sentence, str(there))
+        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB, there are {copies} at a time, and "
+        raise OSError(errno.ENOSPC, f"{sentence}{free / 1e6:,.1f} MB are free", str(there))
 
 
 def _digest(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,33 +31,11 @@ def _integer(name: str) -> int | None:
 
 
 def launched() -> Launched:
-    """Read the launcher's variables. Raises ValueError for half of them, and where the model would be sharded."""
+    """Read the launcher's variables. Raises ValueError for half of them."""
     count, rank, local, local_count = map(_integer, VARIABLES[:4])
     if count is None or count <= 1:
         return Launched()
     if rank is None or local is None:
         command = f"`accelerate launch --num_processes {count} -m tinyrl ...`"
         raise ValueError(f"WORLD_SIZE={count} is set, but not RANK and LOCAL_RANK: use {command}, or unset WORLD_SIZE")
-    for name in ("FSDP", "DeepSpeed", "Megatron_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() in ("true", "1"):
-            raise ValueError(f"accelerate is configured for {name}, but every process holds the model: use --multi_gpu")
     return Launched(rank, count, local, local_count or 1)
-
-
-def launched_rank() -> int:
-    """Return the rank of this process; 0 where the launcher's variables are wrong."""
-    return _integer("RANK") or 0
-
-
-class RankPrinter:
-    """Decide which process prints: before they are connected, local rank 0 of each machine."""
-
-    connected: Callable[[str], bool] | None = None  # is given the sentence
-
-    def speaks(self, sentence: str) -> bool:
-        if self.connected is not None:
-            return self.connected(sentence)
-        return (_integer("WORLD_SIZE") or 1) == 1 or not _integer("LOCAL_RANK")
-
-
-VOICE = RankPrinter()

@@ -246,12 +246,8 @@ def read_run(run_dir: Path) -> RunRecords:
     from tinyrl.runs.run_dir import nearest_run
 
     metrics, notes = run_dir / "metrics.jsonl", list[str]()
-    if not metrics.is_file():
-        if (run_dir / "config.yaml").is_file():
-            raise ValueError(f"{run_dir} has no finished step yet; go on with: tinyrl train --resume {run_dir}")
-        raise ValueError(f"{run_dir} is not a run: it has no metrics.jsonl.{nearest_run(run_dir)}")
     if not (steps := read_steps(metrics, notes)):
-        raise ValueError(f"{metrics} holds no complete line yet; try again after the first step")
+        raise ValueError(f"{run_dir} is not a run with a finished step: see {metrics}.{nearest_run(run_dir)}")
     found: dict[str, dict[str, Any]] = {"config.yaml": {}, "env.json": {}}
     for name, parse in (("config.yaml", lambda text: parse_plain(text, "config.yaml")), ("env.json", json.loads)):
         try:

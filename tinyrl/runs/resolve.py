@@ -4,9 +4,11 @@ models, replaced by their newest checkpoints that verify; defaults that fit the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,15 @@ from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import named_run, open_run
 
 MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("teacher", "path"), ("reward", "model"))
+NEEDED: dict[str, tuple[str, Callable[[Config], bool]]] = {  # of a run that is named as a model
+    "model.path": ("a fully trained policy (one of adapters is model.adapter, with its base as model.path)",
+        lambda run: run.trains.policy and not run.lora.enabled),
+    "model.adapter": ("a policy of adapters", lambda run: run.trains.policy and run.lora.enabled),
+    "critic.path": ("a ppo or reward run, or a fully trained policy",
+        lambda run: run.uses("critic") or not run.trains.policy or not run.lora.enabled),
+    "teacher.path": ("a policy", lambda run: run.trains.policy),
+    "reward.model": ("a run of `tinyrl train reward`", lambda run: not run.trains.policy),
+}  # fmt: skip
 DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"), ("ppo", "ptx_data"))
 
 
@@ -29,12 +40,18 @@ def resolve(config: Config) -> Config:
     for section, name in MODEL_FIELDS:
         path = values[section][name]
         if (found := _run_at(path)) is not None:
-            if problem := _unfit(f"{section}.{name}", path, found):
-                raise ValueError(f"{section}.{name}={path} {problem}")
+            needed, fits = NEEDED[key := f"{section}.{name}"]
+            if not fits(found):
+                what = f"{found.method} run{' of adapters' if found.lora.enabled else ''}"
+                raise ValueError(f"{key}={path} is a {what}; it must be {needed}")
             values[section][name] = str(checkpoint_of(Path(os.path.expanduser(path))))
     values = absolute_paths(values)
     if config.model.adapter is not None:
-        values["lora"] |= adapter_settings(Path(values["model"]["adapter"]))
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # which loading it reports
+            facts = json.loads(Path(values["model"]["adapter"], "adapter_config.json").read_text(encoding="utf-8"))
+            values["lora"] |= {"r": int(facts["r"]), "alpha": float(facts["lora_alpha"])}
+            if isinstance(facts["target_modules"], list):  # not a pattern
+                values["lora"]["target_modules"] = sorted(facts["target_modules"])
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
     if config.samples and (positions := _positions(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
@@ -43,19 +60,6 @@ def resolve(config: Config) -> Config:
             if name not in getattr(config, section).model_fields_set:
                 values[section][name] = min(values[section][name], most)
     return build_config(values)
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Read rank, alpha and target modules of the adapter in `folder`; {} if its configuration cannot be read, which
-    loading it reports. A regular expression of targets is left out.
-    """
-    try:
-        facts = json.loads((folder.expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-        found = {"r": int(facts["r"]), "alpha": float(facts["lora_alpha"])}
-        targets = facts["target_modules"]
-    except (OSError, ValueError, TypeError, LookupError):
-        return {}
-    return found | ({"target_modules": sorted(map(str, targets))} if isinstance(targets, list) else {})
 
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
@@ -67,22 +71,18 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
         path = values.get(section, {}).get(name)
         if isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
             values[section][name] = os.path.abspath(os.path.expanduser(path))
-    functions = values.get("reward", {}).get("functions")
-    for function in functions if isinstance(functions, list) else ():
+    for function in values.get("reward", {}).get("functions", ()):
         for name, change in (("use", _absolute_use), ("rubric", os.path.abspath), ("cache", os.path.abspath)):
             if isinstance(function, dict) and isinstance(function.get(name), str):
                 function[name] = change(os.path.expanduser(function[name]))
-    environment = values.get("environment", {})
-    for name in {"name", "agent", "tools"} & environment.keys():
-        given = environment[name]
-        environment[name] = [*map(_absolute_use, given)] if isinstance(given, list) else _absolute_use(given)
+    if environment := values.get("environment"):
+        environment |= {name: _absolute_use(environment[name]) for name in ("name", "agent") if environment[name]}
+        environment["tools"] = [_absolute_use(use) for use in environment["tools"]]
     return values
 
 
-def _absolute_use(use: Any) -> Any:
-    """Make the file of 'file.py:function' absolute; return a module's name, and anything else, unchanged."""
-    if not isinstance(use, str):
-        return use
+def _absolute_use(use: str) -> str:
+    """Make the file of 'file.py:function' absolute; return the name of a module or an environment unchanged."""
     place, colon, function = use.rpartition(":")
     file = os.path.expanduser(place.strip())
     is_file = (file.endswith(".py") or "/" in file) and os.path.isfile(file)
@@ -93,23 +93,6 @@ def _run_at(path: str | None) -> Config | None:
     """Return the configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
     run = named_run(path) if path else None
     return open_run(run).read_config() if run else None
-
-
-def _unfit(key: str, path: str, config: Config) -> str | None:
-    """Return why a run of this configuration cannot be `key`; None where it can."""
-    policy, critic, lora = config.trains.policy, config.uses("critic") or not config.trains.policy, config.lora.enabled
-    if key == "reward.model":
-        return f"is a {config.method} run; a reward model is made by `tinyrl train reward`" if policy else None
-    if not policy and key != "critic.path":
-        return f"is a reward model: reward.model={path}"
-    if key == "model.adapter" and not lora:
-        return f"was fully fine-tuned, so it is a model: model.path={path}"
-    if key == "model.path" and lora:
-        base = config.model.path
-        return f"holds adapters, not a whole model; its base and it are model.path={base} model.adapter={path}"
-    if key == "critic.path" and lora and not critic:
-        return "holds adapters, not a whole model, and no critic: name a ppo run, a reward run, or a fully trained one"
-    return None
 
 
 # ---- the critic ----
@@ -127,25 +110,18 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
     """Raise ValueError where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
     model.path and critic.path as resolved.
     """
-    path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
+    path, kind, found = config.critic.path, str(config.critic.kind), _run_at(config.critic.path)
     if path is None or not config.uses("critic"):
         return
-    theirs = "adapter" if found and found.lora.enabled else "separate"
-    theirs = found.critic.kind if found and found.uses("critic") else theirs
-    if _trunk(kind) != _trunk(theirs):
+    of_adapters = found is not None and found.lora.enabled
+    theirs = "adapter" if of_adapters else "separate"
+    theirs = str(found.critic.kind) if found is not None and found.uses("critic") else theirs
+    if kind.removesuffix("-detached") != theirs.removesuffix("-detached"):  # a head on the same states
         raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
-    if found is None:
-        return
-    if found.lora.enabled and kind == "separate" and not config.lora.enabled:
+    if of_adapters and kind == "separate" and not config.lora.enabled:
         raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
-    if found.lora.enabled and found.model.random_init:
-        raise ValueError(f"critic.path={path} holds adapters on weights drawn at random, which are in no file")
-    if kind != "separate" and bases[0] not in (found.model.path, bases[1]):
+    if found is not None and kind != "separate" and bases[0] not in (found.model.path, bases[1]):
         raise ValueError(f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here")
-
-
-def _trunk(kind: str | None) -> str:
-    return str(kind).removesuffix("-detached")  # its head is on the same states
 
 
 def _positions(path: str) -> int | None:
@@ -155,6 +131,5 @@ def _positions(path: str) -> int | None:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a hub name; loading reports what is wrong with a folder
         return None
-    inner = facts.get("text_config", facts) if isinstance(facts, dict) else {}
-    found = [inner.get(name) for name in ("max_position_embeddings", "n_positions")] if isinstance(inner, dict) else []
-    return next((count for count in found if isinstance(count, int) and count > 1), None)
+    facts = facts.get("text_config", facts)
+    return facts.get("max_position_embeddings", facts.get("n_positions"))

@@ -18,19 +18,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import finite, json_lines
-from tinyrl.text import did_you_mean, one_line, redact
+from tinyrl.runs.records import finite
+from tinyrl.text import did_you_mean, mask_url, one_line
 
 LOCK = ".lock"
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
@@ -70,20 +69,18 @@ class RunLock:
 
 
 class RunDir:
-    """One run on disk. Lines are appended whole; when the disk refuses one (full, gone), the run goes on: `warn` is
-    called once, and the line joins the next. `writes`: False for a rank that only reads.
+    """One run on disk. Lines are appended whole; when the disk refuses one (full, gone), the run goes on with a
+    warning, and the line joins the next. `writes`: False for a rank that only reads.
     """
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None, writes: bool = True) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path, self.name, self.writes = path, path.name, writes
         self.lock = RunLock(path, wanted=writes)
         self.checkpoints = path / "checkpoints"
         self._records = [path / f"{name}.jsonl" for name in RECORDS]
         self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards = self._records
         self.output = path / "reward_output.log"
-        self.warn = warn or (lambda text: print(text, file=sys.stderr))
         self._unwritten: dict[Path, bytes] = {}
-        self._resumed = False  # whether this process has appended to reward_output.log
 
     def write_config(self, config: Config) -> None:
         if self.writes:
@@ -101,46 +98,21 @@ class RunDir:
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self.append(self.metrics, [{"step": step, **metrics}])
 
-    def append_samples(self, samples: list[dict[str, Any]], *, turn: int = 0, most_bytes: float = math.inf) -> None:
-        """Append the samples of a step. If they exceed `most_bytes`, the average budget of a step, append only those of
-        every 2nd, 4th, 8th ... turn, and of turn 0: a rule of the step alone, so that a resume keeps the same ones.
+    def append(self, file: Path, rows: Iterable[dict[str, Any]], *, most_bytes: float = math.inf) -> None:
+        """Append lines to a record, up to the first that would make it larger than `most_bytes`. Lines that the disk
+        refuses are kept for the next call.
         """
-        every, size = 1, len(_lines(samples)) if turn else 0
-        while size > every * most_bytes:
-            every *= 2
-        if turn % every == 0:
-            self.append(self.samples, samples)
-
-    def append_tokens(self, lines: Iterable[dict[str, Any]], *, most_bytes: float) -> None:
-        """Append lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
-        size = _length(self.tokens) + len(self._unwritten.get(self.tokens, b""))
-        for line in lines:  # lazily: a full file costs one line
-            size += len(_lines([line]))
+        size, lines = _length(file) + len(self._unwritten.get(file, b"")), list[bytes]()
+        for row in rows:  # lazily: a full file costs one line
+            line = json.dumps(finite(row)).encode() + b"\n"
+            size += len(line)
             if size > most_bytes:
-                return
-            self.append(self.tokens, [line])
+                break
+            lines.append(line)
+        if self.writes and lines:
+            self._write(file, b"".join(lines))
 
-    def append(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        """Append lines to a record, or keep them for the next call where the disk refuses."""
-        self._append(file, _lines(rows))
-
-    def append_reward_output(self, text: str) -> None:
-        """Append to reward_output.log; of more than MOST_OUTPUT bytes the later half is kept. A resume marks it and
-        does not cut it: it may hold the reason of a crash.
-        """
-        mark = b"--- resumed ---\n" if not self._resumed and _length(self.output) else b""
-        self._append(self.output, mark + text.encode("utf-8", errors="replace"))
-        self._resumed = True
-        if self.output in self._unwritten:
-            self._unwritten[self.output] = b""  # not kept: there may be any amount of it
-        elif self.writes and _length(self.output) > MOST_OUTPUT:
-            with contextlib.suppress(OSError):
-                end = self.output.read_bytes()[-MOST_OUTPUT // 2 :].partition(b"\n")[2]
-                self.output.write_bytes(b"--- the beginning was left out ---\n" + end)
-
-    def _append(self, file: Path, lines: bytes) -> None:
-        if not self.writes:
-            return
+    def _write(self, file: Path, lines: bytes) -> None:
         warned, lines = bool(self._unwritten), self._unwritten.pop(file, b"") + lines
         length = _length(file)
         try:
@@ -150,8 +122,20 @@ class RunDir:
             with contextlib.suppress(OSError):  # half a line would make the next one unreadable too
                 os.truncate(file, length)
             if not warned:
-                self.warn(f"warning: cannot write to {file}: {error.strerror}; its lines are kept until that works")
+                what = f"warning: cannot write to {file}: {error.strerror}; its lines are kept until that works"
+                print(what, file=sys.stderr)
             self._unwritten[file] = lines
+
+    def append_reward_output(self, text: str) -> None:
+        """Append to reward_output.log; of more than MOST_OUTPUT bytes the later half is kept, and what the disk refuses
+        is lost.
+        """
+        with contextlib.suppress(OSError):
+            with self.output.open("ab") as out:
+                out.write(text.encode("utf-8", errors="replace"))
+            if _length(self.output) > MOST_OUTPUT:
+                end = self.output.read_bytes()[-MOST_OUTPUT // 2 :].partition(b"\n")[2]
+                self.output.write_bytes(b"--- the beginning was left out ---\n" + end)
 
     def lengths(self) -> dict[str, int]:
         """Return the bytes of the records for a checkpoint, flushed first: a power cut takes what is not on disk."""
@@ -160,33 +144,21 @@ class RunDir:
                 os.fsync(record.fileno())
         return {file.name: _length(file) for file in self._records}
 
-    def cut(self, lengths: dict[str, int], *, step: int = 0) -> list[str]:
-        """Truncate the records to their lengths at the checkpoint of `step`, so that no step is recorded twice, and to
-        whole lines. A shorter record is padded with a blank line, so that the lengths in older checkpoints stay true.
-
-        Return a warning for each record that lost lines, or has lines that cannot be read.
+    def cut(self, lengths: dict[str, int]) -> list[str]:
+        """Truncate the records to their lengths at a checkpoint, so that no step is recorded twice, and to whole lines.
+        Return a warning for each that had lost lines.
         """
         self._unwritten.clear()
-        self._resumed, notes = False, list[str]()
-        for file in self._records if self.writes else ():
+        notes = list[str]()
+        for file in filter(Path.exists, self._records if self.writes else ()):
             length = lengths.get(file.name, 0)
-            if not file.exists() and not length:
-                continue
-            file.touch()
             with file.open("rb") as record:
                 kept = record.read(length).rfind(b"\n") + 1
             os.truncate(file, kept)
             if length > kept:
-                notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
-                with file.open("ab") as record:
-                    record.write(b"\n".rjust(length - kept))
-            for _ in json_lines(file, notes):
-                pass
-        return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
-
-
-def _lines(rows: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(finite(row), ensure_ascii=True) + "\n" for row in rows).encode()
+                lost = f"{length - kept:,} of its {length:,} bytes at the checkpoint are lost"
+                notes.append(f"warning: {file.name}: {lost}; the run goes on with the rest")
+        return notes
 
 
 def _length(file: Path) -> int:
@@ -207,14 +179,22 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """Return the contents of env.json: versions, machine, git revision, and the command with URLs masked."""
-    git = ["git", "rev-parse", "HEAD"]
-    try:
-        revision = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        revision = None
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "git": revision}
-    return {"versions": versions(), **machine, "command": shlex.join(map(redact, command)), **facts}
+    """Return the contents of env.json: versions, machine, git revisions (of the folder one is in, and of tinyrl's own
+    where it is a checkout), and the command with URLs masked.
+    """
+    revisions = {
+        "git": _revision(Path()),
+        "tinyrl_git": None if "site-packages" in __file__ else _revision(Path(__file__).parent),
+    }
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), **revisions}
+    return {"versions": versions(), **machine, "command": shlex.join(map(mask_url, command)), **facts}
+
+
+def _revision(folder: Path) -> str | None:
+    """Return the git revision of a folder under version control, with "-dirty" where files differ from it."""
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
 
 
 def versions() -> dict[str, str]:
@@ -246,17 +226,12 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     if name is None or not os.path.lexists(path := root / name):
         return
     is_folder, config = path.is_dir() and not path.is_symlink(), path / "config.yaml"
-    first_lines = tuple(f"method: {method}\n".encode() for method in METHODS)
-    is_run = is_folder and config.is_file() and config.read_bytes().startswith(first_lines)
-    unfinished = {LOCK, "config.yaml.writing"}  # of a run that was killed before it had a config.yaml
-    replaceable = is_run or (is_folder and {file.name for file in path.iterdir()} <= unfinished)
+    is_run = is_folder and config.is_file() and config.read_bytes().startswith(b"method: ")
+    if not is_run and not (is_folder and {file.name for file in path.iterdir()} <= {LOCK}):  # alone: of a killed start
+        raise ValueError(f"--name {name}: {path} exists and is not a tinyrl run, so it is left alone")
     if not overwrite:
-        resume = f"Resume it with `tinyrl train --resume {path}`, choose" if is_run else "Choose"
-        raise ValueError(
-            f"run folder {path} exists. {resume} another --name{', or use --overwrite' if replaceable else ''}"
-        )
-    if not replaceable:
-        raise ValueError(f"--overwrite: {path} is not a tinyrl run (no config.yaml of one), so it is left alone")
+        resume = f"resume it with `tinyrl train --resume {path}`, " if is_run else ""
+        raise ValueError(f"run folder {path} exists: {resume}choose another --name, or use --overwrite")
     if (path / LOCK).exists():
         with RunLock(path):  # raises where another process trains in it
             pass
@@ -273,12 +248,9 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
         last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
         run = RunDir(root / (name or f"{stem}{last + 1}"))
         try:
-            if name is not None and run.path.exists():  # renamed before it is deleted: a kill leaves no half of a run
-                going = run.path.with_name(f".overwritten-{name}")
-                shutil.rmtree(going, ignore_errors=True)
+            if name is not None and run.path.exists():
                 with RunLock(run.path):
-                    run.path.rename(going)
-                shutil.rmtree(going)
+                    shutil.rmtree(run.path)
             run.path.mkdir(parents=True)
             run.lock.take()
             return run
@@ -290,9 +262,8 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
 
 def run_of(path: Path) -> Path | None:
     """Return the run folder (one with config.yaml) that a RUN or CHECKPOINT argument means, or None."""
-    folders, above = [path], path.absolute().parent
-    if above.name == "checkpoints":
-        folders.append(path.parent.parent if len(path.parts) > 2 else above.parent)
+    above = path.absolute().parent
+    folders = (path, above.parent) if above.name == "checkpoints" else (path,)
     return next((folder for folder in folders if os.path.isfile(folder / "config.yaml")), None)
 
 
@@ -304,25 +275,16 @@ def named_run(path: str) -> Path | None:
     return None if run == folder and has_weights else run  # config.yaml is a common name
 
 
-def meant_a_run(name: str) -> bool:
-    """Return whether a name without a folder is nearly that of a run."""
-    return not (os.path.lexists(name) or starter_path(name)) and bool(nearest_run(name))
-
-
 def nearest_run(path: str | Path) -> str:
     """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
-    there = [str(found.parent) for found in Path(path).parent.glob("*/config.yaml") if found.parent != Path(path)]
-    if not there and os.path.isfile(Path("runs") / path / "config.yaml"):
-        return f" Did you mean `{Path('runs') / path}`?"
-    return did_you_mean(str(path), there)
+    there = [*Path(path).parent.glob("*/config.yaml"), *Path("runs").glob("*/config.yaml")]
+    return did_you_mean(str(path), [str(found.parent) for found in there])
 
 
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
     """Return an existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
     if not os.path.isfile(folder / "config.yaml"):
-        parent = run_of(folder)
-        meant = f" Its run is {parent}" if parent else nearest_run(folder)
         what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"
-        raise ValueError(f"{folder} is not a run: it {what}.{meant}")
+        raise ValueError(f"{folder} is not a run: it {what}.{nearest_run(folder)}")
     return RunDir(folder, writes=writes)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyrl.config.recipe import as_override
-from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
 from tinyrl.runs.records import finite, json_lines, messages_of, read_steps, samples_of, subsample, to_float
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import escape_control, excerpt, format_number, join_truncated, one_line
+from tinyrl.text import escape_control, format_number, join_truncated, one_line
 
 Line = dict[str, Any]
-MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text, whose middle is left out beyond
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal
 MOST_TRIES = 8  # shown of a prompt
 PROMPT_CHARACTERS = 60
 MEANING = {
@@ -43,9 +40,8 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
         found[-1]["metric"] = finite(to_float(steps.get(step, {}).get(BEST)))
     if as_json:
         return json.dumps(found)
-    path = _quoted(run.path)
     if not found:
-        return f"{path} has no checkpoint yet"
+        return f"{one_line(str(run.path), 4096)} has no checkpoint yet"
     best = max((one["metric"] for one in found if one["metric"] is not None), default=math.nan)
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
@@ -54,21 +50,11 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
             f"no: {escape_control(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
         )
         lines.append(f"{one['name']:14} {one['step']:>8} {one['size'] / 1e6:>7.1f} MB {metric:>14}  {verifies}")
-    sound = [one["name"] for one in found if one["problem"] is None]
-    if not sound:
-        return "\n".join([*lines, "", "none verifies: a resume begins from the start"])
-    newest = _quoted(run.checkpoints / sound[-1])
-    return "\n".join([*lines, "", f"resume    tinyrl train --resume {path}", f"evaluate  tinyrl eval {newest}"])
+    return "\n".join(lines)
 
 
-def _quoted(path: Path) -> str:
-    return one_line(shlex.quote(str(path)), 4096)
-
-
-def summary(run: RunDir, *, prompts: bool = True) -> str:
-    """Return held-out metrics before and after, the files, and the next command. `prompts`: whether the rows of the run
-    have prompts that another method can train on.
-    """
+def summary(run: RunDir) -> str:
+    """Return held-out metrics before and after, the files, and the next command."""
     config, text = run.read_config(), list[str]()
     lines = [line for line in read_steps(run.metrics, []).values() if any(key.startswith("eval/") for key in line)]
     if len(lines) >= 2:
@@ -78,30 +64,20 @@ def summary(run: RunDir, *, prompts: bool = True) -> str:
                 values = [line[metric.key] for line in (lines[0], lines[-1])]
                 values = " -> ".join("-" if value is None else format_number(value) for value in values)
                 text.append(f"  {metric.row:26} {values}")
-    text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
+    there = [
+        name for name in ("report.html", "report.png", "metrics.jsonl", "samples.jsonl") if (run.path / name).exists()
+    ]
+    text += ["", f"files    {run.path}/  ({', '.join(there)})"]
     if newest := list_checkpoints(run.checkpoints)[-1:]:
         text.append(f"{'adapter' if config.lora.enabled else 'model':8} {newest[0]}/")
-    if command := next_command(run.path, config, prompts=prompts):
-        text.append(f"next     {command}")
-    return "\n".join(text)
-
-
-def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | None:
-    """Return the command that uses what a run has made: evaluate a policy, or train one with a reward model, on the
-    prompts of its rows where they have any. None for a text model, whose next step only its owner knows.
-    """
     if config.samples:
-        return shlex.join(["tinyrl", "eval", str(path), "--vs", "base"])
-    if config.trains.policy:
-        return None
-    base, task = config.model, config.task.model_dump(exclude_defaults=True)
-    rows = ("data", "eval_data", "columns") if prompts else ()
-    kept = {name: task[name] for name in (*rows, "system_prompt", "chat_template_kwargs", "chat") if name in task}
-    settings = {"model.path": "MODEL" if base.random_init else base.path, "model.quantization": base.quantization}
-    settings |= {f"task.{name}": value for name, value in ({"data": "PROMPTS"} | kept).items()}
-    settings["reward.model"] = str(path)
-    overrides = [as_override(key, value) for key, value in settings.items() if value is not None]
-    return shlex.join(["tinyrl", "train", "ppo", *overrides])
+        command = ["tinyrl", "eval", str(run.path), "--vs", "base"]
+        text.append(f"next     {shlex.join(command)}")
+    elif not config.trains.policy:  # of a text model only its owner knows the next step
+        base = "MODEL" if config.model.random_init else config.model.path
+        command = ["tinyrl", "train", "ppo", f"model.path={base}", "task.data=PROMPTS", f"reward.model={run.path}"]
+        text.append(f"next     {shlex.join(command)}")
+    return "\n".join(text)
 
 
 # ---- samples ----
@@ -129,10 +105,8 @@ def select_samples(
         if prompt in (None, row.get("prompt_index")):
             by_step.setdefault(row["step"], []).append(row)
     if not by_step or step not in (None, *by_step):
-        asked = {"of kind ": kind, "of prompt ": prompt, "at step ": step}
-        which = "".join(f" {name}{value}" for name, value in asked.items() if value is not None)
-        there = f"there are some of step {join_truncated(map(str, sorted(by_step)))}" if by_step else "there are none"
-        raise ValueError(f"{path}: no samples{which}; {there}")
+        there = f"some of step {join_truncated(map(str, sorted(by_step)))}" if by_step else "none"
+        raise ValueError(f"{path}: no such samples; there are {there}")
     if prompt is not None and step is None:  # held-out ones where there are any: training numbers prompts otherwise
         kinds = [row.get("kind") for rows in by_step.values() for row in rows]
         one = "eval" if "eval" in kinds else kinds[0]
@@ -149,13 +123,12 @@ def select_samples(
     return rows[:num]
 
 
-def render_samples(rows: list[Line], *, grey: Callable[[str], str]) -> str:
-    """Return sample after sample: facts, prompt and turns; `grey` styles what the environment wrote."""
+def render_samples(rows: list[Line]) -> str:
+    """Return sample after sample: facts, prompt and turns, those of the environment dimmed."""
     blocks = []
     for row in rows:
-        rewards = row.get("rewards")
-        each = rewards.items() if isinstance(rewards, dict) and len(rewards) > 1 else ()
-        each = ", ".join(f"{name} {_value(score)}" for name, score in each)
+        rewards = row.get("rewards") or {}
+        each = ", ".join(f"{name} {_value(score)}" for name, score in rewards.items()) if len(rewards) > 1 else ""
         facts = [
             f"step {row['step']}",
             str(row.get("kind", "")),
@@ -166,10 +139,8 @@ def render_samples(rows: list[Line], *, grey: Callable[[str], str]) -> str:
         ]
         parts = [escape_control(" | ".join(facts)).replace("\n", " ")]
         for speaker, text in [("prompt", str(row.get("prompt", ""))), *messages_of(row)]:
-            cut = excerpt(text or "(nothing)", MOST_CHARACTERS, lines=MOST_LINES)
-            pieces = [cut.head, f"[{cut.omitted:,} characters left out]", cut.tail] if cut.omitted else [cut.head]
-            lines = [speaker, "\n".join(f"  {line}" for line in escape_control("\n".join(pieces)).split("\n"))]
-            parts += map(grey, lines) if speaker == "environment" else lines
+            part = "\n".join([speaker, *(f"  {line}" for line in escape_control(text or "(nothing)").split("\n"))])
+            parts.append(f"{DIM}{part}{PLAIN}" if speaker == "environment" else part)
         blocks.append("\n".join(parts))
     return "\n\n".join(blocks)
 
@@ -204,34 +175,19 @@ class PromptRecord:
 
 
 def read_prompt_stats(path: Path, notes: list[str]) -> list[PromptRecord]:
-    """Read the prompts of prompts.jsonl that had a completion with a reward, by number. Entries that cannot be read are
-    counted in `notes`. Raises ValueError where there is none.
+    """Read the prompts of prompts.jsonl that had a completion with a reward, by number. Raises ValueError if there is
+    none.
     """
     found: dict[str, PromptRecord] = {}
-    odd = 0
     for line in json_lines(path, notes):
-        entries = line.get("prompts")
-        for entry in entries if isinstance(entries, list) else [entries]:
-            four: list[Any] = entry if isinstance(entry, list) and len(entry) == 4 else [None] * 4
-            index, key, tried, solved = four
-            counts = all(type(n) is int and 0 <= n < 2**53 for n in (index, tried, solved))
-            if not (isinstance(key, str) and counts and solved <= tried):
-                odd += 1
-            elif tried:
+        for index, key, tried, solved in line.get("prompts", ()):
+            if tried:
                 record = found.setdefault(key, PromptRecord(index, key))
                 record.index = index
                 record.tries.append((line["step"], tried, solved))
-    if odd:
-        notes.append(f"{path.name}: {odd} entries could not be read and are left out.")
     if not found:
         raise ValueError(f"{path}: no prompt was tried yet; runs of grpo and ppo keep this record")
     return sorted(found.values(), key=lambda record: record.index)
-
-
-def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
-    """Return the texts of training prompts, as far as samples.jsonl has them."""
-    rows = samples_of(path, [], kind="train")
-    return {i: str(row.get("prompt", "")) for row in rows if type(i := row.get("prompt_index")) is int and i in indices}
 
 
 def render_prompt_stats(prompt_stats: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:

@@ -44,8 +44,7 @@ class StopFlag:
     def __exit__(self, *_: object) -> None:
         _flags.remove(self)
         for number, handler in self._before.items():
-            # None: a handler that was not set from Python and cannot be restored
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
+            signal.signal(number, handler or signal.SIG_DFL)  # pyright: ignore[reportArgumentType]
 
     def check(self) -> None:
         """Raise Interrupted, with the signal's name, when one has come."""
@@ -56,9 +55,8 @@ class StopFlag:
         again = self.by is not None and number == signal.SIGINT
         if again and not self.leaves:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and os.isatty(2):  # a live bar has hidden the cursor
-            stopping = b"\nstopping after the current operation; Ctrl-C again leaves at once\n"
-            os.write(2, b"\x1b[?25h\n" if again else stopping)
+        if number == signal.SIGINT and not again and os.isatty(2):
+            os.write(2, b"\nstopping after the current operation; Ctrl-C again leaves at once\n")
         if again:
             os._exit(130)
         self.by = self.by or signal.Signals(number).name

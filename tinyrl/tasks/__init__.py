@@ -12,7 +12,7 @@ import importlib.util
 import json
 import runpy
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,19 +24,19 @@ from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.rows import SPLIT_SEED, row_key, rows_needed, train_eval_split
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import did_you_mean, first_line, join_truncated
+from tinyrl.text import first_line, join_truncated
 
 TASKS = (  # each is tinyrl/tasks/<name>.py, with its TASK
     "sort", "sums", "reviews", "lookup", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym",
     "rows",
 )  # fmt: skip
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of every reward function
+HOLD_PROMPTS = {*CONVERSATIONS, "chosen"}  # columns whose beginning is a prompt, if a row has no other
 FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 
 
 def no_rows(split: str) -> list[Row]:
-    """Mark a task whose rows are the user's own."""
-    raise ValueError("there is no data: give task.data=FILE.jsonl")
+    raise ValueError("task.data is missing: the task has no rows of its own; give task.data=FILE.jsonl")
 
 
 def text_in(row: Row, column: str) -> str:
@@ -88,10 +88,7 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     elif name in TASKS:
         task = importlib.import_module(f"tinyrl.tasks.{name}").TASK
     else:
-        if name.endswith(".py"):
-            raise ValueError(f"task.name={name}: add the name of the task in the file, {name}:TASK")
-        near = did_you_mean(name, list(TASKS))
-        raise ValueError(f"task.name: there is no task '{name}'.{near} Tasks: {', '.join(TASKS)}, or file.py:TASK")
+        raise ValueError(f"task.name: there is no task '{name}'. Tasks: {', '.join(TASKS)}, or file.py:TASK")
     if grading == "task":
         return task
     if not task.can_grade_math:
@@ -118,49 +115,40 @@ def _own_task(name: str) -> Task:
 
 
 def load_split(config: Config, split: str) -> list[Row]:
-    return load_splits(config, [split])[0]
+    return load_splits(config)[split == "eval"]
 
 
-def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> list[list[Row]]:
-    """Load splits of a run's rows: its task's own, or those of task.data and task.eval_data.
-
-    Without eval_data some rows of data are held out (`hold_out`). A file is read once, and no further than max_samples
-    needs.
+def load_splits(config: Config) -> tuple[list[Row], list[Row]]:
+    """Load the training and held-out rows of a run: its task's own, or those of task.data and task.eval_data. Without
+    eval_data some rows of data are held out. A file is read once, and no further than max_samples needs.
     """
     task, where = load_task(config.task.name or "rows"), config.task
     data, most = where.data, where.max_samples
-    if where.columns and data is None and where.eval_data is None:
-        raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
 
-    def read(source: str | None, most: int | None) -> list[Row]:
-        if source is None:
-            need = " and ".join(f"'{name}'" for name in task.columns)
-            raise ValueError(
-                f"task '{task.name}' has no rows of its own: give task.data=FILE.jsonl with columns {need}"
-            )
+    def read(source: str, most: int | None) -> list[Row]:
         rows: list[Row] = []
         for place, row in placed_rows(source, columns=where.columns, revision=where.revision, most=most):
             try:
-                rows.append(_completed(row) if "prompt" in task.columns else row)
-                check_row(task, rows[-1], verified=config.reward.is_verifier)
+                if "prompt" in task.columns and row.get("prompt") is None and {*row} & HOLD_PROMPTS:
+                    row = {**row, "prompt": shared_prompt(row)}
+                check_row(task, row, verified=config.reward.is_verifier)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
+            rows.append(row)
         names = list(dict.fromkeys(name for row in rows for name in row))  # rewards get each column as a list
         return [{name: row.get(name) for name in names} for row in rows]
+
+    def own(split: str, source: str | None) -> list[Row]:
+        if task.generate is not None:
+            return task.generate(source, split, SPLIT_SEED)
+        return task.rows(split) if source is None else read(source, most)
 
     if data is not None and where.eval_data is None and task.generate is None:
         rows = read(data, rows_needed(most, split=True))
         train, held_out = train_eval_split(rows, prompt=task.prompt, seed=SPLIT_SEED)
-        return [(train if split == "train" else held_out)[:most] for split in splits]
-    parts = []
-    for split in splits:
-        source = data if split == "train" else where.eval_data or data
-        if task.generate is not None:
-            rows = task.generate(source, split, SPLIT_SEED)
-        else:
-            rows = task.rows(split) if source is None and task.rows is not no_rows else read(source, most)
-        parts.append(rows[:most])
-    return parts
+    else:
+        train, held_out = own("train", data), own("eval", where.eval_data or data)
+    return train[:most], held_out[:most]
 
 
 def check_row(task: Task, row: Row, *, verified: bool) -> None:
@@ -169,10 +157,8 @@ def check_row(task: Task, row: Row, *, verified: bool) -> None:
     """
     for column in task.columns:
         if column not in row:
-            near, rename = did_you_mean(column, list(row)), f"Rename one with task.columns.{column}=OLD"
-            raise ValueError(
-                f"no column '{column}', which task '{task.name}' needs.{near} Columns: {join_truncated(row)}. {rename}"
-            )
+            columns = f"Columns: {join_truncated(row)}. Rename one with task.columns.{column}=OLD"
+            raise ValueError(f"no column '{column}', which task '{task.name}' needs. {columns}")
     for column in RESERVED_COLUMNS & {*row}:
         rename = f"Rename it with task.columns.NEW={column}"
         raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
@@ -180,26 +166,6 @@ def check_row(task: Task, row: Row, *, verified: bool) -> None:
     task.gold(row)
     if verified and task.check_reference is not None:
         task.check_reference(row)
-
-
-def _completed(row: Row) -> Row:
-    """Add a missing `answer` from verl's reward_model.ground_truth, and a missing `prompt` from the beginning of a
-    conversation or a preference pair.
-    """
-    has, inner = {name for name, value in row.items() if value is not None}, row.get("reward_model")
-    if "answer" not in has and isinstance(inner, dict) and inner.get("ground_truth") is not None:
-        row = {**row, "answer": inner["ground_truth"]}
-    if "prompt" not in has and (has & {*CONVERSATIONS} or has >= {"chosen", "rejected"}):
-        row = {**row, "prompt": shared_prompt(row)}
-    return row
-
-
-def layout_notes(row: Row) -> list[str]:
-    """Return a line if `_completed` has found a row's answer."""
-    inner = row.get("reward_model")
-    if not isinstance(inner, dict) or row.get("answer") is not inner.get("ground_truth", inner):
-        return []
-    return ["rows in verl's layout: `answer` is reward_model.ground_truth"]
 
 
 def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, str]:
@@ -211,7 +177,7 @@ def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, 
         prompt = load_task(config.task.name or "rows").prompt
         prompts = {row_key(row): prompt(row) for row in load_split(config, "train")}
     except (OSError, ValueError) as error:
-        notes.append(f"prompts are shown as far as samples.jsonl has them: {first_line(error)}")
+        notes.append(f"prompts are shown without their texts: {first_line(error)}")
         return {}
     return {i: str(as_messages(prompts[key])[-1]["content"]) for i, key in keys.items() if key in prompts}
 
@@ -220,12 +186,10 @@ def export_rows(config: Config, keys: set[str], file: Path) -> str:
     """Write the training rows with these keys, as task.data of the same task; return a line about it. Raises ValueError
     if the file exists, or no row has one of the keys.
     """
-    if file.exists():
-        raise ValueError(f"--export-hard: {file} exists; give another name")
     rows = {key: row for row in load_split(config, "train") if (key := row_key(row)) in keys}
-    if not rows:
-        raise ValueError(f"--export-hard: of {len(keys):,} hard prompts none is in the training rows")
-    with file.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(row, ensure_ascii=True, default=str) + "\n" for row in rows.values())
+    if file.exists() or not rows:
+        why = f"{file} exists" if file.exists() else f"of {len(keys):,} hard prompts none is in the training rows"
+        raise ValueError(f"--export-hard: {why}")
+    file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows.values()), encoding="utf-8")
     found = f"wrote {len(rows):,} of {len(keys):,} hard prompts to {file}"
     return f"{found}; train on them with task.data={file}, and give task.eval_data another file"

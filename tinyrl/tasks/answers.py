@@ -1,7 +1,8 @@
 """Answers and observations as tokens: the turn to learn behind its prompt, the token that ends it, and replies.
 
-Prompts are rendered as they are for sampling (prompts.py), and one token ends an answer wherever it is learnt, sampled
-or judged (`answer_end`). Torch is never imported.
+Each is the difference of two renderings by the chat template, with the turn and without it; prompts are rendered as
+they are for sampling (prompts.py). One token ends an answer wherever it is learnt, sampled or judged (`answer_end`).
+Torch is never imported.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
-from tinyrl.models.tokens import disguised, markers_of, reads_parts_alike, template_text, token_ids, tokens_behind
+from tinyrl.models.tokens import disguised, reads_parts_alike, template_text, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,
@@ -24,7 +25,6 @@ from tinyrl.tasks.prompts import (
     in_chat,
     open_thinking,
     render_prompt,
-    rendered_turn,
     shared_length,
 )
 from tinyrl.text import first_line, truncate
@@ -41,19 +41,30 @@ def answer_end(tokenizer: Tokenizer, *, chat: Chat, variables: dict[str, Any]) -
     it writes one, else EOS.
     """
     assert isinstance(tokenizer.eos_token_id, int)
-    if not in_chat(tokenizer, chat):
-        return tokenizer.eos_token_id
-    return _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    return _turn_end(tokenizer, json.dumps(variables)) if in_chat(tokenizer, chat) else tokenizer.eos_token_id
 
 
 @lru_cache(maxsize=16)
-def _turn_end(tokenizer: Tokenizer, template: str, variables: str, size: int) -> int:
-    """Return the token that ends a turn of this chat template under a tokenizer of this size; EOS if there is none."""
+def _turn_end(tokenizer: Tokenizer, variables: str) -> int:
     tokens = list[int]()
     with suppress(ValueError):
-        tokens = token_ids(tokenizer, _after_answer(tokenizer, json.loads(variables)))
-    at = _end_of_turn(tokenizer, tokens)
-    return int(tokenizer.eos_token_id if at is None else tokens[at])  # pyright: ignore[reportArgumentType]
+        tokens = token_ids(tokenizer, after_answer(tokenizer, json.loads(variables)))
+    return _through_end(tokenizer, tokens, end=tokenizer.eos_token_id)[-1]  # pyright: ignore[reportArgumentType]
+
+
+def after_answer(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
+    """Return the text that the chat template writes behind an answer. Raises ValueError if it refuses."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
+    return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
+
+
+def _through_end(tokenizer: Tokenizer, turn: list[int], *, end: int) -> list[int]:
+    """Return a turn through its last special token if only space follows that, and else through an appended `end`."""
+    special = special_ids(tokenizer)
+    last = next((i for i in reversed(range(len(turn))) if turn[i] in special), None)
+    if last is None or str(tokenizer.decode(turn[last + 1 :])).strip():
+        return [*turn, end]
+    return turn[: last + 1]
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:
@@ -64,44 +75,27 @@ def as_ended(tokenizer: Tokenizer, sampled: list[int], *, end: int) -> list[int]
     """Return a completion as a finished answer: `end` replaces another special token that ended it, and is appended to
     one that was cut off or ended with a stop string.
     """
-    special = bool(sampled) and sampled[-1] in _special_ids(tokenizer, len(tokenizer))
+    special = bool(sampled) and sampled[-1] in special_ids(tokenizer)
     return _ended(sampled[:-1] if special else sampled, end)
 
 
 def template_fault(tokenizer: Tokenizer, ends: set[int], *, chat: Chat, variables: dict[str, Any]) -> str | None:
-    """Return what is wrong with the chat template, if prompts go through it: it refuses, a prompt begins with BOS
-    twice, or a turn ends with none of the `ends`, the tokens that end a completion.
+    """Return what is wrong with the chat template, if prompts go through it: it refuses, or a turn ends with none of
+    the `ends`, the tokens that end a completion.
     """
     if not in_chat(tokenizer, chat):
         return None
     try:
-        prompt = render_prompt(tokenizer, "Hi", variables=variables).tokens
-        after = _after_answer(tokenizer, variables)
+        after = after_answer(tokenizer, variables)
     except ValueError as error:
         return first_line(error)
-    bos = tokenizer.bos_token_id
-    if isinstance(bos, int) and bos != tokenizer.eos_token_id and prompt[:2] == [bos, bos]:
-        return f"a prompt begins with {tokenizer.bos_token} twice"
     if not ends & {*token_ids(tokenizer, after)}:
         return f"a turn ends with {truncate(after)!r}, and no token of that ends a completion"
     return None
 
 
-def _after_answer(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
-    """Return the text that the chat template writes behind an answer. Raises ValueError if it refuses."""
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
-    return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
-
-
-def _end_of_turn(tokenizer: Tokenizer, tokens: list[int]) -> int | None:
-    """Return the place of a turn's last special token; None if more than space follows it."""
-    special = _special_ids(tokenizer, len(tokenizer))
-    last = next((i for i in reversed(range(len(tokens))) if tokens[i] in special), None)
-    return last if last is not None and not str(tokenizer.decode(tokens[last + 1 :])).strip() else None
-
-
 @lru_cache(maxsize=4)
-def _special_ids(tokenizer: Tokenizer, size: int) -> frozenset[int]:
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the special tokens, all added ones too; not the one for unknown words, unless that is EOS."""
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     found = {*tokenizer.all_special_ids, *added}
@@ -114,26 +108,17 @@ def _special_ids(tokenizer: Tokenizer, size: int) -> frozenset[int]:
 def answer_tokens(
     tokenizer: Tokenizer, prompt: Rendered | PreparedPrompt, answer: str, *, chat: Chat, variables: dict[str, Any]
 ) -> list[int]:
-    """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. What it repeats
-    of the prompt is dropped (a BOS, the opening of the turn, an open <think>). Under a chat template its markers are
-    read as text, except those that a policy writes itself.
+    """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. A <think> that
+    the prompt has opened is not repeated. Under a chat template markers in the answer are read as text, except its end
+    and those that a policy writes itself.
     """
-    end, before = answer_end(tokenizer, chat=chat, variables=variables), prompt.text.removesuffix(prompt.opened)
-    bos, markers, templated = str(tokenizer.bos_token or ""), markers_of(tokenizer), in_chat(tokenizer, chat)
-    if bos not in before[1:]:
-        answer = answer.removeprefix(bos)
-    if templated:
-        opening = before[max((found.start() for found in markers.own.finditer(before)), default=0) :]
-        for repeated in (before, opening):
-            if repeated.strip() and answer.startswith(repeated.strip()):
-                answer = answer.removeprefix(repeated.strip()).removeprefix(repeated[len(repeated.rstrip()) :])
-        finished = answer.rstrip()
-        if finished.endswith(markers.texts.get(end, "\0")):
-            answer = finished.removesuffix(markers.texts[end])
+    end = answer_end(tokenizer, chat=chat, variables=variables)
     if prompt.opened and answer.lstrip().startswith("<think>"):
         thoughts, opened = answer.lstrip().removeprefix("<think>"), prompt.opened.removeprefix("<think>")
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
-    if templated:
+    if in_chat(tokenizer, chat):
+        written, ending = answer.rstrip(), str(tokenizer.decode([end]))
+        answer = written.removesuffix(ending) if written.endswith(ending) else answer
         answer = disguised(tokenizer, answer, own=True)
     return _ended(tokens_behind(tokenizer, prompt.text, answer), end)
 
@@ -151,27 +136,20 @@ def render_answer(
     """Return (prompt tokens, target tokens): the prompt of the turn, and the turn to learn.
 
     A text without a prompt follows a BOS (EOS if there is none), its own or ours, through EOS. A text behind a prompt
-    is `answer_tokens`; if the prompt is rendered already, the text is its continuation. An answer of one message of the
-    assistant is what the chat template adds to its own rendering of the prompt with the generation prompt, through the
-    token that ends the turn (EOS if the template writes none). Both renderings are of these messages alone, so a
-    template that strips the thinking of earlier turns does so in both. Raises ValueError, quoting the template, if the
-    second does not begin with the first.
+    is `answer_tokens`. An answer of one message of the assistant is what the chat template adds to its own rendering of
+    the prompt with the generation prompt, through the token that ends the turn (EOS if the template writes none). Both
+    renderings are of these messages alone, so a template that strips the thinking of earlier turns does so in both.
+    Raises ValueError, quoting the template, if the second does not begin with the first.
     """
-    eos, how = answer_end(tokenizer, chat=False, variables={}), {"chat": chat, "variables": variables}
-    if prompt is None and isinstance(answer, str):
-        start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else eos
-        target = token_ids(tokenizer, answer)
-        target = target[1:] if target[:1] == [start] else target
-        last = _end_of_turn(tokenizer, target)
-        return [start], _ended(target if last is None or target[last] != eos else target[: last + 1], eos)
+    eos = answer_end(tokenizer, chat=False, variables={})
     if isinstance(answer, str):
-        whole, turn = f"{prompt}{answer}", None
-        if isinstance(prompt, str) and in_chat(tokenizer, chat):
-            turn = rendered_turn(tokenizer, prompt, variables, more=answer)
-        asked = whole[: turn[0]] if turn else prompt or ""
-        rendered = render_prompt(tokenizer, asked, system_prompt=system_prompt, **how)
-        if turn:
-            return rendered.tokens, _target(tokenizer, rendered.text, whole, end=answer_end(tokenizer, **how))
+        if prompt is None:
+            start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else eos
+            ends = answer.rstrip().endswith(str(tokenizer.eos_token))
+            target = token_ids(tokenizer, answer.rstrip() if ends else answer)
+            return [start], _ended(target[1:] if target[:1] == [start] else target, eos)
+        how: Any = {"chat": chat, "variables": variables}
+        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, **how)
         return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
@@ -191,33 +169,16 @@ def render_answer(
             f"it writes {without!r}, and with the turn {with_it!r}. Where a variable of the template decides "
             "(enable_thinking), set it with task.chat_template_kwargs={NAME: VALUE}"
         )
-    return token_ids(tokenizer, asked), _target(tokenizer, asked, whole, end=eos)
-
-
-def _target(tokenizer: Tokenizer, asked: str, whole: str, *, end: int) -> list[int]:
-    """Return the tokens of `whole` behind `asked`, through the last special token if only space follows it, and else
-    through an appended `end`.
-    """
-    prompt, both = token_ids(tokenizer, asked), token_ids(tokenizer, whole)
-    together = both[: len(prompt)] == prompt  # else a token lies across the border
-    target = both[len(prompt) :] if together else tokens_behind(tokenizer, asked, whole[len(asked) :])
+    target = tokens_behind(tokenizer, asked, whole[len(asked) :])
     if not target:
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
-    last = _end_of_turn(tokenizer, target)
-    return [*target, end] if last is None else target[: last + 1]
+    return token_ids(tokenizer, asked), _through_end(tokenizer, target, end=eos)
 
 
 # ---- observations: an environment's reply behind the policy's turn ----
 
-REPLY, THOUGHT = "environmentanswered", "policythought"
+REPLY = "environmentanswered"
 CHARS_A_TOKEN = 64  # of longer texts only the beginning is tokenised
-
-
-class Observation(NamedTuple):
-    """The tokens of a reply, and its text as far as they go."""
-
-    tokens: list[int]
-    text: str
 
 
 class ObservationTokens:
@@ -229,8 +190,7 @@ class ObservationTokens:
 
     chat: whether prompts go through the chat template, with `variables` and `tools`; eos: tokens that end a turn.
     role: of a message that replies; end: the token that ends a turn; opened: a <think> that the template opens for the
-    next turn; strips_thinking: whether the template leaves the thinking out of earlier turns, while it stays in ours.
-    Raises ValueError for a template that has no place for a reply.
+    next turn. Raises ValueError for a template that has no place for a reply.
     """
 
     def __init__(
@@ -242,11 +202,11 @@ class ObservationTokens:
         self._before, self._after = (token_ids(tokenizer, text) for text in self._around)
         self.opened = open_thinking(self._around[1])
         self.most = max_tokens + len(self._before) + len(self._after)  # tokens of one observation
-        thinking = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
-        self.strips_thinking = chat and THOUGHT not in self._render(thinking, self.role, variables)
 
-    def __call__(self, text: str, *, ended_at: int | None) -> Observation:
-        """Tokenise a reply to a turn that ended with the EOS token `ended_at` (None: at a stop string)."""
+    def __call__(self, text: str, *, ended_at: int | None) -> tuple[list[int], str]:
+        """Tokenise a reply to a turn that ended with the EOS token `ended_at` (None: at a stop string); return its text
+        too, as far as the tokens go.
+        """
         tokens, text = self._cut(text)
         before, after = self._around if ended_at is not None else ("", "")
         if ended_at is not None:
@@ -255,7 +215,7 @@ class ObservationTokens:
             whole = tokens_behind(self.tokenizer, "\n", f"{before}{disguised(self.tokenizer, text)}{after}")
             tokens = whole if len(whole) <= self.most else tokens
         closes = bool(before) and tokens[0] in self.eos  # the policy has closed its turn itself
-        return Observation(tokens[closes:], text)
+        return tokens[closes:], text
 
     def cut(self, text: str) -> str:
         return self._cut(text)[1]
@@ -275,23 +235,18 @@ class ObservationTokens:
         """
         problem, texts = "", dict[str, str]()
         for role in ("assistant", "user", "tool"):
+            contents = (("user", ASKED), ("assistant", ANSWER), (role, REPLY))
+            messages = [{"role": each, "content": content} for each, content in contents]
             try:
-                texts[role] = self._render(ANSWER, role, variables)
+                texts[role] = template_text(self.tokenizer, messages, variables=variables, add_generation_prompt=True)
             except ValueError as error:
                 problem = f" ({error})"
         for role in ("tool", "user"):
             text = texts.get(role, "")
-            opening, turn, rest = text.partition(ASKED)[2].partition(ANSWER)
-            between, reply, after = rest.partition(REPLY)
-            own = role == "tool" and (rest.startswith(opening + REPLY) or text == texts.get("assistant"))
-            if turn and reply and REPLY not in after and not own:
+            between, reply, after = text.partition(ANSWER)[2].partition(REPLY)
+            if reply and REPLY not in after and text != texts.get("assistant"):
                 return role, (between, after)
         raise ValueError(
             "the model's chat template has no place for what an environment answers: neither a message of role tool "
             f"nor another of the user's{problem}"
         )
-
-    def _render(self, turn: str, role: str, variables: dict[str, Any]) -> str:
-        roles = (("user", ASKED), ("assistant", turn), (role, REPLY))
-        messages = [{"role": each, "content": content} for each, content in roles]
-        return template_text(self.tokenizer, messages, variables=variables, add_generation_prompt=True)

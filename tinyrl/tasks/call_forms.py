@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinyrl.environments import Message
 from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
 from tinyrl.models.tokens import template_text, token_ids
+from tinyrl.tasks.answers import special_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import truncate
 
@@ -37,14 +38,12 @@ class CallForm:
     """The form in which a policy writes tool calls.
 
     name      for people
-    begins    beginning of a call in an answer's text without special tokens
     special   special tokens that are part of calls
     split     (text with these, tools) -> where the calls begin, and the calls
     """
 
     tokenizer: Tokenizer
     name: str
-    begins: str
     special: frozenset[int]
     split: Callable[[str, list[Any]], tuple[int, list[Call]]]
 
@@ -57,7 +56,7 @@ class CallForm:
         """Split a policy's turn into its text before the calls, and the calls."""
         written = text
         if not self.in_text:
-            hidden = _special(self.tokenizer) - self.special
+            hidden = special_ids(self.tokenizer) - self.special
             written = str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
         start, calls = self.split(written, tools or [])
         head = written[:start]
@@ -86,7 +85,7 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     text = text[shared_length(plain, text) :]  # begins where the text of another answer does
 
     def special_in(marker: str) -> frozenset[int]:
-        return frozenset(_special(tokenizer).intersection(token_ids(tokenizer, marker)))
+        return special_ids(tokenizer).intersection(token_ids(tokenizer, marker))
 
     def holds_the_call(at: int) -> bool:
         with suppress(ValueError):
@@ -95,12 +94,11 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
         return False
 
     if VALUE not in text:
-        return CallForm(tokenizer, HERMES, OPEN, frozenset(), _hermes_calls)
+        return CallForm(tokenizer, HERMES, frozenset(), _hermes_calls)
     if f"{FUNCTION}{NAME}>" in text and f"{ARGUMENT}{PARAMETER}>" in text:
         marker = text[: text.find(NAME)]
         special = special_in(marker)
-        begins = OPEN if OPEN in marker and not special else FUNCTION
-        return CallForm(tokenizer, f"{FUNCTION}NAME>{ARGUMENT}NAME>...", begins, special, _xml_calls)
+        return CallForm(tokenizer, f"{FUNCTION}NAME>{ARGUMENT}NAME>...", special, _xml_calls)
     start = next((at for at, sign in enumerate(text) if sign in "[{" and holds_the_call(at)), None)
     if start is None:
         raise ValueError(
@@ -109,15 +107,10 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
         )
     marker = text[:start].strip()
     special = special_in(marker)
-    begins = text[start] if special or not marker else marker
     if marker == OPEN and text[start] == "{":
-        return CallForm(tokenizer, HERMES, begins, special, _hermes_calls)
+        return CallForm(tokenizer, HERMES, special, _hermes_calls)
     name = f"{marker}{{json}}" if text[start] == "{" else f"{marker}[{{json}}]"
-    return CallForm(tokenizer, name, begins, special, lambda text, tools: _json_calls(text, marker))
-
-
-def _special(tokenizer: Tokenizer) -> set[int]:
-    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return CallForm(tokenizer, name, special, lambda text, tools: _json_calls(text, marker))
 
 
 # ---- the forms ----
@@ -180,17 +173,13 @@ def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
 
 def _typed(call: Call, tools: list[Any]) -> Call:
     """Parse arguments in text as JSON if the tool's parameter is no text."""
-
-    def inner(value: Any, key: str) -> Any:  # a client may send anything as tools
-        return value.get(key) if isinstance(value, dict) else None
-
-    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
-    function = next((each for each in functions if inner(each, "name") == call.name), None)
-    schemas, parsed = inner(inner(function, "parameters"), "properties"), dict(call.arguments)
-    for key, value in call.arguments.items():
-        kinds = inner(inner(schemas, key), "type")
-        if isinstance(value, str) and kinds and "string" not in kinds:
-            with suppress(ValueError, RecursionError):
-                text = value.strip()
-                parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    parsed = dict(call.arguments)
+    with suppress(AttributeError, LookupError, TypeError):  # a client may send anything as tools
+        functions = {each["name"]: each for each in (tool.get("function", tool) for tool in tools)}
+        properties = functions[call.name]["parameters"]["properties"]
+        for key, value in call.arguments.items():
+            kinds, text = properties.get(key, {}).get("type"), str(value).strip()
+            if kinds and "string" not in kinds:
+                with suppress(ValueError, RecursionError):
+                    parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     return Call(call.name, parsed, call.problem)

@@ -91,10 +91,6 @@ def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[Row]:
     return list(rows.values())
 
 
-def search_text(query: str) -> str:
-    return f" search {query} ;"
-
-
 def found_text(known: str | None) -> str:
     return f" found {known or 'nothing'} ;"
 
@@ -134,7 +130,7 @@ def score(text: str, row: Row) -> float:
 def asking_turn(row: Row) -> str:
     """Return the first search of a question: 'job of the parent of Ada Stone' -> ' search Ada Stone parent ;'."""
     *keys, person = row["prompt"].removeprefix("question: ").removesuffix(" ?").split(" of ")
-    return search_text(f"{person} {keys[-1].removeprefix('the ')}")
+    return f" search {person} {keys[-1].removeprefix('the ')} ;"
 
 
 TASK = Task(

@@ -24,13 +24,9 @@ def sort_completion(letters: str) -> str:
     return "".join(f" {letter}" for letter in letters)
 
 
+@functools.cache
 def sort_rows(split: str, *, num_rows: int, seed: int = 0) -> list[Row]:
     """Draw different prompts of one split with their right answers: rows {"prompt", "answer"}."""
-    return [{"prompt": prompt, "answer": answer} for prompt, answer in _drawn(split, num_rows, seed)]
-
-
-@functools.cache
-def _drawn(split: str, num_rows: int, seed: int) -> tuple[tuple[str, str], ...]:
     assert split in SPLITS, split
     rng = random.Random(f"sort {split} {seed}")
     answers: dict[str, str] = {}
@@ -38,7 +34,7 @@ def _drawn(split: str, num_rows: int, seed: int) -> tuple[tuple[str, str], ...]:
         letters = draw_letters(rng)
         if split_of(sort_prompt(letters)) == split:
             answers[sort_prompt(letters)] = "".join(sorted(letters))
-    return tuple(answers.items())
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
 
 
 def draw_letters(rng: random.Random) -> str:
@@ -55,8 +51,8 @@ TASK = Task(
     name="sort",
     summary="sort eight letters (the embedded default's own task; right or wrong)",
     rows=lambda split: sort_rows(split, num_rows=NUM_ROWS[split]),
-    verify=by_row(lambda text, row: float(listed_letters(text) == row["answer"])),
-    gold=lambda row: sort_completion(row["answer"]),
+    verify=by_row(lambda text, row: float(listed_letters(text) == "".join(str(row["answer"]).split()))),
+    gold=lambda row: sort_completion("".join(str(row["answer"]).split())),
     columns=("prompt", "answer"),
     answer=listed_letters,
 )

@@ -6,23 +6,19 @@ of a model or a tool is made safe to show, piece by piece.
 
 from __future__ import annotations
 
-import io
 import math
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.environments.environment import Episode
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
+from tinyrl.generation.engine import Completion, Request, SampledRole
 from tinyrl.generation.engines import HfEngine
-from tinyrl.generation.scheduler import IncrementalDetokenizer
 from tinyrl.generation.turns import load_episode_runner, play
 from tinyrl.models.loading import check_ids
 from tinyrl.rewards.scorer import Scorer
@@ -31,7 +27,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
-from tinyrl.text import escape_control
+from tinyrl.text import IncrementalDetokenizer, escape_control
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 HELP = """/temperature T   set the sampling temperature (0 = greedy)
@@ -42,7 +38,6 @@ HELP = """/temperature T   set the sampling temperature (0 = greedy)
 """
 ENDS = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}  # by finish reason
 OnText = Callable[[Literal["policy", "environment"], str], None]
-Write = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,24 +48,6 @@ class ChatAnswer:
     completion: Completion
     text: str
     episode: Episode | None
-
-
-class StreamingEngine(HfEngine):
-    """The plain engine for one row; it passes on text as it is sampled, and an environment's answers in between."""
-
-    def begin(self, prompt_tokens: list[int], on_text: OnText) -> None:
-        self.look_every, self.on_text, self.known = 1, on_text, len(prompt_tokens)
-
-    def sample(self, requests: list[Request], samples_per_request: int, **options: Any) -> list[list[Completion]]:
-        [request] = requests
-        if observed := request.prompt_tokens[self.known :]:
-            self.on_text("environment", str(self.tokenizer.decode(observed, skip_special_tokens=True)))
-        detokenizer = IncrementalDetokenizer(self.tokenizer)
-        self.on_tokens = lambda tokens: self.on_text("policy", detokenizer.add(tokens))
-        [[completion]] = super().sample(requests, samples_per_request, **options)
-        self.on_text("policy", detokenizer.end())
-        self.known = len(request.prompt_tokens) + len(completion.tokens)
-        return [[completion]]
 
 
 class ChatSession(ExitStack):
@@ -88,14 +65,15 @@ class ChatSession(ExitStack):
         self.runner = load_episode_runner(config, tokenizer=self.policy.tokenizer, policy=self.policy)
         if self.runner is not None:
             self.callback(self.runner.environment.close)
+        self.role: SampledRole = "base"
         if target.checkpoint is not None:
             self.policy.load(target.checkpoint, only="policy")
+            self.role = "policy"
         stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
-        drawn = {"stop": stop, "top_p": generation.top_p, "top_k": generation.top_k}
-        settings = SamplingSettings(generation.temperature, generation.max_new_tokens, **drawn)
-        self.engine = StreamingEngine(self.policy, self.policy.tokenizer, settings)
+        settings = generation.model_copy(update={"stop": stop, "max_rows": None})
+        self.engine = HfEngine(self.policy, self.policy.tokenizer, settings)
+        self.engine.look_every = 1
         self.chats = in_chat(self.policy.tokenizer, config.task.chat)
-        self.role: SampledRole = "base" if target.checkpoint is None else "policy"
         self.greedy, self.turn = False, 0
         self.scorer: Scorer | None = None
         self.reset()
@@ -109,12 +87,13 @@ class ChatSession(ExitStack):
         self.answer: ChatAnswer | None = None
 
     def set_temperature(self, temperature: float) -> None:
-        """Set the sampling temperature; 0: greedy. Raises ValueError below 0 and above 100."""
-        if not 0 <= temperature <= 100:
-            raise ValueError(f"a temperature is 0 (greedy) to 100, and not {temperature:g}")
+        """Set the sampling temperature; 0: greedy. Raises ValueError below 0."""
+        if not temperature >= 0:
+            raise ValueError(f"a temperature is 0 (greedy) or more, and not {temperature:g}")
         self.greedy = temperature == 0
         if temperature > 0:
-            self.engine.settings = replace(self.engine.settings, temperature=max(temperature, 0.01))
+            changed = {"temperature": max(temperature, 0.01)}
+            self.engine.settings = self.engine.settings.model_copy(update=changed)
 
     def say(self, asked: str | int, on_text: OnText) -> ChatAnswer:
         """Answer a message of the conversation, or begin another with the prompt of a held-out row, by its number.
@@ -122,8 +101,7 @@ class ChatSession(ExitStack):
         """
         chats = self.chats and isinstance(asked, str)
         prompt = self._prepare([*self.messages, {"role": "user", "content": asked}] if chats else asked)
-        answer = self._answer(prompt, on_text)
-        self.answer = answer
+        self.answer = answer = self._answer(prompt, on_text)
         if self.chats and not isinstance(prompt.prompt, str):
             added: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]
             if self.runner is not None and answer.episode is not None:
@@ -172,7 +150,7 @@ class ChatSession(ExitStack):
             chat=where.chat,
             system_prompt=where.system_prompt,
             variables=where.chat_template_kwargs if runner is None else runner.variables,
-            max_prompt_tokens=sys.maxsize,
+            max_prompt_tokens=1 << 30,
             on_overlong_prompt="error",
             openings=openings,
         )
@@ -182,69 +160,70 @@ class ChatSession(ExitStack):
     def _answer(self, prompt: PreparedPrompt, on_text: OnText, *, greedy: bool = False) -> ChatAnswer:
         room = self.policy.positions - len(prompt.tokens)
         if room < 1:
-            raise ValueError(
-                f"that is {len(prompt.tokens)} tokens, and the model has {self.policy.positions} positions"
-            )
+            raise ValueError(f"{len(prompt.tokens)} tokens fill the model's {self.policy.positions} positions: /reset")
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
         key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + self.turn, "role": self.role}
         key["greedy"] = greedy or self.greedy
-        self.engine.begin(prompt.tokens, on_text)
+        written, tokenizer = IncrementalDetokenizer(self.policy.tokenizer), self.policy.tokenizer
+
+        def reply(tokens: list[int]) -> None:
+            on_text("policy", written.end())
+            on_text("environment", str(tokenizer.decode(tokens, skip_special_tokens=True)))
+
+        self.engine.on_tokens, self.engine.on_reply = lambda tokens: on_text("policy", written.add(tokens)), reply
         if self.runner is None:
             [[completion]] = self.engine.sample([request], 1, **key)
-            text = str(self.policy.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            on_text("policy", written.end())
+            text = str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
             return ChatAnswer(prompt, completion, text, None)
         [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
+        on_text("policy", written.end())
         text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
         return ChatAnswer(prompt, completion, text, episode)
 
 
-def converse(session: ChatSession, *, read: Callable[[str], str] = input, write: Write | None = None) -> None:
+def converse(session: ChatSession) -> None:
     """Answer lines until the input ends; words that begin with / are commands. Ctrl-C ends an answer."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may be unable to write a character
-    write = write or partial(print, end="", flush=True)
     kind = "conversation" if session.chats else "no chat template: each line is a prompt of its own"
-    write(f"{escape_control(session.target.name)} ({kind}); /help lists commands\n")
+    print(f"{escape_control(session.target.name)} ({kind}); /help lists commands")
     with suppress(EOFError, KeyboardInterrupt):
-        while (line := read("> ").strip()) not in ("/quit", "/exit"):
+        while (line := input("> ").strip()) != "/quit":
             try:
                 with StopFlag(signals=(signal.SIGINT,), leaves=False):
-                    _obey(session, line, write)
+                    _obey(session, line)
             except Interrupted:
-                write("\n(stopped; it is not part of the conversation)\n")
+                print("\n(stopped; it is not part of the conversation)")
             except ValueError as error:
-                write(f"{escape_control(str(error))}\n")
+                print(escape_control(str(error)))
         return
-    write("\n")
+    print()
 
 
-def _obey(session: ChatSession, line: str, write: Write) -> None:
+def _obey(session: ChatSession, line: str) -> None:
     """Answer a line, or do what a command says. Raises ValueError for what cannot be done."""
 
     def show(who: str, text: str) -> None:  # what the policy only reads is in brackets
-        write(escape_control(text) if who == "policy" else f"\n[{escape_control(text.strip())}]\n")
+        text = escape_control(text) if who == "policy" else f"\n[{escape_control(text.strip())}]\n"
+        print(text, end="", flush=True)
 
     command, _, rest = line.partition(" ")
-    answer = None
-    if line and not command.startswith("/"):
-        answer = session.say(line, show)
-    elif command == "/prompt":
-        answer = session.say(int(rest), show)
-    elif command == "/temperature":
+    if command == "/temperature":
         session.set_temperature(float(rest))
     elif command == "/reset":
         session.reset()
     elif command == "/reward":
         scores, why = session.rewards()
         each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
-        write(", ".join(each) + (f" ({escape_control(why.splitlines()[-1])})" if why else "") + "\n")
+        print(", ".join(each) + (f" ({escape_control(why.splitlines()[-1])})" if why else ""))
+    elif line and (command == "/prompt" or not command.startswith("/")):
+        answer = session.say(int(rest) if command == "/prompt" else line, show)
+        episode = answer.episode
+        for message in episode.transcript[-1:] if episode is not None else []:
+            if message["role"] == "tool":
+                show("environment", message["content"])
+        if episode is not None and episode.failure is not None:
+            print(f"\n(the environment gave no answer: {escape_control(episode.failure)})", end="")
+        print(ENDS.get(answer.completion.finish_reason, ""))
     elif line:
-        write(HELP)
-    if answer is None:
-        return
-    if (episode := answer.episode) is not None and episode.transcript and episode.transcript[-1]["role"] == "tool":
-        show("environment", episode.transcript[-1]["content"])
-    if episode is not None and episode.failure is not None:
-        write(f"\n(the environment gave no answer: {escape_control(episode.failure)})")
-    write(ENDS.get(answer.completion.finish_reason, "") + "\n")
+        print(HELP, end="")

@@ -12,7 +12,7 @@ import uvicorn
 
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.endpoint import LOCAL, Endpoint
-from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingParams, SamplingSettings
+from tinyrl.generation.engine import SampledRole, SamplingParams
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.rollout.load import load_policy, resolve_threads
@@ -45,11 +45,9 @@ def served(
     if target.checkpoint is not None:
         policy.load(target.checkpoint, only="policy")
     resolve_threads(policy)
-    settings = SamplingSettings(generation.temperature, generation.max_new_tokens, max_rows=max_rows)
-    wanted = "auto" if generation.engine == "server" else generation.engine
-    how = {"wanted": wanted, "dtype": policy.dtype, "longest": policy.positions}
-    engine, why = select_engine(policy, policy.tokenizer, settings, **how)
-    assert isinstance(engine, LocalEngine)
+    local = "auto" if generation.engine == "server" else generation.engine
+    settings = generation.model_copy(update={"engine": local, "stop": [], "max_rows": max_rows})
+    engine, why = select_engine(settings, policy, policy.tokenizer, longest=policy.positions)
     print(f"engine {engine.name}: {why}", flush=True)
     name = Path(target.name).name if Path(target.name).is_dir() else target.name
     names: dict[str, SampledRole] = {name: "policy" if has_run else "base"}
@@ -68,8 +66,6 @@ def served(
             key=key,
             hosts=hosts,
         )
-        if endpoint.form is None and policy.tokenizer.chat_template:
-            print(f"tools that clients send are ignored: {endpoint.no_form}", flush=True)
         yield endpoint
     finally:
         scheduler.close()

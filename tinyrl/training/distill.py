@@ -48,7 +48,7 @@ class Distill(OnPolicy):
                 for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
                     run.metrics.add(run.updater.step(self.passes(minibatch), train=["policy"]))
             self.record(samples, advantages, step)
-            run.end_step(**self.count_flat(samples))
+            run.end_step(**self.count_flat())
 
     def passes(self, minibatch: list[Sample], *, kl_coef: float = 0.0) -> list[Pass]:
         if self.config.distill.objective == "sampled":

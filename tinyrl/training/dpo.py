@@ -24,15 +24,15 @@ from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
-from tinyrl.data.formats import Side, preference
-from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.formats import preference
+from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
-from tinyrl.models.checks import check_reference, reference_of
+from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
-from tinyrl.training.rows import BatchLoss, RowMethod, joined, rendered
+from tinyrl.training.rows import BatchLoss, RowMethod, rendered
 from tinyrl.training.run import Run
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
@@ -60,16 +60,20 @@ class Dpo(RowMethod):
         return (most, f"dpo.max_tokens={most}") if most and most <= self.policy.positions else super().limit
 
     def examples(self, row: Row) -> list[Example]:
-        """Put both sides behind what their prompts have in common: all, unless a side begins with other messages."""
-        pair = preference(row)
-        sides = [answered(self.policy, pair.prompt, answer) for answer in pair.answers]
+        """Put both sides behind what their prompts have in common: all, unless a side begins with other messages. The
+        last message of each is learnt.
+        """
+        pair, sides, system_prompt = preference(row), list[Example](), self.config.task.system_prompt
+        for answer in pair.answers:
+            prompt = pair.prompt
+            if not isinstance(answer, str) and len(answer) > 1:
+                prompt, answer = [*as_messages(prompt), *answer[:-1]], answer[-1:]
+            sides.append(rendered(self.policy, prompt, answer, system_prompt=system_prompt))
         at = common_length([side.prompt for side in sides])
+        between = [len(side.prompt) - at for side in sides]
         answers = tuple(side.texts[0][at:] for side in sides)
-        masks = None
-        if any(side.masks or len(side.prompt) > at for side in sides):
-            learnt = [side.listed()[0] for side in sides]
-            masks = tuple([False] * (len(s.prompt) - at) + mask for s, mask in zip(sides, learnt, strict=True))
-        return [Example(sides[0].prompt[:at], answers, masks)]
+        masks = tuple([False] * n + [True] * (len(answer) - n) for n, answer in zip(between, answers, strict=True))
+        return [Example(sides[0].prompt[:at], answers, masks if any(between) else None)]
 
     def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
         # 1. Log-probabilities under the reference; for KTO, how far the policy is from it elsewhere.
@@ -98,7 +102,7 @@ class Dpo(RowMethod):
         loss, metrics = preference_loss(self.config.dpo, policy, reference, pairs, kl=kl)
         named = {name: float(metrics[f"rewards/{name}"]) for name in ("accuracy", "margin")}
         sides = {name: float(metrics[name]) for name in ("rewards/chosen", "rewards/rejected")}
-        return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)}, [], [])
+        return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)})
 
     def reference_logprobs(self, split: Split, rows: Sequence[int]) -> Tensor | None:
         """Return (B, 2) of chosen and rejected, computed at first use; None where the loss needs no reference."""
@@ -115,8 +119,7 @@ class Dpo(RowMethod):
         """Check that policy and reference agree before the first step."""
         texts = [pair.texts[0] for row in self.train_rows[:4] for pair in row]
         check_reference(self.policy, texts, temperature=1.0, autocast=self.policy.accelerator.autocast)
-        more = [f"the reference is {reference_of(self.policy)}"] if self.policy.has_reference else []
-        return [*super().check(), *more]
+        return super().check()
 
     def save(self, folder: Path) -> None:
         super().save(folder)
@@ -128,23 +131,6 @@ class Dpo(RowMethod):
         if (folder / REFERENCE_LOGPROBS).is_file():  # not where the run began with a loss that needs none
             kept = load_file(folder / REFERENCE_LOGPROBS)
             self.reference = {"training": kept["training"], "held-out": kept["held-out"]}
-
-
-def answered(policy: Policy, prompt: Prompt | None, answer: Side) -> Example:
-    """Tokenise a side of a pair behind its prompt. Of several messages each turn of the assistant is learnt."""
-    system_prompt = policy.config.task.system_prompt
-    if isinstance(answer, str) or len(answer) == 1:
-        return rendered(policy, prompt, answer, system_prompt=system_prompt)
-    messages = [*as_messages(prompt), *answer]
-    first = len(messages) - len(answer)
-    turns = [at for at, message in enumerate(messages) if at >= first and message["role"] == "assistant"]
-    one, *more = joined([rendered(policy, messages[:at], [messages[at]], system_prompt=system_prompt) for at in turns])
-    if more:
-        raise ValueError(
-            "the chat template writes a turn of the answer differently once other messages follow it, so the answer "
-            "is no single text; give its last turn alone, behind the messages before it"
-        )
-    return one
 
 
 # ---- the loss ----

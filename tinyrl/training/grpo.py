@@ -51,11 +51,9 @@ class Grpo(OnPolicy):
             # 4. An optimizer step for each minibatch.
             with run.timed("update"):
                 for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
-                    metrics = run.updater.step(self.passes(minibatch, kl_coef=config.kl_coef), train=["policy"])
-                    self.watch_sampling(metrics)
-                    run.metrics.add(metrics)
+                    run.metrics.add(run.updater.step(self.passes(minibatch, kl_coef=config.kl_coef), train=["policy"]))
             self.record(samples, advantages, step)
-            run.end_step(**self.count_flat(samples))
+            run.end_step(**self.count_flat())
 
     def sample_groups(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh

@@ -29,10 +29,9 @@ class Pass(NamedTuple):
 
 
 class Method:
-    """Base of the methods. has_prompts: whether another method finds prompts in the rows of task.data."""
+    """Base of the methods."""
 
     row_fingerprints: dict[str, str]  # of both splits
-    has_prompts = True
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.world = policy, policy.world

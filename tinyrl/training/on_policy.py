@@ -15,7 +15,14 @@ from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.rewards.functions import check_failure_streak, describe_failure
-from tinyrl.rollout.records import SAMPLES_BYTES, completion_text, sample_key, sample_lines, shown_samples, token_lines
+from tinyrl.rollout.records import (
+    completion_text,
+    room_for_samples,
+    sample_key,
+    sample_lines,
+    shown_samples,
+    token_lines,
+)
 from tinyrl.rollout.sample import (
     Sample,
     apply_length_rules,
@@ -38,9 +45,6 @@ if TYPE_CHECKING:
     from tinyrl.training.run import Run
     from tinyrl.training.teacher import Teacher
 
-# Sampling log-probabilities this close to a training pass's are used as `old`: through 30 layers of a real model
-# float32 rounds by up to 2e-5.
-EXACT_TO = 1e-4
 SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 
@@ -63,11 +67,10 @@ class OnPolicy(Method):
             self.teacher = (ServerTeacher if self.config.teacher.kind == "server" else LocalTeacher)(self)
 
     def check(self) -> list[str]:
-        notes = [] if self.teacher is None else self.teacher.start()
-        return [*self.collector.check(), *notes]
+        return self.collector.check()
 
     def evaluate(self) -> Evaluation:
-        return evaluate(self.collector, num_prompts=self.config.run.eval_prompts)
+        return evaluate(self.collector, self.collector.eval_prompts[: self.config.run.eval_prompts])
 
     def describe_memory(self) -> str:
         return self.collector.describe_memory()
@@ -93,15 +96,10 @@ class OnPolicy(Method):
     def begin(self, run: Run) -> None:
         """Collect samples for a run from now on."""
         self.run, self.state = run, run.state
-        self._warned: set[str] = set()
-        controllers, accelerator = self.state.controllers, self.policy.accelerator
-        device, precision = accelerator.device.type, accelerator.mixed_precision
-        here = f"{self.collector.engine.name} on {device}, mixed precision {precision}"
-        if controllers.measured_on != here:
-            controllers.measured_on, controllers.exact_sampling = here, None
+        self._retried: set[str] = set()  # rewards that were warned of
         kind, task = PromptSampler, self.config.task
         if task.sampler == "difficulty":
-            kind = partial(PassRates, record=controllers.pass_rates)
+            kind = partial(PassRates, record=self.state.controllers.pass_rates)
         prompts, size = self.collector.train_prompts, self.config.on_policy.num_prompts
         self.sampler = kind(prompts, size, self.config.run.seed, task.solved_reward)
 
@@ -116,27 +114,19 @@ class OnPolicy(Method):
         apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
         self.sampler.look(prompts, rewards_of(samples))
         self._report_failures(samples, step)
-        self.state.completions += len(samples)
-        self.state.tokens += sum(sample.num_actions for sample in samples)
         return samples
 
-    def _warn_once(self, key: str, sentence: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            self.run.display.note(f"warning: {sentence}")
-
     def _report_failures(self, samples: list[Sample], step: int) -> None:
-        runner = self.collector.runner
-        retried = self.collector.scorer.retried | (runner.environment.retried if runner else {})
-        for name, why in retried.items():
-            self._warn_once(name, f"`{name}` was tried row by row: on the whole batch it {why}")
+        for function in self.collector.workers:
+            if (why := function.retried) is not None and function.name not in self._retried:
+                self._retried.add(function.name)
+                self.run.display.note(f"warning: `{function.name}` was tried row by row: on the whole batch it {why}")
         failed = [sample for sample in samples if sample.failures]
         lost, sentence = sum(not sample.rewarded for sample in failed), ""
         if failed:
             sentence = describe_failure(self.by_index[failed[0].row].prompt, failed[0].failures[0])
-            dropped = "their rows are" if lost == len(failed) else f"{lost} of their rows are"
             self.run.display.note(
-                f"warning: {len(failed)} of {len(samples)} rewards failed and {dropped} dropped "
+                f"warning: {len(failed)} of {len(samples)} rewards failed, and {lost} responses are dropped "
                 f"(they are in {self.run.folder.failed_rewards}). {sentence}"
             )
             lines = [
@@ -152,14 +142,10 @@ class OnPolicy(Method):
             ]
             self.run.folder.append(self.run.folder.failed_rewards, lines)
         if self.config.trains.rewarded:
-            self.state.controllers.failing_batches = check_failure_streak(
-                self.state.controllers.failing_batches,
-                rows=len(samples),
-                failed=lost,
-                rewarded=sum(sample.rewarded for sample in samples),
-                steps=self.config.run.num_steps,
-                first_failure=sentence,
-            )
+            controllers, rewarded = self.state.controllers, sum(sample.rewarded for sample in samples)
+            counts = {"rows": len(samples), "failed": lost, "rewarded": rewarded}
+            streak = check_failure_streak(controllers.failing_batches, **counts, first_failure=sentence)
+            controllers.failing_batches = streak
 
     def record_prompts(self, step: int) -> dict[str, float]:
         """Log which prompts of a step were solved; return metrics of the sampler."""
@@ -183,16 +169,8 @@ class OnPolicy(Method):
             if self.reads_reference and self.config.on_policy.kl_in_reward and not self.samples_exactly:
                 fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
             return
-        controllers, sampled = self.state.controllers, padded(samples, "logprobs")
-        fill(samples, "old", sampled)
-        if controllers.exact_sampling:
-            return
-        rescored = self.logprobs(samples, "policy", tokens=tokens)
-        if controllers.exact_sampling is None and (mask := loss_mask(samples)).any():  # not measured yet
-            gap = float(torch.where(mask, rescored - sampled, 0.0).abs().max())
-            controllers.exact_sampling = self.collector.engine.exact and gap < EXACT_TO
-        if not controllers.exact_sampling:
-            fill(samples, "old", rescored)
+        exact = self.samples_exactly
+        fill(samples, "old", padded(samples, "logprobs") if exact else self.logprobs(samples, "policy", tokens=tokens))
 
     def logprobs(
         self,
@@ -211,11 +189,6 @@ class OnPolicy(Method):
     def samples_exactly(self) -> bool:
         """Return whether the engine's log-probabilities equal a training pass's, up to rounding in float32."""
         return self.collector.engine.exact and self.policy.accelerator.mixed_precision == "no"
-
-    def watch_sampling(self, metrics: dict[str, float]) -> None:
-        """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
-        if metrics.get("policy/sampling_gap", 0.0) > EXACT_TO and self.state.controllers.exact_sampling:
-            self.state.controllers.exact_sampling = None
 
     def ask_teacher(self, samples: list[Sample]) -> dict[str, float]:
         """Score the samples by the teacher, if there is one; return its metrics."""
@@ -248,21 +221,13 @@ class OnPolicy(Method):
         kl_coef = 0.0 if section.kl_in_reward or not self.policy.has_reference else kl_coef
         teacher_coef = config.teacher.kl_coef if config.method != "distill" else 0.0
         distance = self.teacher.distance_loss(minibatch) if self.teacher and teacher_coef > 0 else None
+        how: Any = {"max_new_tokens": config.generation.max_new_tokens, "inexact": not self.samples_exactly}
 
         def loss(batch: Batch, states: Tensor) -> tuple[Tensor, Metrics]:
             logprobs, entropy = self.policy.logprobs(
                 "policy", batch, temperature=self.temperature, states=states, entropy_grad=section.entropy_coef > 0
             )
-            total, metrics = policy_loss(
-                logprobs,
-                entropy,
-                batch,
-                counts,
-                section,
-                kl_coef=kl_coef,
-                max_new_tokens=config.generation.max_new_tokens,
-                inexact=not self.samples_exactly,
-            )
+            total, metrics = policy_loss(logprobs, entropy, batch, counts, section, kl_coef=kl_coef, **how)
             if distance is not None:
                 apart, of_distance = distance(batch, states)
                 total, metrics = total + teacher_coef * apart, of_distance | metrics
@@ -272,26 +237,11 @@ class OnPolicy(Method):
 
     # ---- metrics and records ----
 
-    def count_flat(self, samples: list[Sample]) -> dict[str, float]:
-        """Count a step in which the policy had no gradient, and warn of the first. Metric: optim/flat_steps."""
-        controllers = self.state.controllers
+    def count_flat(self) -> dict[str, float]:
+        """Count the step if the policy had no gradient in it. Metric: optim/flat_steps."""
         norms, _ = self.run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
-        flat, why = norms == 0.0, ""
-        if not loss_mask(samples).any():
-            lost = sum(not sample.rewarded for sample in samples)
-            why = f"no response counts: {lost} of {len(samples)} have no reward"
-            if self.config.reward.truncated == "mask":
-                cut = sum(sample.truncated and sample.rewarded for sample in samples)
-                why += f", {cut} were cut off at generation.max_new_tokens (reward.truncated=mask)"
-        elif flat:
-            why = "the loss has no gradient, as where every group has equal rewards"
-        if why:
-            self._warn_once(
-                "flat",
-                f"this step changes no weight: {why}; optim/flat_steps counts such steps",
-            )
-        controllers.flat_steps += flat
-        return {"optim/flat_steps": controllers.flat_steps}
+        self.state.controllers.flat_steps += norms == 0.0
+        return {"optim/flat_steps": self.state.controllers.flat_steps}
 
     def record(self, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
         """Append some of the samples to samples.jsonl, with each one's mean advantage (before any whitening, so that it
@@ -309,24 +259,15 @@ class OnPolicy(Method):
                     rewards = rewards[[next(i for i, one in enumerate(samples) if one is sample) for sample in shown]]
                 lines = token_lines(shown, new_logprobs=now, rewards=rewards, tokenizer=self.policy.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
-                every = settings.eval_every or settings.num_steps
-                done, ahead = -(-(step + 1) // every), -(-max(0, settings.num_steps - step - 1) // every)
-                folder.append_tokens(numbered, most_bytes=MOST_TOKEN_BYTES * done / (done + ahead))  # its share
-        first = samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
-        lines = sample_lines(
-            samples,
-            [completion_text(sample, self.collector.scorer) for sample in first],
-            kind="train",
-            names=self.collector.scorer.names,
-            advantages=advantages if advantages.dim() == 1 else masked_mean(advantages, loss_mask(samples), dim=1),
-            **how,
-        )
-        last = step + 1 >= settings.num_steps
-        folder.append_samples(
-            [{"step": step + 1, **line} for line in lines],
-            turn=0 if last else step + 1,
-            most_bytes=SAMPLES_BYTES / 2 / settings.num_steps,
-        )
+                room = MOST_TOKEN_BYTES * (step + 1) / settings.num_steps
+                folder.append(folder.tokens, numbered, most_bytes=room)
+        scorer, first = self.collector.scorer, samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
+        texts = [completion_text(sample, scorer) for sample in first]
+        if advantages.dim() == 2:
+            advantages = masked_mean(advantages, loss_mask(samples), dim=1)
+        lines = sample_lines(samples, texts, kind="train", names=scorer.names, advantages=advantages, **how)
+        numbered = [{"step": step + 1, **line} for line in lines]
+        folder.append(folder.samples, numbered, most_bytes=room_for_samples(step + 1, settings.num_steps))
 
     def reward_metrics(self, samples: list[Sample]) -> dict[str, float]:
         """Measure mean and spread of the rewards, the mean of each by name, samples without one."""

@@ -75,12 +75,8 @@ def policy_loss(
         sampled = batch.padded("logprobs")
         weights, capped = mismatch_weights(old, sampled, mask, mode=config.importance_correction, cap=MISMATCH_CAP)
     denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
-    shared: dict[str, Any] = {
-        "aggregation": config.aggregation,
-        "denominator": denominator,
-        "token_weights": weights,
-        "metric_denominator": counts.tokens,
-    }
+    shared: dict[str, Any] = {"aggregation": config.aggregation, "denominator": denominator, "token_weights": weights}
+    shared["metric_denominator"] = counts.tokens
     if config.preset == "cispo":
         loss, metrics = cispo_loss(logprobs, old, advantages, mask, ratio_cap=RATIO_CAP, **shared)
     else:

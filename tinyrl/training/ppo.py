@@ -40,7 +40,6 @@ from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.data.formats import described
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.models.batch import Batch, Example, padded
@@ -67,19 +66,13 @@ class Ppo(OnPolicy):
     def __init__(self, collector: Collector) -> None:
         super().__init__(collector)
         self.text: list[list[Example]] = []
-        self.text_notes: list[str] = []
 
     def read_text(self, placed: list[tuple[str, Row]]) -> None:
         """Tokenise the rows of ppo.ptx_data, each with its place, which errors quote."""
-        rows = [row for _, row in placed]
         self.text = [text_of(row, self.policy, place=place) for place, row in watched(placed)]
         texts = (text for row in self.text for one in row for text in one.texts)
         check_ids(texts, self.policy.tokenizer, self.policy.causal)
-        self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint(rows)}
-        self.text_notes = [f"{TEXT}, {note}" for note in described(rows, "text")]
-
-    def check(self) -> list[str]:
-        return [*super().check(), *self.text_notes]
+        self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint([row for _, row in placed])}
 
     def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool = False) -> list[Pass]:
         """Return passes of policy and critic (of the critic alone while it warms up), and over text, if any."""
@@ -151,14 +144,12 @@ class Ppo(OnPolicy):
             with run.timed("update"):
                 for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
                     passes = self.passes(minibatch, kl_coef=kl_coef, warming_up=warming_up)
-                    metrics = run.updater.step(passes, train=trained)
-                    self.watch_sampling(metrics)
-                    run.metrics.add(metrics)
+                    run.metrics.add(run.updater.step(passes, train=trained))
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
             if config.target_kl is not None and samples[0].ref is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
             self.record(samples, advantages, step, rewards=rewards)
-            ended = self.count_flat(samples)
+            ended = self.count_flat()
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(values, returns, mask)
             run.end_step(**ended)

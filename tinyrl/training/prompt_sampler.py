@@ -26,14 +26,12 @@ PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
 
 
-Counts = tuple[str, int, int]  # of a prompt in a step: its row's fingerprint, completions with a reward, right ones
-
-
 @dataclass
 class PromptSampler:
     """Draw the training prompts of each step, in shuffled epochs, and count each one's completions in a step.
 
-    record: state of the run, which only `take` changes.
+    record: state of the run, which only `take` changes; counts: of each prompt in a step, by index, its row's
+    fingerprint, completions with a reward, right ones.
     """
 
     prompts: list[PreparedPrompt]
@@ -41,11 +39,7 @@ class PromptSampler:
     seed: int
     solved_reward: float
     record: dict[str, Any] = field(default_factory=dict)
-    counts: dict[int, Counts] = field(default_factory=dict)
-
-    @cached_property
-    def keys(self) -> list[str]:
-        return [row_key(p.row) for p in self.prompts]
+    counts: dict[int, tuple[str, int, int]] = field(default_factory=dict)
 
     def draw(self, step: int) -> list[int]:
         """Return the places of a step's prompts; a function of (seed, step) and the record."""
@@ -62,11 +56,7 @@ class PromptSampler:
     def take(self, step: int) -> tuple[list[list[Any]], dict[str, float]]:
         """Reset the counts; return them for a line of prompts.jsonl, by index, and metrics."""
         counts, self.counts = self.counts, {}
-        return [[index, *counts[index]] for index in sorted(counts)], self.learn(step, [*counts.values()])
-
-    def learn(self, step: int, counts: list[Counts]) -> dict[str, float]:
-        """Record a step's counts; return metrics."""
-        return {}
+        return [[index, *counts[index]] for index in sorted(counts)], {}
 
 
 class PassRates(PromptSampler):
@@ -78,6 +68,10 @@ class PassRates(PromptSampler):
     wrong + PRIOR), that is a b / (n (n + 1)) of its two numbers and their sum; one that was never seen in proportion to
     the mean of those that were.
     """
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return [row_key(p.row) for p in self.prompts]
 
     @cached_property
     def _probed(self) -> np.ndarray:
@@ -114,8 +108,9 @@ class PassRates(PromptSampler):
         score[places] = -np.inf
         return [*places, *(int(i) for i in np.argsort(-score, kind="stable")[: count - uniform])]
 
-    def learn(self, step: int, counts: list[Counts]) -> dict[str, float]:
-        for key, count, right in counts:
+    def take(self, step: int) -> tuple[list[list[Any]], dict[str, float]]:
+        prompts, _ = super().take(step)
+        for _, key, count, right in prompts:
             was_right, was_wrong = self._known(key, step)
             self.record[key] = [was_right + right, was_wrong + count - right, step]
-        return {"reward/known_prompts": float(len(self.record))}
+        return prompts, {"reward/known_prompts": float(len(self.record))}

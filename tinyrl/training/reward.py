@@ -47,16 +47,14 @@ class RewardModel(RowMethod):
     last_tokens = True
 
     def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
-        self._cut: list[bool] = []  # for each text
+        self._full = 0  # texts of as many tokens as the model reads
         super().__init__(policy, rows, held_out, notes)
         policy.train_score_head(bias=self.objective != "pairs")
         if self.objective != "pairs":
             self._take_labels()
-        if any(self._cut):
-            self.notes.append(
-                f"warning: {sum(self._cut):,} of {len(self._cut):,} texts have more than the {self.room:,} tokens that "
-                "the model reads; their beginnings are cut off, as they will be in scoring"
-            )
+        if self._full:
+            what = f"warning: {self._full:,} texts fill the {self.room:,} tokens that the model reads"
+            self.notes.append(f"{what}; the beginnings of longer ones are cut off, as they will be in scoring")
 
     def _take_labels(self) -> None:
         """Set the higher of the two labels to 1 and the other to 0, and note which that is."""
@@ -84,14 +82,10 @@ class RewardModel(RowMethod):
 
     def examples(self, row: Row) -> list[Example]:
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
-        one, room, texts = judged(row, self.objective), self.room, []
-        how = {"text_format": self.text_format, "adapter": self.policy.peft is not None}
-        for answer in one.answers:
-            text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=room + 1, **how)
-            self._cut.append(len(text) > room)
-            if self._cut[-1]:
-                text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=room, **how)
-            texts.append(text)
+        one, how = judged(row, self.objective), {"text_format": self.text_format, "max_tokens": self.room}
+        adapter = self.policy.peft is not None
+        texts = [reward_tokens(self.tokenizer, one.prompt, answer, adapter=adapter, **how) for answer in one.answers]
+        self._full += sum(len(text) >= self.room for text in texts)
         at = max(1, common_length(texts))
         return [Example(texts[0][:at], tuple(text[at:] for text in texts), value=one.value)]
 
@@ -110,7 +104,7 @@ class RewardModel(RowMethod):
         chosen, *other = self.scores_of(examples).unbind(1)
         targets = torch.tensor([one.value for one in examples], dtype=torch.float64)
         metrics = pair_metrics(chosen, other[0], targets) if other else label_metrics(chosen, targets)
-        return Evaluation(metrics, [], [])
+        return Evaluation(metrics)
 
     def scores(self, batch: Batch) -> Tensor:
         """Score a batch: (n, 2) of chosen and rejected, or (n, 1)."""

@@ -22,12 +22,11 @@ from tinyrl.data.formats import (
     described,
     leave_out,
     objective_of,
-    quoting,
     shared_prompt,
 )
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, prompt_key
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
@@ -58,13 +57,10 @@ class RowMethod(Method):
         self.objective: Objective = objective_of(rows[0]) if trains.rows == "judged" else "pairs"
         self.notes += described(rows, "text" if trains.rows == "text" else self.objective)
         self.row_fingerprints = fingerprints(rows, held_out)
-        self.has_prompts = all(row.get("prompt") is not None for row in rows)
         self.train_rows, self.held_out = self.tokenised(rows), self.tokenised(held_out)
         self.notes += marker_notes(self.tokenizer, rows + held_out, chat=self.config.task.chat)
         if self.config.run.eval_prompts:
-            trained_on = {*map(id, held_out)} <= {*map(id, rows)}
-            different = {prompt_key(shared_prompt(row)) for row in held_out}
-            self.notes += few_held_out(len(different), trained_on=trained_on)
+            self.notes += few_held_out(map(shared_prompt, held_out))
         texts = (text for row in self.train_rows + self.held_out for one in row for text in one.texts)
         check_ids(texts, self.tokenizer, policy.causal)
 
@@ -110,17 +106,18 @@ class RowMethod(Method):
         """
         read: list[list[Example]] = []
         for row in watched(rows):
-            with quoting(row):
+            try:
                 read.append(self.examples(row))
+            except ValueError as error:
+                raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
         most, limit = self.limit
         long = [(place, one.length) for place, row in enumerate(read) for one in row if one.length > most]
         fitting = [[one for one in row if one.length <= most] for row in read]
         if long:
             place, tokens = long[0]
             what = (
-                f"{len(long)} of {sum(map(len, read))} examples have more tokens, prompt and answer, than {limit} (the "
-                f"longest {max(count for _, count in long)}; the first {tokens}, in row {place + 1}, which begins "
-                f"{beginning(rows[place])})"
+                f"{len(long)} of {sum(map(len, read))} examples have more tokens, prompt and answer, than {limit} "
+                f"(the first {tokens}, in row {place + 1})"
             )
             if self.config.task.on_overlong_prompt == "error" or not any(fitting):
                 raise ValueError(f"{what}. Cut them, or leave them out with task.on_overlong_prompt=drop")

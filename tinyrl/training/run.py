@@ -1,15 +1,15 @@
-"""A run as it goes on: its steps, and after each one evaluation, metrics, a checkpoint when due; how it stops.
+"""A run: its steps, and after each one evaluation, metrics, a checkpoint when due; how it stops, and goes on.
 
-The trainer owns the order of a step; the run owns where the run stands (training/state.py). A step is a
-transaction: random numbers are keyed by (seed, step, ...), so a step that is begun again is the same step to the bit,
-and nothing of one under way is in a checkpoint. A stop puts back what the step has changed, from a copy of the trained
-weights and optimizer state that its update starts with; where those are large, it waits for the end of the update.
+The trainer owns the order of a step; the run owns where the run stands (RunState), which state.json of a checkpoint
+holds. A step is a transaction: random numbers are keyed by (seed, step, ...), so a step that is begun again is the same
+step to the bit, and nothing of one under way is in a checkpoint. A stop puts back what the step has changed, from a
+copy of the trained weights and optimizer state that its update starts with; where those are large, it waits for the end
+of the update.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import sys
@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,27 +28,92 @@ from tinyrl.data.rows import seeded_permutation
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
-from tinyrl.rollout.records import SAMPLES_BYTES
+from tinyrl.rollout.records import room_for_samples
 from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display, tell
-from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.method import Method
-from tinyrl.training.state import Best, CheckpointState, InputHashes, RunState
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
-OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
+STATE, OPTIMIZER, RANDOM = "state.json", "optimizer.safetensors", "random.safetensors"
+OF_A_RUN = (checkpoints.MANIFEST, STATE, OPTIMIZER, RANDOM)  # files of a checkpoint that no other run reads
 MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
-# Errors of the report or summary after the last step (broken matplotlib, damaged file, no memory).
-AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
-              ValueError)  # fmt: skip
-RandomState = tuple[dict[str, Tensor], list[Any]]  # of torch and of python
+
+
+# ---- state.json ----
+
+
+class SourceFile(BaseModel):
+    bytes: int
+    modified: int  # nanoseconds
+    sha256: str
+
+
+class InputHashes(BaseModel):
+    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
+
+    rows: dict[str, str] = {}
+    files: dict[str, SourceFile] = {}
+    versions: dict[str, str] = {}
+
+
+class Best(BaseModel):
+    step: int
+    value: float
+
+
+class Controllers(BaseModel):
+    """State of the methods between steps."""
+
+    kl_coef: float | None = None  # PPO's weight of the KL, which may adapt
+    pass_rates: dict[str, list[float]] = {}  # of rows by fingerprint: completions right, wrong, in which step
+    failing_batches: int = 0  # in a row, whose rewards failed
+    flat_steps: int = 0  # without a gradient of the policy
+
+
+class RunState(BaseModel):
+    """The state of a run after `step` finished steps. phase: what comes next, the evaluation after that step (of step
+    0: before training), whose other metrics are `values`, or the next step's rollout.
+    """
+
+    step: int = 0
+    phase: Literal["evaluation", "rollout"] = "evaluation"
+    values: dict[str, int | float | None] = {}
+    controllers: Controllers = Controllers()
+    best: Best | None = None
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: dict[str, Any] = {}
+
+
+class CheckpointState(BaseModel):
+    """state.json: the run's state, and what it was a function of or depends on for an exact resume."""
+
+    run: RunState
+    micro_batch_tokens: int
+    sources: InputHashes
+    config: dict[str, Any]
+    records: dict[str, int]  # bytes of metrics.jsonl and the like
+    python_random: list[Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointState:
+        """Read state.json of a checkpoint. Raises ValueError, naming the field, for one that is not of ours."""
+        try:
+            return cls.model_validate_json((folder / STATE).read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise ValueError(f"{folder / STATE} is not what this tinyrl writes: {place}: {first['msg']}") from None
+
+
+# ---- a step ----
 
 
 @dataclass
@@ -55,7 +121,7 @@ class StepStart:
     """A snapshot that a stop inside a step restores."""
 
     state: RunState
-    random: RandomState
+    random: tuple[dict[str, Tensor], list[Any]]  # of torch and of python
     records: dict[str, int]  # bytes of each
     tensors: tuple[list[Tensor], dict[str, Tensor]] | None = None  # weights and optimizer state, in an update
 
@@ -87,35 +153,31 @@ class StepMetrics:
 
 class Run:
     """A run between its first step and its last. state: after the last finished step; minibatch: of the update under
-    way; update: its number among the step's optimizer steps; until: the step after which to stop.
+    way; update: its number among the step's optimizer steps; until: the step after which to stop; sources: hashes of
+    what the run reads, for its checkpoints.
     """
 
-    def __init__(
-        self, method: Method, folder: RunDir, *, sources: Callable[[], InputHashes], silent: bool = False
-    ) -> None:
+    sources: Callable[[], InputHashes] = InputHashes
+
+    def __init__(self, method: Method, folder: RunDir, *, silent: bool = False) -> None:
         self.method, self.config, self.folder, self.world = method, method.config, folder, method.world
         self.policy = method.policy
-        self._sources = sources
         self.state, self.until = RunState(), self.config.run.num_steps
         self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
         self._start: StepStart | None = None  # of the step under way
         self._held = contextlib.ExitStack()  # while a stop has to wait
-        self._update_seconds = math.nan  # of the last step
+        self._update_seconds = 0.0  # of the last step
         self.display = Display(num_steps=self.until, silent=silent or not self.world.is_main)
-        self.watch = Watch(self.config.written())
+        self.watch = Watch(folder.metrics, self.config.written())
         trackers = self.config.run.trackers if self.world.is_main else []
         self.trackers = Trackers(trackers, folder.path, config=self.config.written(), note=self.display.note)
-        self.last_checkpoint: Path | None = None
-        self.resumed_from: Path | None = None
         self.saved = True  # whether the last save succeeded
-        self.new_config = False  # config.yaml is still that of the run before, until a checkpoint is this one's
+        self._saved_step = self._resumed_step = -1
         self.optimizers = role_optimizers(self.config.optim, self.policy.parameters)
-        self.updater = Updater(self.policy, self.optimizers, max_grad_norm=self.config.optim.max_grad_norm)
-        self.updater.gradient_checkpointing = self.config.model.gradient_checkpointing
-        self.updater.dump_bad_batch = self._dump_bad_batch
-        method.keep_output(folder.append_reward_output if folder.writes else lambda text: None)
+        self.updater = Updater(self.policy, self.optimizers, self.config.optim.max_grad_norm, self._dump_bad_batch)
+        method.keep_output(folder.append_reward_output)
 
     # ---- from here to the end ----
 
@@ -127,15 +189,12 @@ class Run:
             code = self._train()
             if code is not None or not self.world.is_main:
                 return code or 0
-            for write in (
-                lambda: report(self.folder.path),
-                lambda: tell(summary(self.folder, prompts=self.method.has_prompts)),
-            ):
-                try:
-                    write()
-                except AFTERWARDS as error:
-                    what = f"warning: no report or summary ({type(error).__name__}: {error})"
-                    print(f"{what}; later: tinyrl report {self.folder.path}", file=sys.stderr)
+            try:
+                report(self.folder.path)
+                tell(summary(self.folder))
+            except (ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+                what = f"warning: no report or summary ({type(error).__name__}: {error})"
+                print(f"{what}; later: tinyrl report {self.folder.path}", file=sys.stderr)
             if not self.saved:
                 return self._unsaved("done, but the last step is not saved")
             if not self.finished:
@@ -152,11 +211,11 @@ class Run:
                     self.save()
             return None
         except Interrupted as reason:
-            saved = self._interrupted(reason)
+            self._interrupted(reason)
             self.display.close()
             if not self.world.is_main:
                 return reason.exit_code
-            if saved is None:
+            if not self.saved:
                 return self._unsaved(f"stopped; step {self.state.step} is not saved")
             tell(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.folder.path}")
             return reason.exit_code
@@ -177,12 +236,9 @@ class Run:
         self._held.close()
 
     def _unsaved(self, what: str) -> int:
-        """Tell what is lost where the last checkpoint could not be written; returns the exit code."""
-        if checkpoints.list_checkpoints(self.folder.checkpoints):
-            tell(f"{what}. When there is room again, go on from the checkpoint before:\n  "
-                  f"tinyrl train --resume {self.folder.path}")  # fmt: skip
-        else:
-            tell(f"{what}, nor is any other: the weights are lost. {self.folder.checkpoints} could not be written to")
+        """Tell that the last checkpoint could not be written; returns the exit code."""
+        tell(f"{what}. When there is room again, go on from the checkpoint before, if there is one:\n  "
+             f"tinyrl train --resume {self.folder.path}")  # fmt: skip
         return OutOfRoom.exit_code
 
     @property
@@ -221,9 +277,8 @@ class Run:
         return (p for role in self.optimizers.values() for p in role.parameters.values())
 
     def _note_wait(self, signal: str) -> None:
-        known = math.isfinite(self._update_seconds)
-        took = f"; the last one took {self._update_seconds:.0f} s" if known else ""
-        self.display.note(f"{signal}: the trained weights are large, so the stop waits for the end of the update{took}")
+        waits = "the trained weights are large, so the stop waits for the end of the update"
+        self.display.note(f"{signal}: {waits}; the last one took {self._update_seconds:.0f} s")
 
     def minibatches(self, samples: list[Sample], *, num_epochs: int, size: int | None) -> Iterator[list[Sample]]:
         """Yield the samples of each optimizer step: all conversations of `size` episodes, in epochs shuffled by (seed,
@@ -249,7 +304,7 @@ class Run:
         self.metrics.values |= means | metrics | optim
         self.state.step += 1
         self.state.phase, self._start = "evaluation", None
-        self._update_seconds = self.metrics.seconds.get("update", math.nan)
+        self._update_seconds = self.metrics.seconds.get("update", 0.0)
         self._held.close()
         self._finish_step()
 
@@ -277,13 +332,11 @@ class Run:
                 evaluation = self.method.evaluate()
             found = evaluation.flat()
             self.metrics.values |= found
-            every = settings.eval_every or settings.num_steps
-            self.folder.append_samples(
+            self.folder.append(
+                self.folder.samples,
                 [{"step": step, **line} for line in evaluation.samples],
-                turn=0 if last else step // every,
-                most_bytes=SAMPLES_BYTES / 2 / (settings.num_steps // every + 1),
+                most_bytes=room_for_samples(step, settings.num_steps),
             )
-            self.trackers.log_completions(evaluation.samples, step)
             value, best = found.get(BEST), self.state.best
             if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
                 self.state.best = Best(step=step, value=float(value))
@@ -292,7 +345,7 @@ class Run:
         self.display.step(step, line)
         if evaluation is not None:
             self.display.sample(evaluation.samples)
-        for warning in self.watch.look(step, line):
+        for warning in self.watch.look(step) if self.world.is_main else ():
             self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
         self.metrics, self.state.phase = StepMetrics(), "rollout"
@@ -303,57 +356,32 @@ class Run:
 
     # ---- checkpoints ----
 
-    def save(self) -> Path | None:
+    def save(self) -> None:
         """Write a checkpoint, on rank 0; when the disk refuses, warn and go on: older ones are intact."""
         if not self.world.is_main:
-            return None
-        try:
-            try:
-                self._write_checkpoint()
-            except OSError as error:  # older ones than the newest give way, and only where that makes room
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._prune(keep=1):
-                    raise
-                self._write_checkpoint()
-            if self.new_config:
-                self.folder.write_config(self.config)
-                self.new_config = False
-            self._prune(keep=self.config.run.keep_checkpoints)
-        except OSError as error:
-            some = checkpoints.list_checkpoints(self.folder.checkpoints)
-            intact = "Older checkpoints are intact" if some else "There is no checkpoint yet"
-            self.display.note(f"warning: could not save step {self.state.step}: {error}. {intact}.")
-            self.saved = False
-            return None
-        self.saved = True
-        return self.last_checkpoint
+            return
+        step, best = self.state.step, self.state.best
 
-    @property
-    def _saved_step(self) -> int | None:
-        return None if self.last_checkpoint is None else checkpoints.checkpoint_step(self.last_checkpoint)
-
-    def _prune(self, *, keep: int) -> bool:
-        protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
-        if self.state.best is not None:
-            protected.append(self.folder.checkpoints / checkpoints.checkpoint_name(self.state.best.step))
-        return checkpoints.prune(self.folder.checkpoints, keep=keep, protected=protected)
-
-    def _write_checkpoint(self) -> None:
         def write(folder: Path) -> None:
             self.method.save(folder)
             save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
             save_file(rng_tensors(), folder / RANDOM)
-            CheckpointState(
-                run=self._state_now(),
-                micro_batch_tokens=self.policy.micro_batches.tokens,
-                threads=torch.get_num_threads(),
-                sources=self._sources(),
-                config=self.config.written(),
-                records=self.folder.lengths(),
-                python_random=python_rng(),
-            ).write(folder)
+            at: dict[str, Any] = {"run": self._state_now(), "micro_batch_tokens": self.policy.micro_batches.tokens}
+            files: dict[str, Any] = {"sources": self.sources(), "records": self.folder.lengths()}
+            state = CheckpointState(**at, **files, config=self.config.written(), python_random=python_rng())
+            (folder / STATE).write_text(json.dumps(state.model_dump(), indent=1), encoding="utf-8")
 
-        with stop_held():
-            self.last_checkpoint = checkpoints.write_checkpoint(self.folder.checkpoints, self.state.step, write=write)
+        root = self.folder.checkpoints
+        try:
+            with stop_held():
+                checkpoints.write_checkpoint(root, step, write=write)
+            self.saved, self._saved_step = True, step
+            protected = [step, self._resumed_step, best.step if best else step]
+            names = map(checkpoints.checkpoint_name, protected)
+            checkpoints.prune(root, keep=self.config.run.keep_checkpoints, protected=map(root.joinpath, names))
+        except OSError as error:
+            self.display.note(f"warning: could not save step {step}: {error}. Older checkpoints are intact.")
+            self.saved = False
 
     def _state_now(self) -> RunState:
         """Copy the state, with that of metrics and updater."""
@@ -361,34 +389,30 @@ class Run:
         own = {"values": {**self.metrics.values}, "loss_scale": self.updater.scaler.state_dict(), **skips}
         return self.state.model_copy(deep=True, update=own)
 
-    def _stand_at(self, state: RunState, *, random: RandomState, records: dict[str, int]) -> list[str]:
+    def _put_back(self, start: StepStart) -> list[str]:
         """Restore a state and random numbers, and cut the records; returns a line for each that is not whole."""
+        state = start.state
         self.state, self._start, self.metrics = state, None, StepMetrics({**state.values})
         self.updater.skipped, self.updater.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if state.loss_scale:
             self.updater.scaler.load_state_dict(state.loss_scale)
-        restore_rng(*random)
-        return self.folder.cut(records, step=state.step)
+        restore_rng(*start.random)
+        return self.folder.cut(start.records)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
         """Go on from a verified checkpoint, whose state.json is `kept`; returns a line for each damaged record."""
         self.method.load(folder)
-        if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
+        before = kept.config
+        if before["optim"]["optimizer"] == self.config.optim.optimizer:  # another one has no such moments
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
-        else:
-            self.display.note(f"optim.optimizer={self.config.optim.optimizer} begins without the moments of the other")
-        if kept.setting("run", "micro_batch_tokens") == self.config.run.micro_batch_tokens:
+        if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
             self.policy.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
-        if self.config.run.threads == "auto":  # on a GPU
-            torch.set_num_threads(kept.threads)
-        random = load_file(folder / RANDOM), kept.python_random
-        notes = self._stand_at(kept.run, random=random, records=kept.records)
-        there = self.world.is_main and self.folder.metrics.is_file()
-        self.watch.know(read_steps(self.folder.metrics, []) if there else {})
-        self.last_checkpoint = self.resumed_from = folder
+        notes = self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
+        self.watch.look(kept.run.step)  # these have been reported
+        self._saved_step = self._resumed_step = self.state.step
         return notes
 
-    def _interrupted(self, reason: Interrupted) -> Path | None:
+    def _interrupted(self, reason: Interrupted) -> None:
         """Tell other processes, put back what the step under way has changed, and save where the run then stands."""
         self.world.announce(str(reason))
         self._held.close()
@@ -399,25 +423,20 @@ class Run:
                     for parameter, weight in zip(self._trained(), weights, strict=True):
                         parameter.copy_(weight)
                 load_optimizers(self.optimizers, moments)
-            self._stand_at(start.state, random=start.random, records=start.records)
-        if self._saved_step == self.state.step and self.saved and not self.new_config:
-            return self.last_checkpoint
-        self.display.note(f"{reason}: saving step {self.state.step}")
-        return self.save()
+            self._put_back(start)
+        if self._saved_step != self.state.step or not self.saved:
+            self.display.note(f"{reason}: saving step {self.state.step}")
+            self.save()
 
     def _dump_bad_batch(self, why: str) -> None:
         if not self.world.is_main:
             return
-        folder = self.folder.path / "nonfinite"
-        where = f"the batch is in {folder}"
-        try:
+        folder, step = self.folder.path / "nonfinite", self.state.step
+        facts = {"why": why, "samples": [sample.plain() for sample in self.minibatch]}
+        with contextlib.suppress(OSError):  # a full disk
             folder.mkdir(exist_ok=True)
-            facts = {"why": why, "samples": [sample.plain() for sample in self.minibatch]}
-            file = folder / f"step-{self.state.step:06d}-{self.updater.skipped}.json"
-            file.write_text(json.dumps(facts), encoding="utf-8")
-        except OSError as error:
-            where = f"the batch could not be written to {folder}: {error}"
-        self.display.note(f"warning: step {self.state.step}: {why}; no weight was changed, {where}")
+            (folder / f"step-{step:06d}-{self.updater.skipped}.json").write_text(json.dumps(facts), encoding="utf-8")
+        self.display.note(f"warning: step {step}: {why}; no weight was changed, the batch is in {folder}")
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Sft(RowMethod):
 
         (each,) = self.policy.map_samples(of_each, examples, role="policy", width=1)
         loss = float(each.double().sum()) / max(1, sum(sum(one.learnt) for one in examples))
-        return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
+        return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)})
 
 
 def negative_log_likelihood(policy: Policy, batch: Batch) -> Tensor:

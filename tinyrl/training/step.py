@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.config.sections import OptimConfig
-from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.errors import GuardStop
 from tinyrl.models.device import free_bytes, restore_torch_rng, torch_rng
 from tinyrl.models.micro_batches import Work
 from tinyrl.models.parallel import sum_step
@@ -35,7 +35,6 @@ class Updater:
     policy: Policy
     optimizers: dict[str, RoleOptimizer]
     max_grad_norm: float
-    gradient_checkpointing: bool = False
     dump_bad_batch: Callable[[str], None] = lambda why: None
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -51,10 +50,15 @@ class Updater:
         before clipping, and in float16 the `optim/loss_scale` they were computed with. Raises GuardStop after three
         non-finite steps in a row, and after one that made weights non-finite; OutOfRoom if one sequence does not fit.
         """
-        train = list(train)
         metrics = self._accumulate(passes)
-        scale = self._unscale(train)
-        norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
+        optimizers = {role: self.optimizers[role] for role in train}
+        scale = self.scaler.get_scale()  # 1 but in float16
+        scaled = [one for one in optimizers.values() if any(p.grad is not None for p in one.parameters.values())]
+        for one in scaled:
+            self.scaler.unscale_(one.optimizer)
+        if scaled:
+            self.scaler.update()
+        norms = {role: one.clip(self.max_grad_norm) for role, one in optimizers.items()}
         bad_losses = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
         bad = bad_losses + [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
         if bad and not bad_losses and 1 < scale > self.scaler.get_scale():  # an overflow, which halved it
@@ -65,41 +69,38 @@ class Updater:
             self.skipped_in_a_row = 0
             for role, norm in norms.items():
                 if norm > 0.0:  # else momentum and weight decay alone would move the weights
-                    self.optimizers[role].optimizer.step()
+                    optimizers[role].optimizer.step()
                     self._check_weights(role)
         self._zero_grad()
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         if self.scaler.is_enabled():
             metrics["optim/loss_scale"] = scale
-        return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
-
-    def _unscale(self, train: list[str]) -> float:
-        """Divide the gradients by the scale of the loss, which is returned (1 but in float16), and set the next one."""
-        scale = self.scaler.get_scale()
-        with_gradients = [r for r in train if any(p.grad is not None for p in self.optimizers[r].parameters.values())]
-        for role in with_gradients:
-            self.scaler.unscale_(self.optimizers[role].optimizer)
-        if with_gradients:
-            self.scaler.update()
-        return scale
+        return {**metrics, **{names[role]: norm for role, norm in norms.items()}}
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        before = pass_rng = torch_rng()
+        policy, start, shared = self.policy, torch_rng(), None
+        if policy.world.size > 1:  # each process drops out by its own numbers, and goes on with those of all
+            seed, shared = int(torch.randint(1 << 48, (1,))), torch_rng()
+            torch.manual_seed(seed + policy.world.rank)
+            start = torch_rng()
+        checkpoints = policy.config.model.gradient_checkpointing
+        recompute = policy.gradient_checkpointing if checkpoints else contextlib.nullcontext
 
         def restart() -> None:
-            restore_torch_rng(pass_rng)
+            restore_torch_rng(start)
             totals.clear()
             self._zero_grad()
-
-        policy = self.policy
-        recompute = policy.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
 
         def work(one: Pass) -> Work:
             lengths = policy.lengths(one.items)
 
             def run(rows: list[int]) -> None:
-                with self._measured(lengths.cost(rows)), policy.acting(one.role), recompute():
+                measures, free, taken = policy.micro_batches.unmeasured, 0, 0  # run.micro_batch_tokens=auto on a GPU
+                if measures:
+                    free, taken = free_bytes(policy.device), torch.cuda.memory_allocated(policy.device)
+                    torch.cuda.reset_peak_memory_stats(policy.device)
+                with policy.acting(one.role), recompute():
                     batch = policy.batch_of([one.items[i] for i in rows], last_tokens=one.last_tokens)
                     with policy.accelerator.autocast():
                         loss, metrics = one.loss(batch)
@@ -107,43 +108,17 @@ class Updater:
                         self.scaler.scale(loss).backward()
                 for key, value in metrics.items():
                     totals[key] = totals.get(key, torch.zeros_like(value)) + value
+                if measures:  # by the memory that the first micro-batch takes
+                    taken = torch.cuda.max_memory_allocated(policy.device) - taken
+                    policy.micro_batches.fit(cost=lengths.cost(rows), taken=taken, free=free)
 
             return Work(lengths, run)
 
-        try:
-            with self._own_random_numbers(before) as pass_rng:
-                policy.micro_batches.run(*map(work, passes), world=policy.world, restart=restart)
-            parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
-            return sum_step(policy.world, as_floats(totals), parameters)
-        except Interrupted:
-            restore_torch_rng(before)  # a resume does this step again from its beginning
-            raise
-
-    @contextlib.contextmanager
-    def _measured(self, cost: int) -> Iterator[None]:
-        """Set run.micro_batch_tokens=auto by the memory that the first micro-batch, of `cost` tokens, takes."""
-        if not self.policy.micro_batches.unmeasured:
-            yield
-            return
-        device = self.policy.accelerator.device
-        free, before = free_bytes(device), torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield
-        self.policy.micro_batches.fit(cost=cost, taken=torch.cuda.max_memory_allocated(device) - before, free=free)
-
-    @contextlib.contextmanager
-    def _own_random_numbers(self, now: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Have each process drop out by its own numbers; before and after, all have the same generators."""
-        if self.policy.world.size == 1:
-            yield now
-            return
-        seed = int(torch.randint(1 << 48, (1,)))
-        shared = torch_rng()
-        torch.manual_seed(seed + self.policy.world.rank)
-        try:
-            yield torch_rng()
-        finally:
+        policy.micro_batches.run(*map(work, passes), world=policy.world, restart=restart)
+        if shared is not None:
             restore_torch_rng(shared)
+        parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
+        return sum_step(policy.world, as_floats(totals), parameters)
 
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():
@@ -153,9 +128,7 @@ class Updater:
         """Raise GuardStop for weights that a finite gradient made non-finite (by a rate or decay that is too large)."""
         weights = list(self.optimizers[role].parameters.values())
         norm = float(nn.utils.get_total_norm(weights))  # one pass; large numbers overflow it too, so look at each then
-        # A head may rule tokens out by a bias of -inf.
-        sound = (w.isfinite() | (w == -torch.inf) if w.dim() == 1 else w.isfinite() for w in weights)
-        if not math.isfinite(norm) and not all(bool(each.all()) for each in sound):
+        if not math.isfinite(norm) and not all(bool(weight.isfinite().all()) for weight in weights):
             raise GuardStop(
                 f"an optimizer step made weights of the {role} that are not finite, so they are not saved. The last "
                 "checkpoint is sound. Try a lower optim.learning_rate or optim.weight_decay."
@@ -188,22 +161,16 @@ Parameters = dict[str, nn.Parameter]
 OptimizerKind = Literal["adamw", "adamw8bit"]
 
 
-@dataclass
 class RoleOptimizer:
-    """AdamW over one role's parameters by name. Its state is named tensors, so that a checkpoint needs no pickle."""
+    """AdamW over one role's parameters by name. Weight decay applies to matrices only: decaying a bias or a norm's gain
+    pulls it towards nothing meaningful. `adamw8bit` stores both moments of large tensors in blocks of eight bits
+    (2110.02861): 2 bytes a parameter instead of 8. Raises ValueError where bitsandbytes is missing.
+    """
 
-    parameters: Parameters
-    learning_rate: float
-    optimizer: torch.optim.Optimizer
-
-    @classmethod
-    def make(
-        cls, parameters: Parameters, *, learning_rate: float, weight_decay: float, kind: OptimizerKind = "adamw"
-    ) -> RoleOptimizer:
-        """Make the optimizer. Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards
-        nothing meaningful. `adamw8bit` stores both moments of large tensors in blocks of eight bits (2110.02861): 2
-        bytes a parameter instead of 8. Raises ValueError where bitsandbytes is missing.
-        """
+    def __init__(
+        self, parameters: Parameters, *, learning_rate: float, weight_decay: float, kind: OptimizerKind = "adamw"
+    ) -> None:
+        self.parameters, self.learning_rate = parameters, learning_rate
         adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
         if kind == "adamw8bit":
             try:
@@ -215,8 +182,7 @@ class RoleOptimizer:
             {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
-        return cls(parameters, learning_rate, optimizer)
+        self.optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
 
     def set_rate(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
@@ -226,59 +192,40 @@ class RoleOptimizer:
         """Clip this role's gradient in place; returns its norm before clipping (0 without a gradient)."""
         return float(nn.utils.clip_grad_norm_(list(self.parameters.values()), max_norm))
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return Adam's state as `<parameter>|<key>` -> tensor. bitsandbytes has the step as a number, and one table
-        of eight-bit values for all parameters, which safetensors refuses: they are copied.
-        """
-        state = self.optimizer.state
-        found = {f"{n}|{k}": v for n, p in self.parameters.items() for k, v in state.get(p, {}).items()}
-        return {k: v.clone() if "|qmap" in k else torch.as_tensor(v) for k, v in found.items()}
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore `state_tensors`. Raises ValueError for a parameter that is not trained here."""
-        self.optimizer.state.clear()
-        for key, value in tensors.items():
-            name, _, field = key.rpartition("|")
-            if name not in self.parameters:
-                raise ValueError(f"the optimizer's state is for a parameter that is not trained here: {name}")
-            parameter = self.parameters[name]
-            if field == "step":  # a number for bitsandbytes
-                kept = value.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(value)
-            else:
-                kept = value.to(parameter.device, copy=True)
-            self.optimizer.state.setdefault(parameter, {})[field] = kept
-
 
 def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
     """Make an optimizer for each role that is trained, the critic's with its own learning rate."""
     rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
     how = {"weight_decay": optim.weight_decay, "kind": optim.optimizer}
-    return {role: RoleOptimizer.make(p, learning_rate=rates[role] or 0.0, **how) for role, p in parameters.items()}
+    return {role: RoleOptimizer(p, learning_rate=rates[role] or 0.0, **how) for role, p in parameters.items()}
 
 
 def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]:
-    """Return the states of all roles' optimizers as `<role>|<parameter>|<key>` -> tensor."""
-    states = {role: optimizer.state_tensors() for role, optimizer in optimizers.items()}
-    return {f"{role}|{key}": tensor.contiguous() for role, state in states.items() for key, tensor in state.items()}
+    """Return Adam's state of all roles as `<role>|<parameter>|<key>` -> tensor, so that a checkpoint needs no pickle.
+    bitsandbytes has one table of eight-bit values for all parameters, which safetensors refuses: it is copied.
+    """
+    found: dict[str, Tensor] = {}
+    for role, one in optimizers.items():
+        for name, parameter in one.parameters.items():
+            for key, value in one.optimizer.state.get(parameter, {}).items():
+                tensor = torch.as_tensor(value)  # bitsandbytes has the step as a number
+                found[f"{role}|{name}|{key}"] = tensor.clone() if key.startswith("qmap") else tensor.contiguous()
+    return found
 
 
 def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> None:
     """Restore `optimizer_tensors`."""
-    for role, optimizer in optimizers.items():
-        of_role = {key.removeprefix(f"{role}|"): t for key, t in tensors.items() if key.startswith(f"{role}|")}
-        optimizer.load_state_tensors(of_role)
-
-
-def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) -> str | None:
-    """Return a note where going on at `step` with another run.num_steps makes the learning rate jump."""
-    was, new = (rate_factor(optim.schedule, step, num_steps=n, warmup_steps=optim.warmup_steps) for n in (before, now))
-    if math.isclose(was, new):
-        return None
-    rate = optim.learning_rate or 0.0
-    return (
-        f"optim.schedule={optim.schedule} is stretched from {before} to {now} steps: the learning rate of step "
-        f"{step + 1} is {rate * new:.3g} where it would have been {rate * was:.3g}"
-    )
+    for one in optimizers.values():
+        one.optimizer.state.clear()
+    for place, value in tensors.items():
+        role, _, rest = place.partition("|")
+        name, _, key = rest.rpartition("|")
+        optimizer, parameter = optimizers[role].optimizer, optimizers[role].parameters[name]
+        if key == "step":
+            kept = value.clone() if isinstance(optimizer, torch.optim.AdamW) else int(value)
+        else:
+            kept = value.to(parameter.device, copy=True)
+        optimizer.state.setdefault(parameter, {})[key] = kept
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.errors import Interrupted
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example, padded
 from tinyrl.models.device import to_device
@@ -32,7 +32,6 @@ from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
 from tinyrl.rollout.sample import Sample, fill, loss_mask, rewards_of
-from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import did_you_mean, join_truncated
 
 if TYPE_CHECKING:
@@ -64,16 +63,10 @@ class PromptLogprobs(AnswerPart):
 class Teacher:
     """Scores the tokens of samples: the log-probability of each in the loss, and its distribution there."""
 
-    role: Role | None = None  # whose models are on this machine
-
     def __init__(self, trainer: OnPolicy) -> None:
         self.trainer, self.config = trainer, trainer.config.teacher
         self.temperature, self.positions = trainer.config.generation.temperature, trainer.policy.positions
         self.hint = PrivilegedPrompt(self.config.hint, trainer) if self.config.hint else None
-
-    def start(self) -> list[str]:
-        """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
-        return []
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
         """Set `teacher` and `teaching` of the samples, for tokens in the loss; returns metrics.
@@ -141,41 +134,21 @@ class LocalTeacher(Teacher):
 
     def __init__(self, trainer: OnPolicy) -> None:
         super().__init__(trainer)
-        self.role = LOCAL[self.config.kind]
+        self.role: Role = LOCAL[self.config.kind]
         self.own = trainer.policy.teacher_model if self.config.kind == "model" else None
         if self.own is not None:
             self.positions = min(self.positions, positions_of(self.own.config.get_text_config()))
-        words, top_k = len(self.head.weight), self.config.top_k
-        if top_k is not None and top_k > words:
-            raise ValueError(f"teacher.top_k={top_k} is more than the vocabulary of {words:,} tokens")
+            check_ids((prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.own)
 
     @property
     def head(self) -> Head:
         """Return the head's rows of tokens that the policy has too: beyond them is padding, of no text."""
-        assert self.role is not None
         return first_tokens(self.trainer.policy.head(self.role), len(self.trainer.policy.head("policy").weight))
-
-    def start(self) -> list[str]:
-        if self.own is None:
-            return []
-        policy, collector = self.trainer.policy, self.trainer.collector
-        ours, theirs = len(policy.head("policy").weight), len(self.head.weight)
-        check_ids((prompt.tokens for prompt in collector.train_prompts), policy.tokenizer, self.own)
-        longest = max(len(prompt.tokens) for prompt in collector.train_prompts) + collector.longest_response
-        if longest > self.positions:
-            raise ValueError(
-                f"teacher.path={self.config.path} has {self.positions} positions, and prompt and response may have "
-                f"{longest} tokens"
-            )
-        if theirs == ours:
-            return []
-        return [f"the teacher has {theirs:,} tokens and the policy {ours:,}: they are compared over what both have"]
 
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> tuple[Tensor, Teaching]:
         trainer, policy, role, top_k = self.trainer, self.trainer.policy, self.role, self.config.top_k
-        assert role is not None
         if self.own is not None:  # a token without a row there, of no text, becomes the last one
             last = min(embedding_rows(self.own), len(self.head.weight)) - 1
             prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
@@ -221,7 +194,8 @@ def first_tokens(head: Head, count: int) -> Head:
 class ServerTeacher(Teacher):
     """vLLM at an address: it returns the top-k tokens (`prompt_logprobs`), at temperature 1."""
 
-    def start(self) -> list[str]:
+    def __init__(self, trainer: OnPolicy) -> None:
+        super().__init__(trainer)
         self.vocabulary = len(self.trainer.policy.head("policy").weight)
         self.client = ServerClient(str(self.config.path))
         try:
@@ -230,7 +204,6 @@ class ServerTeacher(Teacher):
             check_tokenizer(self.client, self.model, self.trainer.policy.tokenizer)
         except ServerError as error:
             raise ValueError(f"teacher.path: {error}") from None
-        return []
 
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
@@ -255,18 +228,15 @@ class ServerTeacher(Teacher):
     ) -> list[tuple[list[int], list[float], float]]:
         """Return (top-k ids, their log-probabilities, the token's own) for each token of the mask, likeliest first."""
         found = read_as(PromptLogprobs, answer, server=self.client, path="/v1/completions").choices[0].prompt_logprobs
-        if len(found) != len(prompt) + len(response):
-            raise ServerError(f"{self.client.name} scored {len(found)} of {len(prompt) + len(response)} tokens")
         scored = []
-        for token, counts, of_place in zip(response, mask, found[len(prompt) :], strict=True):
+        for place, (token, counts) in enumerate(zip(response, mask, strict=True), len(prompt)):
             if not counts:
                 continue
-            of_place = of_place or {}
+            of_place = (found[place] if place < len(found) else None) or {}
             likeliest = sorted(((one.logprob, int(i)) for i, one in of_place.items()), reverse=True)[:top_k]
-            if str(token) not in of_place or len(likeliest) < top_k:
-                raise ServerError(f"{self.client.name} left out log-probabilities of token {token}")
-            if not all(0 <= i < self.vocabulary for _, i in likeliest):
-                raise ServerError(f"{self.client.name} names tokens beyond the vocabulary of {self.vocabulary:,}")
+            whole = str(token) in of_place and len(likeliest) == top_k
+            if not whole or not all(0 <= i < self.vocabulary for _, i in likeliest):
+                raise ServerError(f"{self.client.name} gave no {top_k} log-probabilities in place of token {token}")
             scored.append(([i for _, i in likeliest], [p for p, _ in likeliest], of_place[str(token)].logprob))
         return scored
 
@@ -279,7 +249,7 @@ class PrivilegedPrompt:
 
     def __init__(self, text: str, trainer: OnPolicy) -> None:
         self.text, prompts = text, trainer.collector.train_prompts
-        config, scorer = trainer.config, trainer.collector.scorer
+        config, scorer, runner = trainer.config, trainer.collector.scorer, trainer.collector.runner
         self.names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         for name in self.names:
             if name not in (CORRECT, WHY) and not any(name in p.row for p in prompts):
@@ -289,33 +259,23 @@ class PrivilegedPrompt:
                     f"Columns: {join_truncated([*there, CORRECT, WHY])}"
                 )
         sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
-        if CORRECT in self.names and not (sampled and scorer.names and config.on_policy.group_size > 1):
+        may_be = {CORRECT: scorer.names and config.on_policy.group_size > 1, WHY: scorer.functions or runner}
+        if any(name in self.names and not (sampled and there) for name, there in may_be.items()):
             raise ValueError(
-                "teacher.hint has {correct}, another right response to the same prompt: it needs a reward and several "
-                f"sampled responses a prompt (group_size; {config.method} samples {config.on_policy.group_size})"
-            )
-        if WHY in self.names and not (sampled and (scorer.functions or trainer.collector.runner)):
-            raise ValueError(
-                "teacher.hint has {why}: it needs sampled responses, and a reward function or judge that gives a text "
-                "beside its score, or an environment"
+                "teacher.hint: {correct} needs a reward and several sampled responses a prompt (group_size), {why} a "
+                "reward function or judge that gives a text beside its score, or an environment"
             )
 
     def prompts(self, samples: list[Sample], trainer: OnPolicy) -> list[list[int] | None]:
         """Return the teacher's prompt for each sample; None where a value of the hint is missing."""
-        asked = [trainer.by_index[sample.row] for sample in samples]
-        rows = [prompt.row for prompt in asked]
+        rows = [trainer.by_index[sample.row].row for sample in samples]
         found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
         if CORRECT in found:
-            found[CORRECT] = _correct(samples, asked, trainer)
+            found[CORRECT] = _correct(samples, trainer)
         if WHY in found:
             spoken = [sample.played.transcript if sample.played else [] for sample in samples]
             last = [next((m["content"] for m in reversed(turns) if m["role"] != "assistant"), None) for turns in spoken]
             found[WHY] = [sample.comment or text for sample, text in zip(samples, last, strict=True)]
-            if trainer.state.step == 0 and not any(found[WHY]):
-                raise GuardStop(
-                    "teacher.hint has {why}, and no reward gave a text beside a score, as in (0.0, 'line 3: "
-                    "NameError'), so there is nothing to learn from"
-                )
         values = [{name: column[place] for name, column in found.items()} for place in range(len(samples))]
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
@@ -327,7 +287,7 @@ class PrivilegedPrompt:
         return [by_place.get(place) for place in range(len(samples))]
 
 
-def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPolicy) -> list[str | None]:
+def _correct(samples: list[Sample], trainer: OnPolicy) -> list[str | None]:
     """Return another right response of the group for each sample: with task.solved_reward by the task's verifier, or
     else by the sum of rewards without length penalties.
     """
@@ -336,7 +296,7 @@ def _correct(samples: list[Sample], prompts: list[PreparedPrompt], trainer: OnPo
         scores = scores[:, -1 - scorer.environment_rewards]
     elif trainer.collector.task.verify is not None:
         transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
-        responses = [sample.response for sample in samples]
+        prompts, responses = [trainer.by_index[sample.row] for sample in samples], [s.response for s in samples]
         call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=trainer.world)
         scores = torch.tensor(call.scores)
     else:

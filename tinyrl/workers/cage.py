@@ -203,14 +203,8 @@ def main() -> None:
     if missing:
         os._exit(1)
 
-    class Loader:
-        """Gives `traceback` and `inspect` the program's lines."""
-
-        def get_source(self, name: str) -> str:
-            return source.decode(errors="replace")
-
     program = sys.modules["__main__"] = type(sys)("__main__")
-    program.__file__, program.__loader__ = FILE, Loader()  # pyright: ignore
+    program.__file__ = FILE
     sys.argv[:] = [FILE]
     site.setquit()  # exit() and quit() are there as in any script, though installed packages are not
     exec(compile(source, FILE, "exec", dont_inherit=True), vars(program))  # noqa: S102

@@ -1,15 +1,14 @@
 """Calls of a person's function in its worker process: the whole batch, then row by row.
 
-When a batch fails, its rows are tried one by one in a fresh worker, so that only those at fault are dropped; the cost
-of that is bounded, in workers lost and in time. Nothing here waits without a deadline. What the function prints goes
-into a file, so that no full pipe stops it.
+When a batch fails, its rows are tried one by one in a fresh worker, so that only those at fault are dropped; the time
+of that is bounded. Nothing here waits without a deadline. What the function prints goes into a file, so that no full
+pipe stops it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import secrets
@@ -23,14 +22,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
+from tinyrl.errors import machine_memory
 from tinyrl.runs.launched import VARIABLES
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import did_you_mean, escape_control, one_line, redact
+from tinyrl.text import did_you_mean, escape_control, mask_url, one_line
 from tinyrl.workers import worker
 from tinyrl.workers.loading import HERE, FunctionSource
 
@@ -41,13 +38,12 @@ MOST_OUTPUT_BYTES = 64 << 20  # in the file of what a call prints; then it is em
 CALL_BYTES = 1 << 16  # of what one call prints
 KEPT_LINES = 200  # of what is printed while there is nowhere to write it
 LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
-MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
-ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
+ROW_TIMEOUT = 0.125  # of timeout_s, for a row alone
 MIN_ROW_TIMEOUT_S = 1.0
+ROWS_TIMEOUTS = 2  # trying the rows of one batch may take this many times timeout_s
 MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
 END_S = 2.0  # for an idle worker to leave by itself, and for a killed one to be gone
 MEMORY_SHARE = 0.5  # of the machine's memory, which a process may use
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 MAX_SHOWN_CHARS = 300
 
 
@@ -70,21 +66,14 @@ class Printed:
 
     def add(self, data: bytes) -> None:
         """Hand over the lines of a call, up to CALL_BYTES of it."""
-        texts = [redact(raw.decode("utf-8", errors="replace")) for raw in data[:CALL_BYTES].splitlines()]
-        lines = [f"{self._name}: {text if text.isprintable() else escape_control(text)}" for text in texts]
-        if len(data) > CALL_BYTES:
-            lines.append(f"{self._name}: [{len(data) - CALL_BYTES} more bytes left out]")
-        self.kept.extend(lines)
+        for raw in data[:CALL_BYTES].splitlines():
+            self.kept.append(f"{self._name}: {escape_control(mask_url(raw.decode('utf-8', errors='replace')))}")
         if self._write is not None:
             self.send_to(self._write)
 
 
 class CallFailed(Exception):
     """A call failed, with the reason."""
-
-
-class WorkerLost(CallFailed):
-    """The worker hung or died, and has to be started again."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +86,12 @@ class RowFailure:
 
 @dataclass
 class Rows:
-    """One value for each row of a call, None for those among the failures; `retried`: why rows were tried alone;
-    `slowest`: seconds of the slowest row, and which that is, where rows were timed.
+    """One value for each row of a call, None for those among the failures; `slowest`: seconds of the slowest row, and
+    which that is, where rows were timed.
     """
 
     values: list[Any]
     failures: list[RowFailure] = field(default_factory=list)
-    retried: str | None = None
     slowest: tuple[float, int] | None = None
 
 
@@ -113,22 +101,17 @@ class WorkerFunction:
 
     sources: where it is, the first giving its name; setting: the field that names it, for messages; timeout_s: seconds
     a call may take; host: "module:function" of ours that makes one service of several functions, see worker.py.
-    `printed` is what it prints; `read_as_text`: whether it has taken a completion that is a list of messages for text.
+    `printed` is what it prints; `retried`: why, the first time, the rows of a batch were tried one by one.
     """
 
     def __init__(
         self, sources: list[FunctionSource], *, setting: str, timeout_s: float, host: str | None = None, name: str = ""
     ) -> None:
-        self._section, self._timeout_s = setting.partition(".")[0], timeout_s
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"{self._section}.timeout_s: must be a number of seconds above 0, not {timeout_s}.")
-        if sys.platform == "win32" and sources[0].module != HERE:
-            raise ValueError(f"{setting}: people's code runs in a process that takes Linux or macOS; use WSL.")
         self.name = name or sources[0].function
-        self.printed, self.read_as_text = Printed(self.name), False
+        self.printed, self.retried = Printed(self.name), None
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
+        self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | worker.Loaded | None = None
-        self._count = 0  # of requests
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
     def __enter__(self) -> Self:
@@ -137,20 +120,17 @@ class WorkerFunction:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Load the function and return the facts of its worker: see worker.py."""
-        self.start()
-        assert self._facts is not None
-        return self._facts
-
-    def start(self) -> None:
-        """Load the function now. ValueError if its code does not load, which before training the user can fix."""
+    def start(self) -> dict[str, Any]:
+        """Load the function and return the facts of its worker: see worker.py. ValueError if its code does not load,
+        which before training the user can fix.
+        """
         if self._facts is None:
             try:
                 self._load()
             except CallFailed as failure:
                 raise ValueError(f"{self._setting} {failure}.") from failure
+        assert self._facts is not None
+        return self._facts
 
     def close(self, *, at_once: bool = False) -> None:
         """End the worker and whatever it started; an idle one leaves by itself. A later call starts another."""
@@ -158,7 +138,6 @@ class WorkerFunction:
         if isinstance(process, subprocess.Popen):
             assert process.stdin
             assert process.stdout
-            started = worker.started_by(process.pid, self._mark)
             if not at_once:
                 process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -166,7 +145,7 @@ class WorkerFunction:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # one stuck in the kernel must not hold us as well
                 process.wait(timeout=END_S)
-            worker.end_all(process.pid, self._mark, started)
+            worker.end_all(process.pid, self._mark)
             for file in (self._output, process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     file.close()
@@ -180,7 +159,7 @@ class WorkerFunction:
         assert all(len(values) == num_rows for values in arguments.values()), {k: len(v) for k, v in arguments.items()}
         if not num_rows:
             return Rows([])
-        facts = self.facts
+        facts = self.start()
         for name in facts["required"]:
             if name not in arguments:
                 raise ValueError(
@@ -189,7 +168,7 @@ class WorkerFunction:
                 )
         if facts["parameters"] is not None:  # it has no **columns
             arguments = {name: arguments[name] for name in facts["parameters"] if name in arguments}
-        rows, rows_may_be_guilty = Rows([None] * num_rows), False
+        rows_may_be_guilty = False
         try:
             self._load()
             rows_may_be_guilty = not facts["whole_batch"]
@@ -198,23 +177,21 @@ class WorkerFunction:
             why = str(failure)
         self.close()  # whatever state the failure left behind must not reach another row
         if not rows_may_be_guilty:
-            rows.failures = [RowFailure(row, f"`{self.name}` {why}") for row in range(num_rows)]
-            return rows
+            return Rows([None] * num_rows, [RowFailure(row, f"`{self.name}` {why}") for row in range(num_rows)])
 
-        rows.retried, workers_lost = why, 0
-        not_again, together = "was not tried again alone:", f"with the whole batch it {why}"
-        row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, self._timeout_s / MAX_WORKERS_LOST))
+        rows, self.retried = Rows([None] * num_rows), self.retried or why
+        row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, ROW_TIMEOUT * self._timeout_s))
         deadline = time.monotonic() + ROWS_TIMEOUTS * self._timeout_s
         for row in range(num_rows):
             try:
-                if workers_lost == MAX_WORKERS_LOST:
-                    raise CallFailed(f"{not_again} {workers_lost} rows had hung or crashed by then; {together}")
                 if time.monotonic() > deadline:
-                    raise CallFailed(f"{not_again} {ROWS_TIMEOUTS} x timeout_s had gone into the others; {together}")
+                    raise CallFailed(
+                        f"was not tried again alone: {ROWS_TIMEOUTS} x timeout_s had gone into the others; with the "
+                        f"whole batch it {why}"
+                    )
                 self._load()
                 alone = self._ask({n: [v[row]] for n, v in arguments.items()}, 1, call, row_timeout_s)
             except CallFailed as failure:
-                workers_lost += isinstance(failure, WorkerLost)
                 rows.failures.append(RowFailure(row, f"`{self.name}` {failure}"))
             else:
                 rows.values[row] = alone.values[0]
@@ -232,11 +209,10 @@ class WorkerFunction:
                     "Columns may hold text, numbers, true, false, null, and lists and objects of these."
                 ) from error
         reply = self._reply({"arguments": arguments, "num_rows": num_rows, "call": call}, timeout_s)
-        self.read_as_text |= reply["read_as_text"]
         if len(reply["values"]) != num_rows:
             raise CallFailed(f"had {len(reply['values'])} values for {num_rows} rows")
         failures = [RowFailure(row, f"`{self.name}` {quoted(reason)}") for row, reason in reply["failures"]]
-        return Rows(reply["values"], failures, slowest=reply.get("slowest"))
+        return Rows(reply["values"], failures, slowest=reply["slowest"])
 
     def _load(self) -> None:
         """Start a worker and load the function into it, unless there is one."""
@@ -264,48 +240,37 @@ class WorkerFunction:
             )
         sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
         path = [*(str(source.folder) for source in self._sources), *sys.path]
-        load = {"sources": sources, "host": self._host, "section": self._section, "sys_path": path}
+        load = {"sources": sources, "host": self._host, "sys_path": path}
         try:
             self._facts = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
         except CallFailed as failure:
             self.close()
-            raise WorkerLost(f"could not be loaded: it {failure}") from failure
+            raise CallFailed(f"could not be loaded: it {failure}") from failure
 
     def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
-        self._count += 1
-        request = {**request, "id": self._count, "timeout_s": timeout_s}
-        process, reply, started = self._process, dict[str, Any](), time.monotonic()
-        if isinstance(process, worker.Loaded):
+        line, data = b"", json.dumps({**request, "timeout_s": timeout_s})
+        if isinstance(self._process, worker.Loaded):
             check_stop()
-            reply = json.loads(json.dumps(process.answer(json.loads(json.dumps(request)))))
+            line = json.dumps(self._process.answer(json.loads(data)))
         else:
-            assert process is not None
             try:
-                line = self._exchange(process, json.dumps(request).encode("ascii") + b"\n", timeout_s)
-                if not line:
-                    late = time.monotonic() - started >= timeout_s
-                    raise WorkerLost(self._why_lost(process, timeout_s if late else None))
-                try:
-                    found = json.loads(line)
-                    if found["id"] != self._count:
-                        raise KeyError
-                except (ValueError, RecursionError, KeyError, TypeError):  # people's code has written there
-                    raise WorkerLost("broke the replies of its worker process") from None
-                reply = found
+                line = self._exchange(data.encode("ascii") + b"\n", timeout_s)
             finally:
                 self.printed.add(self._written())
                 self._empty_output()
-                if not reply:  # the worker's next reply would be to the wrong request
+                if not line:  # the worker's next reply would be to the wrong request
                     self.close(at_once=True)
+        reply = json.loads(line)
         if "error" in reply:
             raise CallFailed(said(reply))
         return reply
 
-    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> bytes:
-        """Send a line and return the reply's; b"" where the worker ended or was too late."""
-        requests, replies, line = process.stdin, process.stdout, bytearray()
-        deadline, waiting = time.monotonic() + timeout_s + GRACE_S, select.poll()
+    def _exchange(self, data: bytes, timeout_s: float) -> bytes:
+        """Send a line and return the reply's. Raises CallFailed where the worker ended or was too late."""
+        process, line, waiting = self._process, bytearray(), select.poll()
+        assert isinstance(process, subprocess.Popen)
+        requests, replies, started = process.stdin, process.stdout, time.monotonic()
         assert requests
         assert replies
 
@@ -323,48 +288,39 @@ class WorkerFunction:
             if waiting.poll(1000 * POLL_S):
                 received = os.read(replies.fileno(), 1 << 20)
                 line += received
-                if not received:
-                    return b""
-            elif time.monotonic() > deadline or process.poll() is not None:  # a fork of it may hold the pipe open
-                return b""
+                lost = not received
+            else:  # a fork of it may hold the pipe open
+                lost = time.monotonic() > started + timeout_s + GRACE_S or process.poll() is not None
+            if lost:
+                raise CallFailed(self._why_lost(process, timeout_s, late=time.monotonic() >= started + timeout_s))
         return bytes(line)
 
     def _written(self) -> bytes:
         """Return what the function has printed in this call."""
-        with contextlib.suppress(ValueError):  # another thread has closed it
-            return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
-        return b""
+        return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
 
     def _empty_output(self) -> None:
-        with contextlib.suppress(ValueError):
-            os.ftruncate(self._output.fileno(), 0)
-            os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker's offset too
+        os.ftruncate(self._output.fileno(), 0)
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker's offset too
 
-    def _why_lost(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> str:
+    def _why_lost(self, process: subprocess.Popen[bytes], timeout_s: float, *, late: bool) -> str:
         """Return how a call was lost, and where the function was if the worker could still write that down."""
-        if timeout_s is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=EXIT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=EXIT_S)
         file, text, code = self._sources[0].file, self._written().decode(errors="replace"), process.returncode
         place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', text) if file else None
         where = f" ({file.name}, line {place[1]})" if file and place else ""
-        if timeout_s is not None:
-            return f"gave no answer within {timeout_s:g} s{where}"
-        if code is None:
-            return f"broke off its connection to us{where}"
+        if late or code is None:
+            return f"gave no answer{f' within {timeout_s:g} s' if late else ''}{where}"
         lines = [line for line in text.split("\n") if line.strip()]
         last = f"; it last wrote: {quoted(lines[-1])}" if lines and not where else ""
-        names = {-each: each.name for each in signal.Signals}
-        end = f"died of {names[code]}" if code in names else f"ended its process with exit code {code}"
+        end = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
         return f"{end}{where}{last}"
 
 
 def memory_limit() -> int:
-    """Return the bytes that each process of people's code may use: half of what the machine or its container has."""
-    total = psutil.virtual_memory().total
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-        total = min(total, int(CGROUP_LIMIT.read_text()))
-    return int(total * MEMORY_SHARE)
+    """Return the bytes that each process of people's code may use."""
+    return int(MEMORY_SHARE * machine_memory())
 
 
 def said(reply: dict[str, Any]) -> str:
@@ -374,4 +330,4 @@ def said(reply: dict[str, Any]) -> str:
 
 def quoted(text: str) -> str:
     """Return what people's code wrote as a line that may be kept and shown."""
-    return one_line(redact(text), MAX_SHOWN_CHARS)
+    return one_line(mask_url(text), MAX_SHOWN_CHARS)

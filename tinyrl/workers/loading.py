@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -56,8 +56,8 @@ def defined_here(name: str) -> Callable[..., Any] | None:
     return _defined.get(name) or getattr(sys.modules[HERE], name, None)
 
 
-def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool = False) -> FunctionSource:
-    """Find the function (with `classes`, or class) that `use`, the value of `setting`, names.
+def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSource:
+    """Find the function, or class, that `use`, the value of `setting`, names.
 
     Raises ValueError: no colon; no such file, module or function (with the nearest name); source that does not parse.
     """
@@ -71,14 +71,9 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
         return FunctionSource(use, function, HERE, None, base)
     if place.endswith(".py") or "/" in place:
         file = base / Path(place).expanduser()
-        if not file.is_file():
-            near = did_you_mean(file.name, [path.name for path in file.parent.glob("*.py")])
-            raise ValueError(f"{problem}: there is no file {file}.{near}")
         source = FunctionSource(use, function, None, file, file.parent)
     else:
         name, *rest = place.split(".")
-        if not all(part.isidentifier() for part in (name, *rest)):
-            raise ValueError(f"{problem}: '{place}' is neither a .py file nor the name of a module.")
         spec = PathFinder.find_spec(name, [str(base)]) or importlib.util.find_spec(name)
         for part in rest:  # without importing the parents
             folders = spec.submodule_search_locations if spec else None
@@ -93,14 +88,12 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
     try:
         text = decode_utf8(file.read_bytes(), str(file))
         ast.parse(text, filename=str(file))
-    except (OSError, SyntaxError, ValueError) as error:  # also unreadable; a null byte
+    except (OSError, SyntaxError, ValueError) as error:  # missing, unreadable; a null byte
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        why = error.msg if isinstance(error, SyntaxError) else error
+        why = getattr(error, "strerror", None) or getattr(error, "msg", None) or error
         raise ValueError(f"{problem}: {file}{line}: {why}.") from error
-    # Whether the name is bound there is the worker's to find out: `import *` and `globals()` may give anything.
-    name = re.escape(function)
-    named = re.search(rf"\b({name}|globals|__getattr__)\b|import \*", text)
-    if not named or (not classes and re.search(rf"^class {name}\b", text, re.MULTILINE)):
+    # Whether the name is bound there is the worker's to find out: `import *` may give anything.
+    if not re.search(rf"\b{re.escape(function)}\b|import \*", text):
         functions = re.findall(r"^(?:async +)?def +(\w+)", text, re.MULTILINE)
         there_are = f"Its functions: {', '.join(functions) or 'none'}"
         raise ValueError(
@@ -110,35 +103,8 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
 
 
 def imported_beside(source: FunctionSource) -> list[Path]:
-    """Return the files below a function's folder that importing it may read, from import to import; sorted.
-
-    The text decides: a name that is put together while the program runs is not seen.
-    """
-
-    def files_of(folder: Path, name: str) -> Iterator[Path]:
-        """Yield where a module may be, and the packages it is in."""
-        for part in name.split("."):
-            folder /= part
-            yield from (folder / "__init__.py", folder.with_name(f"{part}.py"))
-
-    waiting, found = [source.file] if source.file else [], set[Path]()
-    if source.module not in (None, HERE):
-        waiting += files_of(source.folder, source.module)
-    while waiting:
-        file = waiting.pop()
-        if file in found or not file.is_file() or not file.is_relative_to(source.folder):
-            continue
-        found.add(file)
-        try:
-            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # the worker says what is wrong with it
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                for each in node.names:
-                    waiting += files_of(source.folder, each.name)
-            elif isinstance(node, ast.ImportFrom):
-                folder = file.parents[min(node.level, len(file.parents)) - 1] if node.level else source.folder
-                for name in (*(each.name for each in node.names), "__init__"):
-                    waiting += files_of(folder, f"{node.module}.{name}" if node.module else name)
-    return sorted(found - {source.file})
+    """Return the files in a function's folder that its own file imports by `import name` or `from name import`."""
+    if source.file is None:
+        return []
+    names = re.findall(r"^\s*(?:from|import) +(\w+)", source.file.read_text(encoding="utf-8"), re.MULTILINE)
+    return [file for name in sorted({*names}) if (file := source.folder / f"{name}.py").is_file()]

@@ -2,31 +2,30 @@
 
     python -P worker.py RUN MEMORY_BYTES
 
-It leads a session and a process group of its own, and its environment has a MARK that whatever it starts inherits. So
-the run (process RUN) finds and kills all of that when a call is lost or the function is closed, and a thread here does
-it where the run is gone; a function that holds the interpreter's lock then ends at its own time limit. No process may
-use more than MEMORY_BYTES of its own (RLIMIT_DATA: without files and reserved address space).
+It leads a session of its own, and its environment has a MARK that whatever it starts inherits. So the run (process RUN)
+finds and kills all of that when a call is lost or the function is closed, and a thread here does it where the run is
+gone; a function that holds the interpreter's lock then ends at its own time limit. No process may use more than
+MEMORY_BYTES of its own (RLIMIT_DATA: without files and reserved address space).
 
 Requests and replies are JSON, one a line, over stdin and stdout; those pipes are moved out of the function's sight
 first, so that what it prints, closes or reads cannot disturb them. The worker imports only the standard library.
 
-    {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "section", "sys_path"}}
-        -> {"id", "whole_batch": bool, "parameters": names or null for any, "required": names, further facts}
-    {"id", "timeout_s", "arguments": {name: list}, "num_rows", "call"}
-        -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "read_as_text": bool,
-            "slowest": [seconds, row] or null}
+    {"timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "sys_path"}}
+        -> {"whole_batch": bool, "parameters": names or null for any, "required": names, further facts}
+    {"timeout_s", "arguments": {name: list}, "num_rows", "call"}
+        -> {"values": one a row, null for none, "failures": [[row, reason], ...], "slowest": [seconds, row] or null}
 
 A host, "module:function" of tinyrl's own, makes a `Service` of the loaded objects; without one the object is a reward
-function. Where the function's code raises, the reply is {"id", "error": text, "at": " (file.py, line 3)" or ""}.
+function. Where the function's code raises, the reply is {"error": text, "at": " (file.py, line 3)" or ""}.
 """
 
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
@@ -35,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 MARK = "TINYRL_WORKER"
@@ -45,7 +44,6 @@ MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line wher
 MAX_SHOWN_CHARS = 100  # of a value that is not a score
 MAX_WHY_CHARS = 4000  # of the text a score comes with
 MAX_SCORE = 1e12  # scores become float32; there, the squares of a batch of larger ones would be infinite
-CHAT_HINT = 'a completion is a list of messages here, as the prompts are; its text is completion[0]["content"]'
 
 Checked = tuple[list[Any], list[tuple[int, str]]]  # one value a row, and (row, reason) of the bad rows
 
@@ -75,34 +73,23 @@ def main() -> None:
     answer_requests()
 
 
-def started_by(worker: int, mark: str) -> set[Any]:
-    """Return the running processes that a worker has started: those below it, of its group, and with its mark, in
-    whatever session and whether or not their parents have ended.
+def end_all(worker: int, mark: str) -> None:
+    """Kill the processes that a worker has started, until there are no more: those of its session, and those with its
+    mark in a session of their own.
     """
     import psutil  # a second module to load, which a worker does without until then
 
-    below: set[Any] = set()
-    with contextlib.suppress(psutil.Error):
-        below.update(psutil.Process(worker).children(recursive=True))
-
     def is_its_own(process: Any) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid in (worker, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return process in below or os.getpgid(process.pid) == worker or process.environ().get(MARK) == mark
+            if process.pid not in (worker, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
+                return os.getsid(process.pid) == worker or process.environ().get(MARK) == mark
         return False
 
-    return {process for process in psutil.process_iter() if is_its_own(process)}
-
-
-def end_all(worker: int, mark: str, known: Set[Any] = frozenset()) -> None:
-    """Kill what a worker has started: the processes known to be, and all that are found, until there are no more."""
-    give_up, started = time.monotonic() + PATIENCE_S, known | started_by(worker, mark)
-    while started and time.monotonic() < give_up:
+    give_up = time.monotonic() + PATIENCE_S
+    while (started := [*filter(is_its_own, psutil.process_iter())]) and time.monotonic() < give_up:
         for process in started:
-            with contextlib.suppress(Exception):  # it has ended, or is another user's
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
                 process.kill()
-        started = started_by(worker, mark)
 
 
 def answer_requests() -> None:
@@ -116,9 +103,6 @@ def answer_requests() -> None:
         stream.reconfigure(line_buffering=True)  # pyright: ignore  so that a crash loses no line
     faulthandler.enable(last_words)
     del sys.argv[1:]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "json"]:
-        del sys.modules[name]  # people's code gets a copy of its own, which it may patch
-    importlib.import_module("json")
     loaded = Loaded()
     for line in requests:
         request = json.loads(line)
@@ -132,7 +116,7 @@ def answer_requests() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the function may have closed it
                 stream.flush()
-        replies.write(json.dumps({"id": request["id"], **reply}).encode("ascii") + b"\n")
+        replies.write(json.dumps(reply).encode("ascii") + b"\n")
         replies.flush()
 
 
@@ -147,18 +131,16 @@ class Loaded:
     """A person's objects and the service made of them; it answers the requests described above."""
 
     def __init__(self, service: Service | None = None, file: str | None = None) -> None:
-        self._service, self._file, self._section = service, file, "reward"
+        self._service, self._file = service, file
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import the sources and make a service of them, or call it."""
-        Messages.read_as_text = False
         try:
             if "load" in request:
                 return self._load(**request["load"])
             assert self._service is not None
             values, failures = self._service.calls[request["call"]](request["arguments"], request["num_rows"])
-            seen = {"read_as_text": Messages.read_as_text, "slowest": Timed.slowest}
-            return {"values": values, "failures": failures, **seen}
+            return {"values": values, "failures": failures, "slowest": Timed.slowest}
         except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
             steps = traceback.walk_tb(error.__traceback__)
             lines = [line for frame, line in steps if frame.f_code.co_filename == self._file]
@@ -168,22 +150,15 @@ class Loaded:
                 import resource
 
                 limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-                text += f" (a process of a {self._section} may use {limit / 1e9:.3g} GB)" if limit > 0 else ""
-            elif Messages.__name__ in str(error):
-                text += f" ({CHAT_HINT})"
+                text += f" (its process may use {limit / 1e9:.3g} GB)" if limit > 0 else ""
             return {"error": f"raised {text}", "at": where}
 
-    def _load(
-        self, sources: list[dict[str, Any]], host: str | None, section: str, sys_path: list[str]
-    ) -> dict[str, Any]:
-        self._section = section
+    def _load(self, sources: list[dict[str, Any]], host: str | None, sys_path: list[str]) -> dict[str, Any]:
         found = [self._find(**source) for source in reversed(sources)][::-1]  # the first is the one that is named
         make = reward
         if host:
             module, _, name = host.partition(":")
             make = getattr(importlib.import_module(module), name)
-        elif not callable(found[0]):
-            return {"error": f"is {_describe(found[0])}, not a function", "at": ""}
         self._service = make(found)
         return {"whole_batch": False, "parameters": None, "required": [], **self._service.facts}
 
@@ -210,37 +185,19 @@ class Loaded:
 
 def reward(objects: list[Any]) -> Service:
     """Make the service of a reward function: `score`."""
-    function = objects[0]
+    [function] = objects
 
     def score(arguments: dict[str, list[Any]], num_rows: int) -> Checked:
-        timed = Timed(Messages(c) if isinstance(c, list) else c for c in arguments.get("completions", []))
+        timed = Timed(arguments.get("completions", []))
         if "completions" in arguments:
             arguments = {**arguments, "completions": timed}
         begun = time.perf_counter()
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            import asyncio  # slower to import than all the rest here; most functions do without
-            from concurrent.futures import ThreadPoolExecutor
-
-            async def finish() -> Any:
-                return await returned
-
-            with ThreadPoolExecutor(1) as pool:  # in a notebook's own thread a loop is running already
-                returned = pool.submit(asyncio.run, finish()).result()
+        [returned] = awaited([function(**arguments)])
         checked = check_values(returned, num_rows)
         timed.close(time.perf_counter() - begun)
         return checked
 
-    facts = {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
-    return Service({"score": score}, facts)
-
-
-def call(
-    function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
-) -> dict[str, Any]:
-    """Call a reward function of ours, whose source is `file`, and check what it returns; the reply is as above."""
-    request = {"arguments": arguments, "num_rows": num_rows, "call": "score"}
-    return Loaded(reward([function]), file).answer(request)
+    return Service({"score": score}, parameters_of(function))
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -254,28 +211,28 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-class Messages(list[Any]):
-    """A completion of chat data: a list that notices when it is compared with text, which no list is equal to."""
+@functools.cache
+def _event_loop() -> Any:
+    """Run one event loop, since open connections belong to theirs; in a thread, as a notebook's own has another."""
+    import asyncio  # slower to import than all the rest here; most functions do without
 
-    read_as_text = False
-    __hash__ = None  # pyright: ignore  as for any list
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
-    def __contains__(self, item: object) -> bool:
-        Messages.read_as_text |= isinstance(item, str)
-        return super().__contains__(item)
 
-    def __eq__(self, other: object) -> bool:
-        Messages.read_as_text |= isinstance(other, str)
-        return super().__eq__(other)
+def awaited(values: list[Any], *, return_exceptions: bool = False) -> list[Any]:
+    """Replace coroutines, which wait together, by their results or, where that is asked for, their exceptions."""
+    waiting = {index: value for index, value in enumerate(values) if inspect.isawaitable(value)}
+    if not waiting:
+        return values
+    import asyncio
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    async def together() -> list[Any]:
+        return await asyncio.gather(*waiting.values(), return_exceptions=return_exceptions)
 
-    def __getitem__(self, at: Any) -> Any:
-        return Messages(super().__getitem__(at)) if isinstance(at, slice) else super().__getitem__(at)
-
-    def __reduce__(self) -> Any:
-        return list, ([*self],)
+    results = dict(zip(waiting, asyncio.run_coroutine_threadsafe(together(), _event_loop()).result(), strict=True))
+    return [results.get(index, value) for index, value in enumerate(values)]
 
 
 class Timed(list[Any]):
@@ -295,54 +252,48 @@ class Timed(list[Any]):
             finally:  # the last row of a zip is not followed by another
                 self.seconds[row] += time.perf_counter() - begun
 
-    def __reduce__(self) -> Any:
-        return list, ([*super().__iter__()],)
-
     def close(self, call_s: float) -> None:
         """Note the slowest row; None where most of the call's seconds were not spent in loops over the rows."""
         most = max(self.seconds, default=0.0)
         Timed.slowest = (most, self.seconds.index(most)) if sum(self.seconds) > call_s / 2 else None
 
 
-def check_values(returned: Any, num_rows: int) -> Checked:
-    """Return the scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows. A
-    score that came with a text, (score, why), is [score, why].
+def check_values(returned: Any, num_rows: int, *, check: Callable[[Any], tuple[Any, str]] | None = None) -> Checked:
+    """Return what a function returned, one value a row as JSON has it (None: none), and (row, reason) of the bad rows.
+    `check` of a value returns it, or what is wrong; without one they are scores.
 
-    None means "does not apply" and is not a failure. True and False are 1 and 0; NumPy and torch values are taken as
-    the numbers they hold, and a generator as the list it gives. A list of the wrong length fails every row, as scores
-    cannot be matched to rows.
+    A list of the wrong length fails every row, as values cannot be matched to rows.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if isinstance(values, list | tuple | Iterator):
-        values = [*itertools.islice(values, num_rows + 1)] if isinstance(values, Iterator) else [*values]
-        if len(values) == num_rows:
-            pairs = [_score(value) for value in values]
-            return [score for score, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
-        problem = f"returned a list of {len(values)} for a batch of {num_rows}"
-    else:
-        problem = f"returned {_describe(values)}, not a list with one score for each completion"
-    return [None] * num_rows, [(row, problem) for row in range(num_rows)]
+    if isinstance(values, list | tuple) and len(values) == num_rows:
+        pairs = [(check or _commented_score)(value) for value in values]
+        return [value for value, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
+    what = f"a list of {len(values)}" if isinstance(values, list | tuple) else _describe(values)
+    return [None] * num_rows, [(row, f"returned {what}, not a list of {num_rows}") for row in range(num_rows)]
 
 
-def _score(value: Any) -> tuple[Any, str]:
-    """Return a score as JSON has it, or None and what is wrong with it."""
-    why = value[1] if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str) else None
-    plain: Any = value if why is None else value[0]
-    plain = plain.tolist() if hasattr(plain, "tolist") else plain
-    # a row of a (B, 1) tensor, or a tensor of one number
-    number: Any = plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
-    if number is not None:
-        if not hasattr(type(number), "__float__"):  # text has none
-            return None, f"returned {_describe(number)}, not a number"
-        try:
-            number = float(number)
-        except OverflowError:
-            number = 2 * MAX_SCORE
-        if not math.isfinite(number):
-            return None, f"returned {number}".replace("nan", "NaN")
-        if abs(number) > MAX_SCORE:
-            return None, f"returned a number beyond {MAX_SCORE:g}"
-    return (number if why is None else [number, why[:MAX_WHY_CHARS]]), ""
+def _commented_score(value: Any) -> tuple[Any, str]:
+    """Return a score as a float, or as [score, why] where it came with a text, (score, why); else what is wrong."""
+    commented = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
+    score, problem = as_score(value[0] if commented else value)
+    return [score, value[1][:MAX_WHY_CHARS]] if commented and not problem else score, problem and f"returned {problem}"
+
+
+def as_score(value: Any) -> tuple[float | None, str]:
+    """Return a number, or a row of one number, as a float, or None and what it is instead.
+
+    None means "does not apply". True and False are 1 and 0; NumPy and torch values are the numbers they hold.
+    """
+    number: Any = value.tolist() if hasattr(value, "tolist") else value
+    number = number[0] if isinstance(number, list) and len(number) == 1 else number
+    if number is None:
+        return None, ""
+    if not hasattr(type(number), "__float__"):  # text has none
+        return None, f"{_describe(number)}, not a number"
+    number = float(number)
+    if not math.isfinite(number):
+        return None, f"{number}".replace("nan", "NaN")
+    return (number, "") if abs(number) <= MAX_SCORE else (None, f"a number beyond {MAX_SCORE:g}")
 
 
 def _describe(value: Any) -> str:

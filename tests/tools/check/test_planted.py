@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tinyrl.cli.train import config_of
-from tinyrl.config.recipe import method_of
 from tinyrl.runs.launched import Options
 from tinyrl.starter import starter_path, write_rows
 from tinyrl.tasks import sums
@@ -18,11 +17,14 @@ from tinyrl.tools.check.offline import CheckSection
 CODE = """
 import itertools
 from tinyrl.environments import Reply
+from tinyrl.tasks import Task
 calls = itertools.count()
 def right(completions, answer, **_): return [float(c.strip() == a) for a, c in zip(answer, completions)]
 def brief(completions, **_): return [-0.01 * min(len(c), 10) for c in completions]
 def message(completions, answer, **_): return [float(c[0]["content"].strip() == a) for a, c in zip(answer, completions)]
 def silent(completions, **_): return [None for c in completions]
+def tokens(completions, completion_ids, **_): return [-len(ids) / 256 for ids in completion_ids]
+def unknown(completions, answer, **_): return [None if a in c else 1.0 for a, c in zip(answer, completions)]
 def flat(completions, **_): return [0.5] * len(completions)
 def longer(completions, **_): return [float(len(c)) for c in completions]
 def moody(completions, **_): return [float(next(calls)) for c in completions]
@@ -51,10 +53,14 @@ def look(place: str, episode: dict) -> str:
         place: Its name.
     '''
     return episode["map"][place]
+def grade(prompts, completions, answer, **_): return [0.5 * (a in c) for a, c in zip(answer, completions)]
+def letters(split): return [{"prompt": f"say {c}", "answer": c} for c in ("abcdefgh" if split == "train" else "ij")]
+TASK = Task(name="half", summary="half marks", rows=letters, verify=grade, gold=lambda row: row["answer"])
 """
 TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 TEMPLATES = {  # of copies of the embedded model
     "endless": TURN.replace("<eos>", "END"),
+    "tools": TURN + "{{ tools }}",
     "deaf": TURN.replace("for m in messages", "for m in messages if m.role != 'system'"),
 }
 QUICK, FULL, OFFLINE = {"quick": True}, {"prompts": 8}, {"offline": True, "memory": "2GB"}
@@ -71,11 +77,14 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, 
     "one reward for everything": (REWARD.replace("NAME", "flat"), QUICK, 3, "docs/rewards.md"),
     "gold answers do not win": (REWARD.replace("NAME", "longer"), QUICK, 3, "docs/rewards.md"),
     "no reward for anything": (REWARD.replace("NAME", "silent"), QUICK, 3, "docs/rewards.md"),
+    "gold answers without a score": (REWARD.replace("NAME", "unknown"), QUICK, 3, "docs/rewards.md"),
+    "half marks for gold answers": (f"{GRPO} task.name=mine.py:TASK", QUICK, 3, "docs/data.md"),
+    "tools without a template": (f"{ROWS} environment.tools=[mine.py:add]", QUICK, 3, "template"),
     "chance": (REWARD.replace("NAME", "moody"), QUICK, 3, "random numbers"),
-    "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 12"),
+    "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 15"),
     "a tool without its column": (f"{ROWS} environment.tools=[mine.py:look]", QUICK, 3, "columns"),
-    "a hole": (REWARD.replace("NAME", "inside"), QUICK, 3, "compare it whole"),
-    "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl", QUICK, 3, "message"),
+    "a hole": (REWARD.replace("NAME", "inside"), QUICK, 3, "compare all of it"),
+    "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl", QUICK, 3, "docs/"),
     "an argument that is no column": (REWARD.replace("NAME", "other"), QUICK, 2, "solution"),
     "no reply": (f"{ROWS} environment.name=mine.py:mute", QUICK, 3, "silent"),
     "failing rows": (f"{ROWS} environment.name=mine.py:half", QUICK, 3, "`half`"),
@@ -98,7 +107,8 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
     REWARD.replace("NAME", "message"): ("task.data=chat.jsonl", QUICK),
     REWARD.replace('"}]', '"},{"use":"mine.py:brief"}]').replace("NAME", "right"): ("", QUICK),  # by their sum
     f"{ROWS} environment.name=mine.py:game": ("", QUICK),
-    f"{ROWS} environment.tools=[mine.py:add]": ("", QUICK),
+    REWARD.replace('"}]', '"},{"use":"mine.py:tokens","weight":0.1}]').replace("NAME", "right"): ("", QUICK),
+    f"{ROWS} environment.tools=[mine.py:add]": ("model.path=tools", QUICK),
     f"{ROWS} environment.name=python": ("", QUICK),
 }
 
@@ -132,7 +142,7 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sections_of(words: str, options: dict[str, Any]) -> list[CheckSection]:
-    config = config_of(*method_of(words.split()))
+    config = config_of(words.split())
     sections = [*check(config, options=Options(device="cpu"), **options)]
     assert all(len(section.render().splitlines()) <= 20 and "\x1b" not in section.render() for section in sections)
     return sections
@@ -166,8 +176,8 @@ def test_the_facts_of_rewards_and_environments_are_counted() -> None:
     reward = sections_of(REWARD.replace("NAME", "right"), QUICK)[2].facts
     assert [reward[kind] for kind in ("gold", "nothing", "nonsense", "failed")] == [1.0, 0.0, 0.0, 0.0]
     game = sections_of(f"{ROWS} environment.name=mine.py:game", QUICK)[-1].facts
-    assert game["gold"] == {"answered": 15, "over": 15, "invalid": 0, "failed": 0}
-    assert game["nothing"] == {"answered": 15, "over": 0, "invalid": 0, "failed": 0}
-    tools = sections_of(f"{ROWS} environment.tools=[mine.py:add]", QUICK)[-1].facts
-    assert tools["call add"] == {"answered": 15, "over": 0, "invalid": 0, "failed": 0}
-    assert tools["unknown tool"]["invalid"] == tools["gold"]["over"] == 15
+    assert game["gold"] == {"answered": 15, "ended": 15, "invalid": 0, "failed": 0}
+    assert game["nothing"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
+    tools = sections_of(f"{ROWS} environment.tools=[mine.py:add] model.path=tools", QUICK)[-1].facts
+    assert tools["call add"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
+    assert tools["unknown tool"]["invalid"] == tools["gold"]["ended"] == 15

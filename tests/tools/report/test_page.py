@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.tools.report.runs import PageReader, grpo_run, page, sample, write_run
-from tinyrl.runs.records import MOST_TOKENS, read_last_tokens, read_run
-from tinyrl.tools.report import completions, level_of, scale_of, write_report
+from tinyrl.runs.records import MOST_TOKENS, read_run
+from tinyrl.tools.report import completions, token_view, write_report
 from tinyrl.tools.report.panels import outcome
 
 HOSTILE = (
@@ -39,7 +39,7 @@ def test_page_holds_outcome_charts_samples_and_settings_and_loads_nothing(grpo: 
     captions = ["Reward", "KL from the reference", "Entropy", "Completion length", "Cut at the length limit",
                 "Spread of rewards", "Groups without spread", "Gradient norm", "Time by phase"]  # fmt: skip
     assert re.findall(r"<figcaption><b>([^<]*)</b>", html) == captions
-    assert "held-out from 0.460 at step 0 to 0.923 at step 60" in reader.text  # 0.46 + 0.48 * (1 - e^(-60/18))
+    assert "held-out 0.923" in reader.text  # 0.46 + 0.48 * (1 - e^(-60/18))
     shown = ("sort: qwhzkalmbc =", "abchklmqw", "abchklmqwz", "Before: step 0", "After: step 60", "grpo.group_size")
     assert [text for text in shown if text not in reader.text] == []
     policies = [attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes]
@@ -65,25 +65,12 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     reader = PageReader(html)
     assert "<script" not in html.lower()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
-    assert {"script", "img", "iframe", "object", "embed", "link", "base", "form"}.isdisjoint(
-        {t for t, _ in reader.tags}
-    )
-    for _, attributes in reader.tags:
-        assert not [name for name in attributes if name.startswith("on")]
-        assert all((value or "").startswith("#") for name, value in attributes.items() if name in ("href", "src"))
+    assert {"img", "iframe", "object", "embed", "link", "base", "form"}.isdisjoint({tag for tag, _ in reader.tags})
+    names = {name for _, attributes in reader.tags for name in attributes}
+    assert not [name for name in names if name.startswith("on") or name == "src"]
     unseen = {c for c in html if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
     assert unseen == set()
-    for name in ("ESC", "U+202E", "U+2066", "U+200B", "U+E0041", "U+0000", "U+009B", "U+2028", "U+D800"):
-        assert f'<span class="unseen">{name}</span>' in html
-
-
-def test_a_config_with_aliases_is_not_read(tmp_path: Path) -> None:
-    """Nine lists of nine of the one before: a bomb that a plain safe_load takes minutes for."""
-    folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
-    lists = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
-    for text in ("a: &a [*a]\nb: &b {c: *b}\n", "\n".join(["a0: &a0 [x, x]", *lists]), "a: !!python/name:os.system\n"):
-        (folder / "config.yaml").write_text(text, "utf-8")
-        assert "config.yaml could not be read" in PageReader(page(folder)).text
+    assert '<span class="unseen">U+202E</span>' in html
 
 
 # ---- completions ----
@@ -112,13 +99,6 @@ def test_same_prompts_before_and_after(tmp_path: Path) -> None:
     assert "#at0:checked ~ table .at0,\n#at1:checked ~ table .at1 { display: revert; }" in html
 
 
-def test_rows_out_of_order_are_put_in_order(tmp_path: Path) -> None:
-    samples = [sample(9, 0, "p", "late", 0.5), sample(0, 0, "p", "early", 0.0), sample(4, 0, "p", "between", 0.0)]
-    found = read_run(write_run(tmp_path / "run", [{"step": 1}], samples=samples)).held_out
-    assert list(found.by_step) == [0, 4, 9]
-    assert [one.messages[0][1].head for one in found.last] == ["late"]
-
-
 def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
     samples = [sample(0, i, f"p{i}", f"before-{i}", 0.5) for i in range(5)]
     samples += [
@@ -143,10 +123,7 @@ def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
     roles = ("assistant", "tool")
     turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(["ask", "<b>Bern</b>", "it is Bern"])]
     many = [{"role": roles[i % 2], "content": f"turn-{i:02d}"} for i in range(40)]
-    samples = [
-        sample(2, 0, "PROMPT", "not shown", 1.0, episode=turns, finish_reason="turns"),
-        sample(2, 1, "PROMPT", "not shown", 1.0, episode=many),
-    ]
+    samples = [sample(2, i, "PROMPT", "not shown", 1.0, episode=episode) for i, episode in enumerate((turns, many))]
     html = page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
     assert '<span class="who">environment</span><div class="text read" dir="auto">&lt;b&gt;Bern&lt;/b&gt;</div>' in html
     assert '<span class="who">policy</span><div class="text" dir="auto">it is Bern</div>' in html
@@ -194,22 +171,18 @@ def test_tokens_are_coloured_by_what_the_reader_chooses(tmp_path: Path) -> None:
     assert ">old<" not in html  # of an earlier step
 
 
-def test_levels_and_scale() -> None:
-    assert scale_of([math.nan, 0.0, -3.0, 1.0]) == 3.0
-    assert scale_of([float(i) for i in range(1, 101)]) == 95.0  # the largest few do not wash out the rest
-    assert scale_of([math.nan, 0.0]) == 0.0
-    assert [level_of(value, 2.0) for value in (0.0, 0.1, 0.5, 2.0, 9.0, -9.0, math.nan)] == [0, 0, 1, 5, 5, -5, 0]
+def test_the_largest_few_do_not_wash_out_the_rest() -> None:
+    tokens = [token("x", advantage=i, old=0.0, new=0.0, ref=math.nan) for i in (*range(1, 101), 0, math.nan, -1e3)]
+    found = token_view([{"tokens": tokens[:-1]}])
+    assert found["scales"] == {"a": 95}
+    assert [classes for _, classes, *_ in found["tokens"][0]["tokens"]][8:103:30] == ["", "a2", "a4", "a5"]
 
 
 def test_odd_lines_are_survived_and_long_completions_cut_in_the_middle(tmp_path: Path) -> None:
     odd = [3, {}, {"piece": None, "chosen": "x", "advantage": [1], "reward": 1e999}, token("x" * 1_000_000)]
-    long = [token(f"t{i};") for i in range(1000)]
-    lines = [tokens_line(2, odd, prompt_index="x"), *[tokens_line(2, long)] * 11, {"step": 2}, {"step": 9, "tokens": 0}]
+    lines = [tokens_line(2, odd, prompt_index="x"), *[tokens_line(2, [token(f"t{i};") for i in range(1000)])] * 11]
     run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1}])
-    write_tokens(run, lines, tail="broken\n" + '{"step": 3, "tok')
-    found = read_last_tokens(run / "tokens.jsonl", [])
-    assert len(found) == 8
-    assert [one["piece"] for one in found[1]["tokens"]] == [f"t{i};" for i in (*range(200), *range(800, 1000))]
+    write_tokens(run, [*lines, {"step": 2}, {"step": 9, "tokens": 0}], tail="broken\n" + '{"step": 3, "tok')
     html = page(run)
     assert html.count("… 600 tokens left out …") == 7
     assert html.index(">t199;<") < html.index("600 tokens left out") < html.index(">t800;<")
@@ -240,42 +213,24 @@ def test_the_same_run_gives_the_same_bytes_in_any_process_without_torch(grpo: tu
     assert (run / "report.png").read_bytes() == picture
 
 
-def test_a_failed_write_leaves_the_old_report(grpo: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run, html = grpo
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_report(run)
-    assert (run / "report.html").read_text("utf-8") == html
-    assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
-
-
 def test_a_run_of_many_steps_makes_a_small_page(tmp_path: Path) -> None:
-    """Held-out points are left out evenly, in charts and table; the first and the last stay, with their values."""
     metrics = [{"step": step, "eval/reward_mean": step / 3000, "eval/reward_ci": [0, 1]} for step in range(3000)]
     html, picture = write_report(write_run(tmp_path / "run", metrics))
-    text = html.read_text("utf-8")
     assert max(html.stat().st_size, picture.stat().st_size) < 300_000
-    assert text.count('<tr><td class="n">') == 100
-    assert '<td class="n">2999</td>' in text
+    assert "step 2,999\nheld-out 1.00 (0 to 1)" in html.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
     "metrics",
     [
-        [{"step": 1}],
         [{"step": 1, "reward/mean": None, "loss": float("inf")}],
         [{"step": 1, "reward/mean": 1e308}, {"step": 2, "reward/mean": 10**400}, {"step": 3, "reward/mean": 2}],
         [{"step": 2**52, "reward/mean": 1, "reward/$a^{$": 2, "reward/\u202e": 3, "time/$x_$": 1, "time/total": -3}],
     ],
-    ids=["nothing", "not finite", "enormous", "names"],
+    ids=["not finite", "enormous", "names"],
 )
 def test_any_run_can_be_reported(tmp_path: Path, metrics: list[dict[str, Any]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a name in a script that the font lacks is no reason for one
         paths = write_report(write_run(tmp_path / "试验", metrics))
-    assert [path.name for path in paths] == ["report.html", "report.png"]
     assert all(path.stat().st_size > 1000 for path in paths)

@@ -23,7 +23,7 @@ from tinyrl.runs.findings import Finding
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import versions
-from tinyrl.tasks import layout_notes, load_splits, load_task
+from tinyrl.tasks import load_splits, load_task
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.functions import check_environment, check_reward
 from tinyrl.tools.check.offline import CheckSection, check_memory
@@ -51,8 +51,8 @@ def check(
     for this machine or one of so much memory; write: where to write the pass rates of the prompts that were tried; how:
     options of `policy.look`.
     """
-    config = resolve(config)
-    yield check_settings(config)
+    given, config = config, resolve(config)
+    yield check_settings(given, config)
     if offline:
         yield check_memory(config, device=options.device, memory=memory)
         return
@@ -66,7 +66,7 @@ def check(
         return
     from tinyrl.rollout.load import load_method, resolve_threads
     from tinyrl.tools.check import loaded, policy
-    from tinyrl.training.launch import out_of_memory_stops
+    from tinyrl.training.run import out_of_memory_stops
 
     trainer, notes, refused = None, list[str](), ""
     try:
@@ -98,15 +98,21 @@ def check(
             trainer.close()
 
 
-def check_settings(config: Config) -> CheckSection:
-    """Return the settings that differ from the defaults, and the machine."""
+def check_settings(given: Config, config: Config) -> CheckSection:
+    """Return the settings that differ from the defaults, those that `resolve` chose for the model, and the machine."""
     plain, memory, found = Config(method=config.method).written(), psutil.virtual_memory(), versions()
     sections = {name: of for name, of in config.written().items() if isinstance(of, dict)}
     differing = {f"{name}.{key}": value for name, of in sections.items() for key, value in of.items()
                  if plain.get(name, {}).get(key) != value}  # fmt: skip
+    before = {f"{name}.{key}": value for name, of in given.written().items() if isinstance(of, dict)
+              for key, value in of.items()}  # fmt: skip
+    chosen = {name: value for name, value in differing.items() if isinstance(value, int) and before[name] != value}
     machine = f"{psutil.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
     installed = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers") if name in found)
-    lines = [f"{config.method}: {', '.join(as_override(*pair) for pair in differing.items()) or 'all defaults'}"]
+    set_here = [as_override(*pair) for pair in differing.items() if pair[0] not in chosen]
+    lines = [f"{config.method}: {', '.join(set_here) or 'all defaults'}"]
+    if chosen:
+        lines.append(f"chosen to fit the model: {', '.join(as_override(*pair) for pair in chosen.items())}")
     return CheckSection("settings", [*lines, f"{installed}; {machine}"], {"settings": differing, "versions": found})
 
 
@@ -121,9 +127,11 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
         task = load_task(config.task.name or "rows")
         gold, prompt = task.gold(row), task.prompt(row)
         text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(str(gold), SHOWN // 4)!r}"]
-        lines += [*layout_notes(row), *([] if gold is not None else ["the task knows no gold answers"])]
-    lines.append("columns: " + ", ".join(f"{name}={one_line(str(value), 30)!r}" for name, value in row.items()))
+        lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(repr(gold), SHOWN // 4)}"]
+        lines += [] if gold is not None else ["the task knows no gold answers"]
+        if config.task.data is not None and task.name == "sort":
+            lines.append("read as letters of the task sort; rows of another kind need task.name=rows")
+    lines.append("columns: " + ", ".join(f"{name}={one_line(repr(value), 30)}" for name, value in row.items()))
     section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
     known = {row_key(row) for row in train}
     if len(known) == 1 < len(train):

@@ -21,7 +21,7 @@ from tinyrl.rewards.functions import FunctionReward, as_completion, call_in_proc
 from tinyrl.rewards.holes import find_holes
 from tinyrl.runs.findings import Rule
 from tinyrl.tasks import Task
-from tinyrl.tasks.prompts import row_columns
+from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, format_number, one_line
 from tinyrl.tools.check.offline import CheckSection
 from tinyrl.workers.calls import MAX_FAILED_SHARE
@@ -29,24 +29,28 @@ from tinyrl.workers.calls import MAX_FAILED_SHARE
 REWARD_ROWS, ATTACKED_ROWS, EPISODES = 64, 8, 16
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
 SHOWN_HOLES, SHOWN = 6, 80
-CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
+CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded for this
+IDS = "completion_ids"
 CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
 REWARD = (
-    Rule("messages taken for text", lambda f: f.hint, "{hint}.", CALLED),
-    Rule("no rewards", lambda f: not f.hint and not f.known and f.failed <= MAX_FAILED_SHARE and not f.played,
+    Rule("no rewards", lambda f: not f.known and f.failed <= MAX_FAILED_SHARE and not f.played,
         "No completion gets a score, not the gold answer either.", CALLED),
-    Rule("one reward for everything", lambda f: not f.hint and f.golds and f.low == f.high,
+    Rule("one reward for everything", lambda f: f.golds and f.low == f.high and f.complete,
         "Gold answers, nothing and nonsense all score {low:.4g}.", CALLED),
-    Rule("gold answers do not win", lambda f: not f.hint and f.low < f.high and f.beaten > MAX_FAILED_SHARE,
+    Rule("gold answers do not win",
+        lambda f: f.beaten > MAX_FAILED_SHARE and not (f.low == f.high and f.complete),
         "In {beaten:.0%} of the rows the gold answer scores no more than nothing or nonsense.", CALLED),
+    Rule("gold answers lack full marks", lambda f: f.low < f.high and f.lacking > MAX_FAILED_SHARE,
+        "In {lacking:.0%} of the rows the task's own gold answer has less than full marks, which are 1.",
+        "Correct `verify` or `gold` of the task: docs/data.md."),
     Rule("rewards by chance", lambda f: f.known and not f.repeats,
         "The same completions got other scores the second time.", "Draw random numbers from the row alone."),
     Rule("rewards fail", lambda f: f.failed > MAX_FAILED_SHARE,
         "{failed:.0%} of the calls' rows failed, the first so: {why}.",
-        "Correct the function (reward.timeout_s limits a call). Training stops after three failed batches."),
+        "Correct the function (reward.timeout_s limits a call). Training stops after three such batches."),
     Rule("holes in the reward", lambda f: f.holes,
         "Wrong texts score nearly as much as right answers: {worst}.",
-        "Judge one marked answer, the last, and compare it whole."),
+        "Read one marked answer, the last one, and compare all of it."),
     Rule("blind reward", lambda f: f.blind,
         "No right answer scores more than the worst wrong text of its row, in any form that was tried.",
         "Judge a right answer as the data has it by hand."),
@@ -54,7 +58,11 @@ REWARD = (
 ENVIRONMENT = (
     Rule("the environment fails", lambda f: f.failed > MAX_FAILED_SHARE,
         "{failed:.0%} of the rows failed, the first so: {why}.",
-        "Correct it. Training stops after three failed batches."),
+        "Correct it. Training stops after three such batches."),
+    Rule("tools are not shown", lambda f: f.hidden,
+        "The model's chat template shows no tools, or prompts do not go through one (task.chat).",
+        "Take a model whose template shows tools (Qwen2.5, Llama 3, Mistral), or describe them in the prompt and "
+        "answer with environment.name=FILE.py:FUNCTION."),
     Rule("the environment is silent", lambda f: f.failed <= MAX_FAILED_SHARE and not f.longest,
         "It answers none of the turns that were tried, so no episode has a second turn.",
         "See what it expects a turn to hold."),
@@ -87,10 +95,10 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
     golds, everywhere = [task.gold(row) for row in rows], [*range(len(rows))]
     texts = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
     texts |= {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
-    score = _scorer(functions, config, task, rows, failures)
     with ExitStack() as stack:
         for function in functions:
             stack.enter_context(function).start()  # its imports are not part of a call's time
+        score = _scorer(functions, config, task, rows, failures)
         begun = time.perf_counter()
         scores = {kind: score(everywhere, of) for kind, of in texts.items()}
         again = score(everywhere, next(iter(texts.values())))
@@ -99,13 +107,16 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         f.failed, f.why = len(failures) / (4 * len(rows)), next(iter(failures), "")
         ours = config.environment
         f.played = bool(ours.name or ours.tools or task.respond or task.environment)  # which may give the reward
-        f.hint = next((function.chat_hint for function in functions if function.chat_hint), "")
+        lacking = [not task.is_pass(one) for one in scores.get("gold", []) if not math.isnan(one)]
+        f.lacking = fmean(lacking) if lacking and not functions else 0.0
         means = {kind: mean(of) for kind, of in scores.items()}
         shown = ", ".join(
             f"{kind} {'no score' if math.isnan(one) else format_number(one)}" for kind, one in means.items()
         )
         names = " + ".join(function.name for function in functions) or task.name
         section.lines = [f"{names}: {shown}; {seconds * 1e3:.1f} ms for {len(rows)} rows"]
+        if f.played and not f.known:
+            section.lines = [f"{names} gives none: it is the environment's alone"]
         section.facts = {kind: None if math.isnan(one) else one for kind, one in means.items()}
         section.facts |= {"seconds": seconds, "failed": f.failed}
         if 0 < f.failed <= MAX_FAILED_SHARE:
@@ -127,10 +138,16 @@ def _scorer(
     """
     ours, prompts, columns = config.environment, [task.prompt(row) for row in rows], row_columns(rows)
     chat = bool(ours.name or ours.tools or task.respond or task.environment)
+    facts = [function.start() for function in functions]
+    wants_ids = any(IDS in [*(of["parameters"] or []), *of["required"]] for of in facts)
+    tokenizer = tokenizer_of(config) if wants_ids else None
 
     def score(where: list[int], texts: list[str]) -> list[float]:
         asked, here = [prompts[i] for i in where], {name: [of[i] for i in where] for name, of in columns.items()}
         answers = [as_completion(text, [] if chat else prompt) for text, prompt in zip(texts, asked, strict=True)]
+        if tokenizer is not None:  # no completion is longer
+            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            here[IDS] = [of[: config.generation.max_new_tokens] for of in ids]
         calls = [(function(asked, answers, here), function.weight) for function in functions]
         if task.verify is not None and not calls:
             calls = [(call_in_process(task.verify, task.name, asked, answers, here), 1.0)]
@@ -144,13 +161,22 @@ def _scorer(
     return score
 
 
+def tokenizer_of(config: Config) -> Any:
+    """Load the tokenizer of the model, without its weights."""
+    from tinyrl.models.loading import load_tokenizer  # transformers, and torch with it
+
+    return load_tokenizer(config.model.path, revision=config.model.revision)
+
+
 def _reward_figures(scores: dict[str, list[float]], again: list[float]) -> SimpleNamespace:
     """Compute what REWARD needs from the scores of gold answers (where there are any), nothing and nonsense."""
     known = [one for of in scores.values() for one in of if not math.isnan(one)]
     f = SimpleNamespace(golds="gold" in scores, known=known, holes=[], blind=False)
     f.low, f.high = min(known, default=math.nan), max(known, default=math.nan)
     rivals = np.nan_to_num([scores["nothing"], scores["nonsense"]]).max(0)
-    f.beaten = fmean(np.array(scores["gold"]) <= rivals) if f.golds else 0.0
+    gold, other = np.array(scores.get("gold", [])), ~np.isnan([scores["nothing"], scores["nonsense"]]).all(0)
+    f.beaten = fmean(np.where(np.isnan(gold), other, gold <= rivals)) if f.golds else 0.0
+    f.complete = len(known) == sum(map(len, scores.values()))
     f.repeats = str(again) == str(next(iter(scores.values())))  # as text, where NaN is equal to itself
     return f
 
@@ -160,25 +186,26 @@ def _attack(f: SimpleNamespace, score: Any, task: Task, rows: list[Row]) -> list
     found = find_holes(score, task, rows)
     if found is None:
         return ["holes: not looked for, which takes two rows with different right answers"]
-    tried = sum(text is not None for attempt in found.attempts for text in attempt.texts)
-    f.blind, f.worst = found.is_blind and not found.holes, ", ".join(hole.name for hole in found.holes[:3])
-    lines = [f"holes: {len(found.holes) or 'none'} found by {tried:,} wrong texts of {len(found.attempts)} kinds on "
-             f"{len(found.right)} rows"]  # fmt: skip
+    (tried, kinds), f.blind = found.tried, found.is_blind and not found.holes
+    f.worst = ", ".join(hole.name for hole in found.holes[:3])
+    lines = [f"holes: {len(found.holes) or 'none'} found by {tried:,} wrong texts of {kinds} kinds"]
     for hole in found.holes:
-        text, row = hole.example()
-        ends = f"{hole.scores[row]:.3g} of a right answer's {found.right[row]:.3g}"
-        lines.append(f"  {hole.name} ({hole.share:.0%} of the rows, {ends}): {one_line(text, SHOWN)!r}")
-        f.holes.append({"name": hole.name, "share": hole.share, "text": text})
+        ends = f"{hole.score:.3g} of a right answer's {hole.right:.3g}"
+        lines.append(f"  {hole.name} ({hole.share:.0%} of the rows, {ends}): {one_line(hole.text, SHOWN)!r}")
+        f.holes.append({"name": hole.name, "share": hole.share, "text": hole.text})
     return lines[: 1 + SHOWN_HOLES]
 
 
 def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
     """Ask the environment about gold answers, turns that it should answer, nothing, nonsense and bad calls of tools;
-    None where there is none, or an agent, which needs a model.
+    None where there is none.
     """
     ours, section, rows = config.environment, CheckSection("environment"), rows[:EPISODES]
     answers = ours.name or ours.tools or task.respond or task.environment
-    if not config.uses("environment") or ours.agent or not answers:
+    if config.uses("environment") and ours.agent:
+        section.lines = [f"{ours.agent}: an agent, which is played when the model is loaded"]
+        return section
+    if not config.uses("environment") or not answers:
         return None
     prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     environment = Environment(
@@ -189,6 +216,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     reasons, asked = list[str](), list[tuple[str, str]]()
     with closing(environment):
         environment.start()
+        f.hidden = bool(environment.schemas) and not shows_tools(tokenizer_of(config), config.task.chat)
         opening, columns = environment.openings(prompts, columns)[0], {"seed": [*range(len(rows))], **columns}
         section.lines = [environment.describe()]
         section.lines += [f"prompts end with {one_line(opening, SHOWN)!r}"] if opening else []
@@ -204,7 +232,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
             reasons += [failure.reason for failure in answers.failures]
             longest.append(max((len(reply.text) for reply in replies), default=0))
             counts = {"answered": sum(bool(reply.text) for reply in replies), "failed": len(answers.failures)}
-            counts["over"] = len(turns) - sum(not reply.done for reply in replies) - counts["failed"]
+            counts["ended"] = len(turns) - sum(not reply.done for reply in replies) - counts["failed"]
             counts["invalid"] = sum(reply.invalid for reply in replies)
             if kind.startswith("call ") and counts["invalid"] == len(turns):
                 f.broken, f.answer = f.broken or kind, f.answer or one_line(replies[0].text, SHOWN)
@@ -235,7 +263,7 @@ def _scripts(environment: Environment, task: Task, rows: list[Row], prompts: lis
     golds = [task.gold(row) for row in rows]
     scripts = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
     if environment.built_in is not None:
-        scripts[environment.built_in] = [asking_turn(environment.built_in, None, q) or "" for q in questions]
+        scripts[environment.built_in] = [asking_turn(environment.built_in, q) for q in questions]
     elif task.asking_turn is not None and not environment.workers:
         scripts["a call"] = [task.asking_turn(row) or "" for row in rows]
     for schema in environment.schemas or []:

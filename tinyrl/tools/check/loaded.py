@@ -20,8 +20,8 @@ from tinyrl.data.rows import row_key
 from tinyrl.errors import OutOfRoom
 from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
-from tinyrl.generation.turns import EpisodeRunner, show_episode
-from tinyrl.models.batch import Batch, make_batch
+from tinyrl.generation.turns import EpisodeRunner
+from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.loading import embedding_rows
@@ -40,9 +40,7 @@ from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
 from tinyrl.text import truncate
 from tinyrl.tools.check.offline import CheckSection, size
-from tinyrl.training.launch import out_of_memory_stops
-from tinyrl.training.run import Run
-from tinyrl.training.state import InputHashes
+from tinyrl.training.run import Run, out_of_memory_stops
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
 LESS_MEMORY = (
@@ -76,9 +74,10 @@ def row_lines(trainer: Any) -> list[str]:
     lengths = sorted(len(prompt.tokens) for prompt in trainer.collector.train_prompts)
     about = f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}"
     lines = [f"as the model reads it: {first.text!r}", f"its last tokens: {pieces}", about]
-    if isinstance(trainer.collector.runner, EpisodeRunner):
-        stop = [*trainer.config.generation.stop, *trainer.collector.runner.environment.stop]
-        lines += show_episode(trainer.collector.runner, first, trainer.collector.task, stop=stop)
+    if isinstance(runner := trainer.collector.runner, EpisodeRunner):
+        tokens, _ = runner.observations("reply", ended_at=runner.observations.end)
+        text = str(trainer.policy.tokenizer.decode(tokens))
+        lines.append(f"a reply of the environment as the model reads it, which is not learnt: {text!r}")
     return lines
 
 
@@ -143,7 +142,7 @@ def worst_step(trainer: Any) -> CheckSection:
     room, section = memory_room(device), CheckSection("worst step")
     with tempfile.TemporaryDirectory() as folder:
         made = RunDir(Path(folder))
-        run = Run(trainer, made, sources=InputHashes, silent=True)
+        run = Run(trainer, made, silent=True)
         run.until, run.state.phase = 1, "rollout"  # evaluated after the step alone
         try:
             with contextlib.closing(run), out_of_memory_stops("in the largest step"):
@@ -198,7 +197,7 @@ def _longest_responses(trainer: Any) -> str:
         completion = Completion(ids, [math.log(0.5)] * most, "length")
         engine.sample = lambda requests, count, **_: [[completion] * count for _ in requests]
     else:
-        engine.settings = replace(engine.settings, max_new_tokens=most, stop=[])
+        engine.settings = engine.settings.model_copy(update={"max_new_tokens": most, "stop": []})
         engine.eos = set()
     size = f"{config.on_policy.batch_size} responses of {most} tokens"
     return f"{size} to prompts of up to {len(longest[0].tokens)}"
@@ -280,7 +279,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
             return policy.logprobs("policy", batch, temperature=temperature)[0].float().cpu()
 
     def alone(*, widened: bool = False) -> Tensor:
-        rows = [make_batch([p], [r], device=device) for p, r in zip(prompts, responses, strict=True)]
+        rows = [batch_of(examples([p], [r]), device=device) for p, r in zip(prompts, responses, strict=True)]
         return pad_sequence([logprobs(row, widened=widened)[0] for row in rows], batch_first=True)
 
     def compare(name: str, ours: Tensor, theirs: Tensor, exact: Callable[..., Tensor]) -> None:
@@ -295,12 +294,12 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         checks.append(Check(name, "ok" if good else "wrong", said))
 
     if policy.config.trains.policy:
-        wanted, padded = alone(), make_batch(prompts, responses, device=device)
+        wanted, padded = alone(), batch_of(examples(prompts, responses), device=device)
         compare("padded = unpadded", logprobs(padded), wanted, alone)
     if engine is not None and engine.name != "server":
         requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]
         drawn = [c for group in engine.sample(requests, 2, seed=0, step=0) for c in group]
-        batch = make_batch([p for p in prompts for _ in range(2)], [c.tokens for c in drawn], device=device)
+        batch = batch_of(examples([p for p in prompts for _ in range(2)], [c.tokens for c in drawn]), device=device)
         cached = pad_sequence([torch.tensor(c.logprobs) for c in drawn], batch_first=True)
         again = partial(logprobs, batch)
         compare("cached generation = rescored", cached, again(), again)

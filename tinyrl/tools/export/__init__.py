@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,21 +32,18 @@ from tinyrl.models.policy import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
-from tinyrl.runs.metrics import TABLE
-from tinyrl.runs.records import read_steps, samples_of, subsample
-from tinyrl.runs.records import to_float as as_number
-from tinyrl.runs.run_dir import RunDir, named_run, open_run, run_of
-from tinyrl.text import format_number, one_line
+from tinyrl.runs.records import read_steps, samples_of, to_float
+from tinyrl.runs.run_dir import RunDir, open_run, run_of
+from tinyrl.text import one_line
+from tinyrl.tools.report.panels import show
 
-MAX_POSITIONS, MAX_LOGITS = 4096, 80_000_000  # compared, and the numbers that they may have together
-MAX_TOKENS = 256  # of a prompt, and of a completion
-MAX_LOGPROB_DIFF = 5e-4  # nats, mean over the vocabulary, merged and not, both in float32
-MAX_CHANGED = 0.01  # share of greedy tokens that may change when the merged weights are rounded
+MAX_SEQUENCES, MAX_TOKENS = 32, 256  # compared; tokens of a prompt, and of a completion
+MAX_LOGPROB_DIFF = 5e-4  # nats a token on average, merged and not, both in float32
+MAX_CHANGED = 0.1  # share of greedy tokens that may change when the merged weights are rounded
 FACTS = "export.json"  # marks a folder as a tinyrl export
 PICTURE = "report.png"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
 OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")  # and nothing that only a resume needs
-MOST_POINTS = 12  # of the card's curve
 
 
 class Bundle(NamedTuple):
@@ -68,20 +64,17 @@ def export(
     merge: bool = False,
     dtype: str = "auto",
     output: str | None = None,
-    overwrite: bool = False,
-    accept_changes: bool = False,
     trust_remote_code: bool = False,
 ) -> Bundle:
     """Write the folder. Raises ValueError for what cannot be exported so, without reading weights; and, with nothing
-    left behind, where the saved model is not the policy: by its log-probabilities in float32, by more than 1 % of
-    greedy tokens in another dtype (unless `accept_changes`).
+    left behind, where the saved model is not the policy: by its log-probabilities in float32, by its greedy tokens in
+    another dtype.
     """
     run = open_run(run_of(Path(target)) or target)
     config = run.read_config()
-    whole = merge or not config.lora.enabled
-    folder = _folder(target, run, config, merge=merge, dtype=dtype, output=output, overwrite=overwrite)
+    folder = _folder(target, run, config, merge=merge, dtype=dtype, output=output)
     checkpoint, saved, notes, adapter = checkpoint_of(Path(target)), None, list[str](), dict[str, Any]()
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.path.resolve().name).strip("-.") or "policy"  # as a repository may be
+    name = run.path.resolve().name
     writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     shutil.rmtree(writing, ignore_errors=True)
     try:
@@ -90,8 +83,8 @@ def export(
             adapter = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
             own = {"r": adapter["r"], "alpha": adapter["lora_alpha"]}
             config = config.model_copy(update={"lora": config.lora.model_copy(update=own)})
-        if whole:
-            how = {"dtype": dtype, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
+        if merge or not config.lora.enabled:
+            how = {"dtype": dtype, "trust_remote_code": trust_remote_code}
             saved, notes = write_merged(config, checkpoint, writing, run=run, **how)
         else:
             for file in (file for file in OWN_FILES if (checkpoint / file).is_file()):
@@ -103,58 +96,47 @@ def export(
             shutil.copyfile(run.path / PICTURE, writing / PICTURE)
         about = {"name": name, "step": step, "dtype": saved, "notes": notes, "picture": picture}
         (writing / "README.md").write_text(model_card(config, read_steps(run.metrics, []), **about), encoding="utf-8")
-        facts = {"tinyrl": tinyrl.__version__, "run": run.path.resolve().name, "step": step, "dtype": saved}
-        (writing / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
+        facts = {"tinyrl": tinyrl.__version__, "run": name, "step": step, "dtype": saved, "notes": notes}
+        (writing / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(writing, folder)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
-    base = None if whole else str(starter_path(config.model.path) or config.model.path)
-    return Bundle(folder, notes, _commands(str(folder), name=name, base=base, adapter=adapter))
+    path, gguf = str(folder), ["--outfile", f"{name}.gguf"]
+    serve, convert = ["vllm", "serve", path], ["python", "llama.cpp/convert_hf_to_gguf.py", path, *gguf]
+    if saved is None:
+        base = str(starter_path(config.model.path) or config.model.path)
+        rank = next((each for each in RANKS if each >= config.lora.r), config.lora.r)
+        options = ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={path}"]
+        serve = ["vllm", "serve", base, *options]
+        of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
+        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", path, *of, *gguf]
+    commands = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", path]}
+    return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
 
 
-def _folder(
-    target: str, run: RunDir, config: Config, *, merge: bool, dtype: str, output: str | None, overwrite: bool
-) -> Path:
-    """Return the folder to write. Raises ValueError for what cannot be exported so, and a folder that must stay."""
+def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str, output: str | None) -> Path:
+    """Return the folder to write, in place of an earlier export. Raises ValueError for what cannot be exported so, and
+    for any other folder.
+    """
     lora = config.lora.enabled
     if not config.trains.policy:
         raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
-    if lora and merge and config.model.random_init:
-        raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")
     if lora and not merge and dtype != "auto":
         raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
     kind = "model" if not lora else "merged" if merge else "adapter"
     folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
-        if not overwrite:
-            raise ValueError(f"{folder} exists; choose another --output, or use --overwrite")
-        if folder.is_symlink() or not (folder / FACTS).is_file():
-            raise ValueError(f"--overwrite: {folder} is no exported folder (it has no {FACTS}), so it is left alone")
+    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS).is_file():
+        raise ValueError(f"{folder} exists and is no exported folder (it has no {FACTS}); choose another --output")
     return folder
-
-
-def _commands(folder: str, *, name: str, base: str | None, adapter: dict[str, Any]) -> dict[str, str]:
-    """Return what can be done with an adapter for `base`, or with a whole model (base None)."""
-    gguf, serve = ["--outfile", f"{name}.gguf"], ["vllm", "serve", folder]
-    convert = ["python", "llama.cpp/convert_hf_to_gguf.py", folder, *gguf]
-    if base is not None:
-        rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
-        most = next((each for each in RANKS if each >= rank), rank)
-        options = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", f"{name}={folder}"]
-        serve = ["vllm", "serve", base, *options]
-        of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
-        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", folder, *of, *gguf]
-    commands = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", folder]}
-    return {what: shlex.join(words) for what, words in commands.items()}
 
 
 # ---- a whole model ----
 
 
 def write_merged(
-    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, accept_changes: bool, **trust: Any
+    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, **trust: Any
 ) -> tuple[str, list[str]]:
     """Save the policy of a checkpoint as one model and load it back. dtype: auto is that of the base's own files.
     Returns the dtype's name, and notes on the difference; raises ValueError where that is too large.
@@ -172,7 +154,7 @@ def write_merged(
     else:
         policy = load_causal_lm(str(checkpoint), dtype=torch.float32)
     sequences = sequences_of(run, tokenizer, vocabulary=policy.get_input_embeddings().weight.shape[0])
-    wanted = distributions(policy, sequences)
+    wanted = predictions(policy, sequences)
     merged: Any = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
     merged.to(saved)
     end_at_turn_end(merged, tokenizer, config.task)
@@ -180,17 +162,12 @@ def write_merged(
     merged.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, revision=config.model.revision)
     del policy, merged
-    gap, changed = compared(wanted, distributions(load_causal_lm(str(folder), dtype=saved, **trust), sequences))
+    gap, changed = compared(wanted, predictions(load_causal_lm(str(folder), dtype=saved, **trust), sequences))
     name = str(saved).removeprefix("torch.")
-    differ = f"log-probabilities differ by at most {gap:.2g} on average over the vocabulary"
-    change = f"{changed:.2%} of {sum(map(len, wanted))} greedy tokens change"
-    if name == "float32" and not gap <= MAX_LOGPROB_DIFF:
-        raise ValueError(f"the saved model is not the policy: {differ}, over {MAX_LOGPROB_DIFF:g}; it is not kept")
-    if not changed <= MAX_CHANGED and not accept_changes:
-        raise ValueError(
-            f"in {name} {change}, more than {MAX_CHANGED:.0%}, so it is not kept: --dtype float32 keeps them, "
-            "--accept-changes keeps this all the same"
-        )
+    differ = f"log-probabilities differ by {gap:.2g} a token on average"
+    change = f"{changed:.2%} of {sum(len(likeliest) for _, likeliest in wanted)} greedy tokens change"
+    if (name == "float32" and not gap <= MAX_LOGPROB_DIFF) or changed > MAX_CHANGED:
+        raise ValueError(f"the saved model is not the policy, so it is not kept: in {name} {differ}, {change}")
     merged_into = f"trained on a {quantization} base and merged into the unquantised one: outputs differ a little"
     return name, [f"{name}: {differ}, {change}", *([merged_into] if quantization else [])]
 
@@ -200,31 +177,29 @@ def sequences_of(run: RunDir, tokenizer: Any, *, vocabulary: int) -> list[tuple[
     evaluation; made-up tokens where the run has no samples.
     """
     rows, sequences = list(samples_of(run.samples, [], kind="eval")), []
-    last = max((row["step"] for row in rows), default=0)
-    for row in (row for row in rows if row["step"] == last):
+    for row in (row for row in rows if row["step"] == rows[-1]["step"]):
         before = token_ids(tokenizer, str(row.get("prompt", "")))[-MAX_TOKENS:] or [0]
         if after := token_ids(tokenizer, str(row.get("completion", "")))[:MAX_TOKENS]:
             sequences.append((before + after, len(before)))
     sequences = sequences or [([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(16)]
-    most = max(64, min(MAX_POSITIONS, MAX_LOGITS // vocabulary))
-    positions = accumulate(len(tokens) - first for tokens, first in sequences)
-    return sequences[: max(1, sum(count <= most for count in positions))]
+    return sequences[:MAX_SEQUENCES]
 
 
 @torch.inference_mode()
-def distributions(model: Any, sequences: list[tuple[list[int], int]]) -> list[Tensor]:
-    """Return the log-probabilities (n, V) in float32 of the next token before each of the n written tokens."""
-    logits = (model(input_ids=torch.tensor([tokens])).logits[0, first - 1 : -1] for tokens, first in sequences)
-    return [each.float().log_softmax(-1) for each in logits]
+def predictions(model: Any, sequences: list[tuple[list[int], int]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the log-probabilities (n,) in float32 of the n written tokens, and the likeliest tokens (n,) there."""
+    found = []
+    for tokens, first in sequences:
+        ids = torch.tensor([tokens])
+        logprobs = model(input_ids=ids).logits[0, first - 1 : -1].float().log_softmax(-1)
+        found.append((logprobs.gather(-1, ids[0, first:, None]).squeeze(-1), logprobs.argmax(-1)))
+    return found
 
 
-def compared(wanted: list[Tensor], saved: list[Tensor]) -> tuple[float, float]:
-    """Return the largest mean difference of a position's log-probabilities (a single rare token may be further off),
-    and the share of positions with another likeliest token.
-    """
-    pairs = list(zip(wanted, saved, strict=True))
-    changed = sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in pairs)
-    return max(float((a - b).abs().mean(-1).max()) for a, b in pairs), changed / sum(map(len, wanted))
+def compared(wanted: list[tuple[Tensor, Tensor]], saved: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Return the mean difference of log-probabilities and the share of positions with another likeliest token."""
+    (a, likeliest), (b, other) = (map(torch.cat, zip(*of, strict=True)) for of in (wanted, saved))
+    return float((a - b).abs().mean()), float((likeliest != other).float().mean())
 
 
 # ---- the card ----
@@ -243,7 +218,7 @@ def model_card(
     """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
     model's weights; None: an adapter.
     """
-    path, licence, run = config.model.path, licence_of(config.model.path), named_run(config.model.path)
+    path, licence = config.model.path, licence_of(config.model.path)
     is_folder, embedded = Path(path).expanduser().is_dir(), starter_path(path) is not None
     sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
     front: dict[str, Any] = {
@@ -253,51 +228,30 @@ def model_card(
         "datasets": sorted(map(str, sources)),
         "tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])],
     }
-    evaluated = {at: line for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)}
+    found = [at for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)]
     environment = Environment(  # noqa: S701  `plain` escapes
         loader=PackageLoader("tinyrl.tools.export", "."), trim_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"plain": _plain, "value": _value, "json": json.dumps}
+    environment.filters |= {"plain": _plain, "value": lambda value: show(to_float(value)), "json": json.dumps}
     environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
     return environment.get_template("model_card.md").render(
         config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
         picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
         front={key: value for key, value in front.items() if value},
-        base=f"{run.name}/{Path(path).name}" if run else Path(path).name if is_folder else path,
-        reward_model=Path(config.reward.model or "").name, curve=curve(evaluated),
-        evaluated=max(evaluated, default=None), evaluation=evaluated[max(evaluated)] if evaluated else {},
+        base=Path(path).name if is_folder else path,
+        reward_model=Path(config.reward.model or "").name,
+        evaluated=max(found, default=None), evaluation=steps[max(found)] if found else {},
     )  # fmt: skip
 
 
 def licence_of(path: str) -> str | None:
-    """Return the licence of a base, from the model card or the licence file in its folder; None where there is none."""
+    """Return the licence of a base, from the model card in its folder; None where there is none."""
     if starter_path(path) is not None:
         return "apache-2.0"
-    folder = Path(path).expanduser()
-    for file in [folder / "README.md", *sorted(folder.glob("LICEN[SC]E*"))]:
-        text = file.read_text("utf-8", "replace")[:20_000] if file.is_file() else ""
-        if file.name == "README.md":
-            front = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
-            named = re.search(r"^license:\s*[\"']?([\w .+-]{1,60})", front[1] if front else "", re.MULTILINE)
-            text = named[1] if named else ""
-        if line := next((line for line in text.split("\n") if line.strip()), ""):
-            return one_line(line, 60)
-    return None
-
-
-def curve(evaluated: dict[int, dict[str, Any]]) -> str:
-    """Return a table of the held-out numbers by step, at most MOST_POINTS, the first and the last among these."""
-    shown = subsample(sorted(evaluated), MOST_POINTS)
-    columns = {metric.label: metric.keys[1] for metric in TABLE if metric.label}
-    columns = {label: key for label, key in columns.items() if any(key in evaluated[step] for step in shown)}
-    rows = [["step", *columns], ["---:"] * (len(columns) + 1)]
-    rows += [[str(step), *(_value(evaluated[step].get(key)) for key in columns.values())] for step in shown]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) if shown else "No held-out evaluation."
-
-
-def _value(value: Any) -> str:
-    found = as_number(value)
-    return "-" if found != found else str(int(found)) if found == int(found) else format_number(found)
+    card = Path(path).expanduser() / "README.md"
+    text = card.read_text("utf-8", "replace")[:20_000] if card.is_file() else ""
+    found = re.match(r"---\n(?:(?!---$).*\n)*license:\s*[\"']?([\w .+-]{1,60})", text, re.MULTILINE)
+    return one_line(found[1], 60) if found else None
 
 
 def _plain(text: str) -> str:

@@ -27,7 +27,7 @@ from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
-from tinyrl.tools.report.panels import MOST_MARKS, Panel, RunGroup, cells, group_runs, overlaid, panels_of
+from tinyrl.tools.report.panels import Panel, RunGroup, cells, group_runs, overlaid, panels_of
 
 MOST_PROMPTS = 8
 MOST_STEPS = 16  # that can be chosen
@@ -47,16 +47,13 @@ def write_report(run_dir: Path) -> list[Path]:
 
 
 def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
-    """Write report.html and report.png of several runs into `folder`, which must exist, and return their paths.
+    """Write report.html and report.png of several runs into `folder`, and return their paths.
 
-    Raises as write_report does, for each run; and ValueError for too many runs, or one twice.
+    Raises as write_report does, for each run; and ValueError for too many runs.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; a report of several runs is written into one that exists.")
-    if (folder / "metrics.jsonl").exists():
-        raise ValueError(f"{folder} is a run's folder, whose own report would be lost; name another with --output.")
     groups = group_runs([records.read_run(Path(run_dir)) for run_dir in run_dirs])
     text = "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {figures.outcome(one.run)}" for one in groups)
+    folder.mkdir(parents=True, exist_ok=True)
     return _write(folder, overlaid(groups), overlay_values(groups), title=f"{len(run_dirs)} runs", outcome=text)
 
 
@@ -66,7 +63,7 @@ def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: s
     from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
 
     charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
-    page, picture = page_html(charts, **values), picture_png(panels, **about)
+    page, picture = page_html(charts, title=about["title"], **values), picture_png(panels, **about)
     write_atomic(folder / "report.html", page)
     write_atomic(folder / "report.png", picture)
     return [folder / "report.html", folder / "report.png"]
@@ -96,7 +93,7 @@ def page_html(charts: list[Any], **values: Any) -> str:
     environment.filters |= {"text": text_html, "line": one_line, "excerpt": excerpt, "quote": shlex.quote}
     environment.filters |= {"show": figures.show, "seconds": figures.show_seconds, "count": "{:,}".format}
     environment.filters |= {"subtitle": figures.subtitle, "outcome": figures.outcome, "meaning": meaning_of}
-    environment.filters |= {"number": to_float, "first_to_last": figures.first_to_last}
+    environment.filters["first_to_last"] = figures.first_to_last
     roles = {line.role for panel, *_ in charts for line in panel.lines}
     return environment.get_template("page.html").render(version=__version__, charts=charts, roles=roles, **values)
 
@@ -105,36 +102,19 @@ def run_values(run: RunRecords) -> dict[str, Any]:
     """Return what the page shows of one run."""
     notes = list(run.notes)
     tokens = records.read_last_tokens(run.path / "tokens.jsonl", notes)
-    measured = {key: label for key, (label, _) in figures.key_figures([run]).items() if key.startswith("eval/")}
-    functions = [key for key in run.metric_names() if key.startswith("eval/reward/")]
-    measured |= {key: one_line(key.removeprefix("eval/reward/"), 24) for key in functions if len(functions) > 1}
-    steps = sorted({step for key in measured for step, _ in run.finite(key)})
     phases = {name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()}
-    values = {"title": run.name, "run": run, "notes": notes, "tiles": figures.tiles(run), "phases": phases}
-    values |= {"measured": measured, "measured_steps": steps, "shown_steps": subsample(steps, MOST_MARKS)}
+    values = {"run": run, "notes": notes, "tiles": figures.tiles(run), "phases": phases}
     values |= {"config": _flat(run.config), "env": _flat(run.env)}
     return values | completions(run.held_out) | token_view(tokens)
 
 
 def overlay_values(groups: list[RunGroup]) -> dict[str, Any]:
     """Return what the page shows of several runs."""
-    differences = differing([group.run.config for group in groups])
-    held = [group.run.held_out.by_step for group in groups]
-    last = [by_step[max(by_step)] if by_step else {} for by_step in held]
-    # The same prompts are those with the same place and text: runs on other data have others at the same place.
-    each = [{(i, one.prompt): one for i, one in sorted(samples.items())} for samples in last]
-    shared = [prompt for prompt in each[0] if all(prompt in known for known in each)]
-    comparable = len({str(group.run.setting("task.name")) for group in groups}) == 1 < len(groups)
-    trained = [group.run.setting("method") in ("grpo", "ppo") and group.run.checkpoints for group in groups]
     return {
-        "title": f"{sum(len(group.seeds) for group in groups)} runs",
         "runs": groups,
         "notes": [f"{group.letter}: {note}" for group in groups for run in group.seeds for note in run.notes],
         "columns": figures.key_figures([group.run for group in groups]),
-        "common": {key: values for key, values in differences.items() if None not in values},
-        "others": {key: values for key, values in differences.items() if None in values},
-        "prompts": [[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]],
-        "comparable": comparable and all(trained),
+        "differences": differing([group.run.config for group in groups]),
     }
 
 
@@ -179,40 +159,33 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
 
 def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the completions with a class for the colour of each token, and the scale of each quantity, by the letters
-    that page.html explains: the 95th percentile of its sizes has the strongest colour. Nothing where no token was
-    recorded.
+    that page.html explains: the 95th percentile of its sizes has the strongest colour, LEVELS. Nothing where no token
+    was recorded.
     """
 
     def quantities(token: dict[str, Any]) -> dict[str, float]:
-        """Return the numbers by which a token can be coloured; none for one that the policy only read."""
+        """Return the finite numbers by which a token can be coloured; none for one that the policy only read."""
         n = {name: to_float(token.get(name)) for name in records.NUMBERS}
         found = {"a": n["advantage"], "d": n["new"] - n["old"], "k": n["old"] - n["ref"], "s": n["old"]}
         found |= {"t": n["teacher"], "v": n["value"], "w": n["reward"]}
-        return {} if token.get("chosen") is False else found
+        known = {key: value for key, value in found.items() if math.isfinite(value) and value}
+        return {} if token.get("chosen") is False else known
 
-    each = [found for one in samples for token in one["tokens"] if (found := quantities(token))]
-    scales = {key: scale for key in (each[0] if each else ()) if (scale := scale_of([one[key] for one in each]))}
+    each = [quantities(token) for one in samples for token in one["tokens"]]
+    sizes = {key: sorted(abs(found[key]) for found in each if key in found) for key in "adkstvw"}
+    scales = {key: of[math.ceil(0.95 * len(of)) - 1] for key, of in sizes.items() if of}
     shown = []
     for sample in samples:
         pieces = []
         for token in sample["tokens"]:
             known = {name: value for name in records.NUMBERS if math.isfinite(value := to_float(token.get(name)))}
-            levels = {key: level_of(value, scales.get(key, 0.0)) for key, value in quantities(token).items()}
+            levels = {key: round(max(-1.0, min(1.0, value / scales[key])) * LEVELS)
+                      for key, value in quantities(token).items()}  # fmt: skip
             classes = [f"{key}{'m' * (level < 0)}{abs(level)}" for key, level in levels.items() if level]
+            classes += ["unchosen"] if token.get("chosen") is False else []
             about = " · ".join(f"{name} {figures.show(value)}" for name, value in known.items())
             piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
-            pieces.append((piece, " ".join(classes if levels else ["unchosen"]), about, known.get("reward")))
+            pieces.append((piece, " ".join(classes), about, known.get("reward")))
         prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)
         shown.append({**sample, "prompt": prompt, "reward": to_float(sample.get("reward")), "tokens": pieces})
-    return {"tokens": shown, "scales": scales, "levels": LEVELS} if each else {}
-
-
-def scale_of(values: list[float]) -> float:
-    """Return the 95th percentile of the sizes of the finite ones that are not 0; 0 where there are none."""
-    sizes = sorted(abs(value) for value in values if math.isfinite(value) and value != 0)
-    return sizes[math.ceil(0.95 * len(sizes)) - 1] if sizes else 0.0
-
-
-def level_of(value: float, scale: float) -> int:
-    """Return a step of the colour scale, LEVELS to either side of 0."""
-    return round(max(-1.0, min(1.0, value / scale)) * LEVELS) if math.isfinite(value) and scale else 0
+    return {"tokens": shown, "scales": scales, "levels": LEVELS} if any(each) else {}

@@ -20,6 +20,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from tinyrl.runs.records import subsample
 from tinyrl.text import one_line
 from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, short_power, show, smoothed
@@ -31,7 +33,7 @@ with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}): 
     from matplotlib.ticker import MaxNLocator, NullLocator
 
 COLUMN, GUTTER, HEIGHT = 344, 24, 196  # of a panel on the page
-HEADLINE, HEADLINE_PHONE = (712, 470), (344, 270)
+HEADLINE = (712, 470)
 ZOOM, WIDTH, MARGIN, PICTURE_COLUMN, ROW = 1.28, 937.5, 22, 302, 205  # of the PNG, which is 1,200 pixels wide
 LEFT, TOP, BOTTOM = 40, 10, 26  # around the plotting area
 LETTER = 6.6  # a letter's mean width
@@ -65,29 +67,26 @@ def _new_figure(width: float, height: float) -> Iterator[Figure]:
 
 
 def panel_svgs(panels: list[Panel]) -> list[str]:
-    """Return the inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
+    """Return the inline SVG of every panel."""
     svgs, span = [], _span(panels)
     for i, (panel, (*_, columns)) in enumerate(zip(panels, cells(len(panels)), strict=True)):
-        wide = HEADLINE if i == 0 else (COLUMN * columns + GUTTER * (columns - 1), HEIGHT)
-        narrow = HEADLINE_PHONE if i == 0 else (COLUMN, HEIGHT)
-        sizes = {"wide": wide, "narrow": narrow} if wide != narrow else {"": wide}
-        svg = ""
-        for name, (width, height) in sizes.items():
-            with _new_figure(width, height) as figure, io.StringIO() as buffer:
-                hover = draw(figure, panel, (0, 0, width, height), span, named=i == 0)
-                figure.savefig(buffer, format="svg", transparent=True)
-                body = buffer.getvalue().partition("<svg")[2].partition(">")[2]
-            # matplotlib's prologue is left out, ids are unique, colours and font the page's
-            body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.S)
-            body = re.sub(r'\bid="|href="#|url\(#', rf"\g<0>c{i}{name}", body.replace("xlink:href", "href"))
-            body = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", body)
-            body = re.sub(r"font-family: [^;\"]*", "font-style: normal", body)
-            for role, colour in COLOURS.items():
-                body = body.replace(colour, f"var(--{'p' + role if role.isdigit() else role})")
-            body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
-            svg += f'<svg class="{name}" viewBox="0 0 {width} {height}" role="img" aria-labelledby="c{i}{name}t">'
-            svg += f'<title id="c{i}{name}t">{escape(panel.alt())}</title>{body}'
-        svgs.append(svg)
+        width, height = HEADLINE if i == 0 else (COLUMN * columns + GUTTER * (columns - 1), HEIGHT)
+        with _new_figure(width, height) as figure, io.StringIO() as buffer:
+            hover = draw(figure, panel, (0, 0, width, height), span, named=i == 0)
+            figure.savefig(buffer, format="svg", transparent=True)
+            body = buffer.getvalue().partition("<svg")[2].partition(">")[2]
+        # matplotlib's prologue is left out, ids are unique, colours and font the page's
+        body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.S)
+        body = re.sub(r'\bid="|href="#|url\(#', rf"\g<0>c{i}", body.replace("xlink:href", "href"))
+        body = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", body)
+        body = re.sub(r"font-family: [^;\"]*", "font-style: normal", body)
+        for role, colour in COLOURS.items():
+            body = body.replace(colour, f"var(--{'p' + role if role.isdigit() else role})")
+        body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
+        ends = ", ".join(f"{line.label} {show(line.end, share=panel.metric.share)}" for line in panel.lines)
+        title = f'<title id="c{i}t">{escape(f"{panel.metric.title}: {ends}")}</title>'
+        wide = ' class="wide"' if width > COLUMN else ""
+        svgs.append(f'<svg{wide} viewBox="0 0 {width} {height}" role="img" aria-labelledby="c{i}t">{title}{body}')
     return svgs
 
 
@@ -103,11 +102,11 @@ def picture_png(panels: list[Panel], *, title: str, outcome: str, about: str = "
         for i, line in enumerate(lines):
             figure.text(MARGIN / WIDTH, 1 - (45 + 17 * i) / whole, line, size=12.8, va="center")
         for i, (panel, (row, column, rows, columns)) in enumerate(zip(panels, grid, strict=True)):
-            x, y = MARGIN + column * PICTURE_COLUMN, top + row * ROW + 9
-            head = figure.text(x / WIDTH, 1 - y / whole, panel.metric.title, size=12.2, weight="bold", va="center")
+            x, y, title = MARGIN + column * PICTURE_COLUMN, top + row * ROW + 9, panel.metric.title
+            head = figure.text(x / WIDTH, 1 - y / whole, title, size=12.2, weight="bold", va="center")
             draw(figure, panel, (x, y + 7, columns * PICTURE_COLUMN - 10, rows * ROW - 20), span, named=i == 0)
-            unit, place = f"  {panel.metric.unit}", (1, 0.5)
-            figure.axes[-1].annotate(unit, place, xycoords=head, va="center", color=COLOURS["muted"])
+            unit = one_line(panel.metric.unit, max(1, columns * 46 - len(title)))
+            figure.axes[-1].annotate(f"  {unit}", (1, 0.5), xycoords=head, va="center", color=COLOURS["muted"])
         figure.savefig(buffer, format="png", dpi=72 * ZOOM, metadata={"Software": None})
         return buffer.getvalue()
 
@@ -134,7 +133,7 @@ def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, n
     x, y, width, height = box[0] + LEFT, box[1] + TOP, box[2] - LEFT - right, box[3] - TOP - BOTTOM
     w, h = (72 * inches for inches in figure.get_size_inches())
     axes = figure.add_axes((x / w, 1 - (y + height) / h, width / w, height / h))
-    ends = _draw_stack(axes, panel, width / (span[1] - span[0])) if panel.stacked else _draw_lines(axes, panel)
+    ends = _draw_stack(axes, panel) if panel.stacked else _draw_lines(axes, panel)
     axes.set_xlim(*span)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -193,18 +192,16 @@ def _draw_lines(axes: Axes, panel: Panel) -> list[float]:
     return [line.end for line in panel.lines]
 
 
-def _draw_stack(axes: Axes, panel: Panel, pixels_a_step: float) -> list[float]:
+def _draw_stack(axes: Axes, panel: Panel) -> list[float]:
     """Draw a bar for each step; return the middle of each layer at the last one."""
-    steps, middles = [step for step, _ in panel.lines[0].points], list[float]()
-    below, spacing = [0.0] * len(steps), max(1.0, (steps[-1] - steps[0]) / len(steps))
-    width = min(0.82, 0.2 * len(steps)) * spacing * pixels_a_step
-    for line in panel.lines:
-        above = [low + value for low, (_, value) in zip(below, line.points, strict=True)]
-        axes.vlines(steps, below, above, color=COLOURS[line.role], linewidth=width)
-        middles.append((below[-1] + above[-1]) / 2)
-        below = above
-    axes.set_ylim(0, max(below) * 1.05 or 1.0)
-    return middles
+    steps = [step for step, _ in panel.lines[0].points]
+    seconds = np.array([[value for _, value in line.points] for line in panel.lines])
+    tops = seconds.cumsum(0)
+    width = min(0.82, 0.2 * len(steps)) * max(1.0, (steps[-1] - steps[0]) / len(steps))
+    for line, heights, top in zip(panel.lines, seconds, tops, strict=True):
+        axes.bar(steps, heights, width, bottom=top - heights, color=COLOURS[line.role])
+    axes.set_ylim(0, tops.max() * 1.05 or 1.0)
+    return (tops - seconds / 2)[:, -1].tolist()
 
 
 def spread(wanted: list[float], *, gap: float) -> list[float]:
@@ -224,9 +221,9 @@ def hover_svg(panel: Panel, area: Box, span: tuple[float, float]) -> str:
     """
     x, y, width, height = area
     values = [{step: value for step, value in line.points if math.isfinite(value)} for line in panel.lines]
-    measured = {step for line, known in zip(panel.lines, values, strict=True) if line.measured for step in known}
-    steps = subsample(sorted(measured), MOST_HOVERED)
-    steps = sorted([*steps, *subsample(sorted(set[int]().union(*values) - measured), MOST_HOVERED - len(steps))])
+    measured = {step for line in panel.lines if line.measured for step, _ in line.points}
+    steps = subsample(sorted(set[int]().union(*values)), MOST_HOVERED)
+    steps = sorted({*steps, *subsample(sorted(measured), MOST_HOVERED)})
     places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in steps]
     edges, bars = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width], ""
     for step, (left, right) in zip(steps, pairwise(edges), strict=True):

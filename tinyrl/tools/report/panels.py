@@ -22,7 +22,6 @@ MOST_RUNS = 8  # more colours cannot be told apart
 MOST_FUNCTIONS = 5
 MOST_POINTS, MOST_MARKS, MOST_BARS = 300, 100, 40  # of a curve, of points drawn one by one, of the time by phase
 FEWEST_TO_SMOOTH = 20
-WIDEST_CAPTION = 48  # letters over a chart of one column
 CHARTS = [metric for metric in TABLE if metric.title]
 EXAMPLES = [  # of the methods that learn from examples
     Metric("rewards/accuracy", title="Accuracy", unit="higher is better", held="eval/accuracy", share=True),
@@ -73,24 +72,19 @@ def picked(points: Points, most: int) -> Points:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Replace each value by a weighted least-squares line through its neighbours, a seventh of the points, whose
-    weights fall to zero at the end. A line and not a mean, so that the ends of a rising curve are not pulled back. It
-    never leaves the range of the neighbours. Values that are not finite are ignored and stay gaps.
+    """Replace each value by the mean of its neighbours, a seventh of the points, with weights that fall to zero at the
+    end. The curve is mirrored at its ends, so that a line stays one. Values that are not finite stay gaps.
     """
     if len(values) < FEWEST_TO_SMOOTH:
         return values
     import numpy as np
 
-    half, y, result = max(2, len(values) // 15), np.array(values), list[float]()
-    known = np.flatnonzero(np.isfinite(y))
-    for i, value in enumerate(values):
-        near = known[abs(known - i) <= half]
-        if math.isfinite(value):
-            weights = np.sqrt(half + 1 - abs(near - i))
-            fit = np.polyfit(near - i, y[near], min(1, len(near) - 1), w=weights)[-1]
-            value = float(np.clip(fit, y[near].min(), y[near].max()))
-        result.append(value)
-    return result
+    half = max(2, len(values) // 15)
+    weights, longer = half + 1.0 - abs(np.arange(-half, half + 1)), np.pad(values, half, "reflect", reflect_type="odd")
+    known, low, high = np.isfinite(longer), np.nanmin(values), np.nanmax(values)
+    sums = np.convolve(np.where(known, longer, 0.0), weights, "valid")
+    means = (sums / np.convolve(known, weights, "valid").clip(1)).clip(low, high)
+    return np.where(known[half:-half], means, math.nan).tolist()
 
 
 # ---- panels ----
@@ -104,16 +98,6 @@ class Panel:
     lines: list[Line]
     stacked: bool = False
 
-    def alt(self) -> str:
-        """Describe the chart in words, for people who cannot see it."""
-        lines, share = [], self.metric.share
-        for line in self.lines:
-            values = [(step, value) for step, value in line.points if math.isfinite(value)]
-            (first, start), (last, end) = values[0], values[-1]
-            since = f"from {show(start, share=share)} at step {first} to " if first != last else ""
-            lines.append(f"{line.label} {since}{show(end, share=share)} at step {last}")
-        return f"{self.metric.title}: {'; '.join(lines)}."
-
 
 def panel_of(metric: Metric, lines: list[Line], *, least: int = 1) -> list[Panel]:
     """Return the panel of a metric, or none where fewer lines have a finite number, or all are zero and say nothing."""
@@ -121,20 +105,24 @@ def panel_of(metric: Metric, lines: list[Line], *, least: int = 1) -> list[Panel
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if len(lines) < least or (metric.skip_zero and not any(values)):
         return []
-    share = metric.share and min(values) >= 0 and max(values) <= 1
-    unit = metric.unit if share == metric.share else metric.unit.replace("share of ", "")
-    unit += f" (cut at {show(metric.floor)})" if min(values) < metric.floor else ""
-    return [Panel(replace(metric, share=share, unit=unit), lines)]
+    cut = f" (cut at {show(metric.floor)})" if min(values) < metric.floor else ""
+    return [Panel(replace(metric, unit=metric.unit + cut), lines)]
 
 
 def cells(count: int) -> list[tuple[int, int, int, int]]:
     """Return row, column, height and width of each panel: the first is 2 x 2, the last takes what its row has left."""
-    if count < 3:
-        return [[], [(0, 0, 2, COLUMNS)], [(0, 0, 2, 2), (0, 2, 2, 1)]][count]
     places = [(0, 0, 2, 2), (0, 2, 1, 1), (1, 2, 1, 1)]
-    places += [(2 + i // COLUMNS, i % COLUMNS, 1, 1) for i in range(count - 3)]
-    row, column, *_ = places[-1]
-    return [*places[:-1], (row, column, 1, COLUMNS - column)]
+    places = [*places, *((2 + i // COLUMNS, i % COLUMNS, 1, 1) for i in range(count - 3))][:count]
+    if count == 2:
+        return [places[0], (0, 2, 2, 1)]
+    return [*places[:-1], *((row, column, rows, COLUMNS - column) for row, column, rows, _ in places[-1:])]
+
+
+def metrics_of(runs: list[RunRecords]) -> list[Metric]:
+    """Return the metrics with a chart, the headline first: the reward or, without one, what is learnt from examples."""
+    examples = [metric for metric in EXAMPLES if any(run.points(metric.key) for run in runs)]
+    rewarded = any(run.finite(key) for run in runs for key in ("reward/mean", "eval/reward_mean"))
+    return [*CHARTS, *examples] if rewarded else [*examples, *CHARTS]
 
 
 # ---- one run ----
@@ -142,47 +130,44 @@ def cells(count: int) -> list[tuple[int, int, int, int]]:
 
 def panels_of(run: RunRecords) -> list[Panel]:
     """Return the panels of a run; the first is its headline, the last the time by phase."""
-    known, extra = list[Panel](), list[Panel]()
-    for metric in CHARTS + EXAMPLES:
-        if (metric.title == "pass@1" and reward_is_pass(run)) or (metric in EXAMPLES and not run.points(metric.key)):
+    panels = list[Panel]()
+    for metric in metrics_of([run]):
+        if metric.title == "pass@1" and reward_is_pass(run):
             continue
         train, held = metric.keys
         greedy = held.replace("eval/", "eval/greedy/", 1) if metric.greedy else ""
         lines = [line_of(run, train, "training", "train"), line_of(run, held, "held-out", "held", measured=True)]
-        lines.append(line_of(run, greedy, "greedy", "greedy", measured=True))
-        (extra if metric in EXAMPLES else known).extend(panel_of(metric, lines))
+        panels += panel_of(metric, [*lines, line_of(run, greedy, "greedy", "greedy", measured=True)])
     keys = [key.removeprefix("eval/") for key in run.metric_names() if key not in REWARD_STATISTICS]
     functions = sorted({key.removeprefix("reward/") for key in keys if key.startswith("reward/")})[:MOST_FUNCTIONS]
     held_out = {name: f"eval/reward/{name}" for name in functions}
     if run.points("eval/verifier_mean") != run.points("eval/reward_mean"):
         held_out["verifier"] = "eval/verifier_mean"
     quarters = {name: f"teacher/kl_{i}" for i, name in enumerate(("first", "second", "third", "last"), start=1)}
-    for panels, key, title, unit, series in (
-        (known, "eval/functions", "Held-out reward by function", "before weights", held_out),
-        (known, "reward/functions", "Reward by function", "training, before weights",
+    for key, title, unit, series in (
+        ("eval/functions", "Held-out reward by function", "before weights", held_out),
+        ("reward/functions", "Reward by function", "training, before weights",
          {name: f"reward/{name}" for name in functions}),
-        (known, "teacher/quarters", "KL to the teacher by quarter", "nats per token", quarters),
+        ("teacher/quarters", "KL to the teacher by quarter", "nats per token", quarters),
         # Of pairs the difference is what is learnt, and both sides may fall while it grows.
-        (extra, "rewards/sides", "Rewards of both sides", "training", {side: f"rewards/{side}" for side in SIDES}),
-        (extra, "policy/sides_logprobs", "Log-probabilities", "training, nats an answer",
+        ("rewards/sides", "Rewards of both sides", "training", {side: f"rewards/{side}" for side in SIDES}),
+        ("policy/sides_logprobs", "Log-probabilities", "training, nats an answer",
          {side: f"policy/{side}_logprobs" for side in SIDES}),
     ):  # fmt: skip
         lines = [line_of(run, metric, one_line(name, 16), "other" if name == "verifier" else str(i),
                          measured=metric.startswith("eval/"))
                  for i, (name, metric) in enumerate(series.items(), start=1)]  # fmt: skip
         panels += panel_of(Metric(key, title=title, unit=unit), lines, least=2)
-    rewarded = run.finite("reward/mean") or run.finite("eval/reward_mean")
-    panels = known + extra if rewarded else extra + known  # sft, reward, dpo: their loss and accuracy are the headline
     # Evaluation is left to the table of totals: as a bar at every 25th step it would dwarf the other phases.
     phases = phase_seconds(run)
     steps = sorted({step for name, phase in phases.items() if name != "evaluation" for step in phase})
     times = [
-        Line(name, "other" if name == "other" else str(i), picked([(s, phase.get(s, 0.0)) for s in steps], MOST_BARS))
+        Line(name, str(i), picked([(step, phase.get(step, 0.0)) for step in steps], MOST_BARS))
         for i, (name, phase) in enumerate(phases.items(), start=1)
         if name != "evaluation"
     ]
-    unit = "seconds a step" if len(times) == len(phases) else "seconds a step, evaluation aside"
-    return panels + ([Panel(Metric("time", title="Time by phase", unit=unit), times, stacked=True)] if times else [])
+    metric = Metric("time", title="Time by phase", unit="seconds a step, evaluation aside")
+    return [*panels, *([Panel(metric, times, stacked=True)] if times else [])]
 
 
 # ---- several runs ----
@@ -199,16 +184,10 @@ class RunGroup(NamedTuple):
 
 
 def group_runs(runs: list[RunRecords]) -> list[RunGroup]:
-    """Give letters by place, one to all seeds of a setting. Raises ValueError for more than there are colours, and for
-    a run that is named twice.
-    """
-    settings, known = dict[tuple[str, int], list[RunRecords]](), list[tuple[str, Any]]()
-    for i, run in enumerate(runs):
-        if any(run.path.resolve() == other.path.resolve() for other in runs[:i]):
-            raise ValueError(f"{run.path} is named twice; name each run once.")
-        text = json.dumps({**flat(run.config), "run.seed": None}, sort_keys=True)
-        known.append((text, run.setting("run.seed")))  # with the same seed again it is a line of its own
-        settings.setdefault((text, known.count(known[-1])), []).append(run)
+    """Group seeds of one setting and give letters by place. Raises ValueError for more than there are colours."""
+    settings: dict[str, list[RunRecords]] = {}
+    for run in runs:
+        settings.setdefault(json.dumps({**flat(run.config), "run.seed": None}, sort_keys=True), []).append(run)
     if len(settings) > MOST_RUNS:
         raise ValueError(f"{len(settings)} runs are too many for one report: at most {MOST_RUNS} can be told apart.")
     groups = []
@@ -230,67 +209,51 @@ def _mean_run(seeds: list[RunRecords]) -> RunRecords:
 
 
 def overlaid(groups: list[RunGroup]) -> list[Panel]:
-    """Return a panel for every metric that at least one run has: rewards, held-out first; without any, losses. A metric
-    that has both is shown in training; before it held out, where runs are compared by it or some have only that.
+    """Return a panel for every metric that at least one run has: in training or held out, whichever more runs have;
+    both of rewards and of examples.
     """
-    known, extra = list[Panel](), list[Panel]()
-    for metric in CHARTS + EXAMPLES:
-        train, held = metric.keys
-        is_known, about = metric not in EXAMPLES, metric.unit.removeprefix("held-out, ")
-        missing = any(bool(group.run.points(train)) < bool(group.run.points(held)) for group in groups)
-        if not is_known and not any(group.run.points(train) for group in groups):
-            continue
-        for where, key in (("held-out", held), ("training", train)):
-            if where == "training" or metric.greedy or missing or not is_known or not train:
-                wide = len(metric.title) + len(where) + len(about) + 2 > WIDEST_CAPTION
-                shown = replace(metric, key=key, unit=where if wide or not about else f"{where}, {about}")
-                (known if is_known else extra).extend(_overlaid(groups, shown, measured=where == "held-out"))
-    rewarded = any(panel.metric.key in ("reward/mean", "eval/reward_mean") for panel in known)
-    names = [[key for key in group.run.metric_names() if key.startswith("eval/reward/")] for group in groups]
-    functions = sorted({key for keys in names for key in keys})[:MOST_FUNCTIONS]
-    panels = known + extra if rewarded else extra + known
-    for key in functions if any(len(keys) > 1 for keys in names) else ():
-        title = one_line(key.removeprefix("eval/reward/"), 24)
-        panels += _overlaid(groups, Metric(key, title=title, unit="held-out reward"), measured=True)
+    runs, panels = [group.run for group in groups], list[Panel]()
+    each = [{key for key in run.metric_names() if key.startswith("eval/reward/")} for run in runs]
+    names = sorted(set[str]().union(*(keys for keys in each if len(keys) > 1)))[:MOST_FUNCTIONS]
+    functions = [Metric(key, title=one_line(key.removeprefix("eval/reward/"), 24)) for key in names]
+    for metric in metrics_of(runs) + functions:
+        places = {"training": metric.keys[0], "held-out": metric.keys[1]}
+        most = max(places, key=lambda where: sum(bool(run.points(places[where])) for run in runs))
+        for where in ("held-out", "training") if metric.greedy or metric in EXAMPLES else (most,):
+            unit = f"{where}, {metric.unit.removeprefix('held-out, ')}".removesuffix(", ")
+            lines = [line_of(one.run, places[where], one.letter, one.colour, measured=where == "held-out")
+                     for one in groups]  # fmt: skip
+            panels += panel_of(replace(metric, key=places[where], unit=unit), lines)
     return panels
-
-
-def _overlaid(groups: list[RunGroup], metric: Metric, *, measured: bool) -> list[Panel]:
-    lines = [line_of(group.run, metric.key, group.letter, group.colour, measured=measured) for group in groups]
-    return panel_of(metric, lines)
 
 
 # ---- the outcome ----
 
 ROUNDING_ERROR = 1e-12
-DECIMALS = ((0.001, 5), (0.9995, 3), (9.995, 2), (99.95, 1), (math.inf, 0))  # of a number below each limit
-MOST_PHASES = 7  # more colours cannot be told apart
+MOST_PHASES = 8  # more colours cannot be told apart
 SCORES = (  # in training, held out, and in words; the first that a run has says how it went
     ("reward/mean", "eval/reward_mean", "reward"),
     ("rewards/accuracy", "eval/accuracy", "preference accuracy"),
     ("loss", "eval/loss", "loss"),
     ("preference/loss", "eval/loss", "loss"),
 )
-TITLES = {"grpo": "GRPO", "ppo": "PPO", "sft": "SFT", "reward": "Reward model", "dpo": "DPO"}
 
 
 def show(value: float, *, share: bool = False) -> str:
-    """Format a number for people: three digits (two below 0.001), a real minus sign, 0 for a rounding error, a dash for
-    NaN. `share`: as per cent with one decimal.
+    """Format a number for people: three digits, a real minus sign, 0 for a rounding error, a dash for NaN. `share`: as
+    per cent with one decimal.
     """
     if not math.isfinite(value):
         return "–"
     if share:
         return "< 0.1 %" if 0 < value < 0.0005 else f"{value * 100:.1f}".removesuffix(".0") + " %"
     size = abs(value)
-    if size < ROUNDING_ERROR:
-        text = "0"
-    elif value == int(value) and size < 100_000:
+    if size < ROUNDING_ERROR or (value == int(value) and size < 100_000):
         text = f"{int(value):,}"
-    elif size < 0.0001 or size >= 1e9:
+    elif size < 0.001 or size >= 1e9:
         text = short_power(f"{value:.1e}")
     else:
-        text = f"{value:,.{next(digits for limit, digits in DECIMALS if size < limit)}f}"
+        text = f"{value:#.3g}" if size < 99.95 else f"{value:,.0f}"
     return text.replace("-", "\u2212")
 
 
@@ -301,7 +264,7 @@ def short_power(text: str) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a duration: 8.4 s, 1 min 32 s, 2 h 05 min."""
+    """Format a duration: 8.40 s, 1 min 32 s, 2 h 05 min."""
     if seconds < 59.95:
         return f"{show(seconds)} s"
     if round(seconds) < 3600:
@@ -310,59 +273,37 @@ def show_seconds(seconds: float) -> str:
 
 
 def subtitle(run: RunRecords) -> str:
-    method, planned, done = str(run.setting("method") or ""), run.setting("run.num_steps"), run.last_step
-    named = {"task": "task.name", "model": "model.path", "forked from": "run.forked_from"}
-    parts = [TITLES.get(method, one_line(method, 20))]
-    parts += [f"{word} {one_line(str(value), 60)}" for word, key in named.items() if (value := run.setting(key))]
-    if isinstance(planned, int) and done >= planned:
-        parts.append("all " * (planned > 1) + _steps(planned))
-    else:
-        parts.append(f"{done:,} of {_steps(planned)} so far" if isinstance(planned, int) else f"{_steps(done)} so far")
-    return " · ".join(filter(None, parts))
+    named = {"": "method", "task ": "task.name", "model ": "model.path", "forked from ": "run.forked_from"}
+    parts = [word + one_line(str(value), 60) for word, key in named.items() if (value := run.setting(key))]
+    return " · ".join([*parts, f"{run.last_step:,} of {run.setting('run.num_steps') or '?'} steps"])
 
 
 def outcome(run: RunRecords) -> str:
-    """Return one sentence: the held-out score before and after with its interval, and the KL paid for it."""
+    """Return one sentence: the score before and after, held out with its interval and the KL paid for it."""
     for key, held_key, name in SCORES:
-        held, points, better = run.finite(held_key), run.finite(key), "lower" if name == "loss" else "higher"
-        if len(held) > 1:
-            return _held_out_change(run, held_key, name, f"{better} is better")
-        if len(points) > 1 and not held:
-            window = min(5, len(points) // 2)
+        held, better = run.finite(held_key), f"{'lower' if name == 'loss' else 'higher'} is better"
+        if not (points := held or run.finite(key)):
+            continue
+        where, (first, start), (last, end) = "Held-out" if held else "Training", points[0], points[-1]
+        if len(points) == 1:
+            return f"{where} {name} is {show(end)} at step {last} ({better}); it was measured once so far."
+        around, caution, paid, overlap = "", "; no held-out comparison", "", False
+        if held:
+            interval = f"{held_key.removesuffix('_mean')}_ci"
+            before, after = (run.interval(interval, step) for step in (first, last))
+            if pair := after or run.interval(f"{held_key} range", last):
+                around = f"{'95 % interval' if after else 'seeds from'} {show(pair[0])} to {show(pair[1])}; "
+            overlap = bool(before and after and before[0] <= after[1] and after[0] <= before[1])
+            caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
+            if kl := run.finite("eval/kl") or run.finite("objective/kl"):
+                paid = f", at a KL of {show(kl[-1][1])} nats per response"
+        elif (window := min(5, len(points) // 2)) > 1:
             start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
-            means = f"means of the first and last {window} steps; " if window > 1 else ""
-            change = f"{_change(start, end)} by step {points[-1][0]:,} ({means}{better} is better)"
-            return f"Training {name} {change}; no held-out comparison."
-        for step, value in held or points:
-            name = f"Held-out {name}" if held else name.capitalize()
-            return f"{name} is {show(value)} at step {step} ({better} is better); it was measured once so far."
+            around = f"means of the first and last {window} steps; "
+        verb = "went" if overlap else "rose" if end > start else "fell"
+        change = f"stayed at {show(end)}" if start == end else f"{verb} from {show(start)} to {show(end)}"
+        return f"{where} {name} {change} in {_steps(last - first)} ({around}{better}){caution}{paid}."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
-
-
-def _held_out_change(run: RunRecords, key: str, name: str, better: str) -> str:
-    points, interval = run.finite(key), f"{key.removesuffix('_mean')}_ci"
-    (first, start), (last, end) = points[0], points[-1]
-    before, after = (run.interval(interval, step) for step in (first, last))
-    few = after is None and isinstance(run.steps[last].get(interval), list)
-    around = "not enough prompts for an interval; " if few else ""
-    if pair := after or run.interval(f"{key} range", last):
-        around = f"{'95 % interval' if after else 'seeds from'} {show(pair[0])} to {show(pair[1])}; "
-    overlap = bool(before and after and before[0] <= after[1] and after[0] <= before[1])
-    caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
-    held_out, training, paid = dict(run.finite("eval/kl")), run.finite("objective/kl"), ""
-    if last in held_out:
-        paid = f", at a KL of {show(held_out[last])} nats per response"
-    elif training:
-        paid = f", at a KL of {show(training[-1][1])} nats per response in training"
-    change = _change(start, end, since=first, unsure=overlap or few)
-    return f"Held-out {name} {change} in {_steps(last - first)} ({around}{better}){caution}{paid}."
-
-
-def _change(start: float, end: float, *, since: int = 0, unsure: bool = False) -> str:
-    if start == end:
-        return f"stayed at {show(end)}"
-    verb = "went" if unsure else "rose" if end > start else "fell"
-    return f"{verb} from {show(start)}{f' at step {since:,}' if since else ''} to {show(end)}"
 
 
 def _steps(count: int) -> str:
@@ -405,21 +346,14 @@ def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
 def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """Return the first and the last value of a key figure; the first is empty where both look the same."""
     points = run.finite(key) or [(0, math.nan)]
-    share = share and all(0 <= value <= 1 for _, value in points)
     first, last = (show(value, share=share) for _, value in (points[0], points[-1]))
     return "" if first == last else first, last
 
 
 def phase_seconds(run: RunRecords) -> dict[str, dict[int, float]]:
-    """Return {phase: {step: seconds}} from time/<phase>, the longest first, at most MOST_PHASES of them. "other" is
-    last: the part of time/total (which excludes evaluation) that none of them covers.
-    """
+    """Return {phase: {step: seconds}} from time/<phase>, the longest first, at most MOST_PHASES of them."""
     keys = [name for name in run.metric_names() if name.startswith("time/") and name.count("/") == 1]
     found = {one_line(key.removeprefix("time/"), 16): dict(run.finite(key)) for key in keys}
-    total = found.pop("total", {})
-    phases = dict(sorted(found.items(), key=lambda phase: -sum(phase[1].values()))[:MOST_PHASES])
-    covered = [seconds for name, seconds in phases.items() if name != "evaluation"]
-    other = {step: max(0.0, whole - sum(one.get(step, 0.0) for one in covered)) for step, whole in total.items()}
-    if sum(other.values()) > 0.005 * sum(total.values()):
-        phases["other"] = other
-    return {name: seconds for name, seconds in phases.items() if any(seconds.values())}
+    found.pop("total", None)
+    longest = sorted(found.items(), key=lambda phase: -sum(phase[1].values()))[:MOST_PHASES]
+    return {name: seconds for name, seconds in longest if any(seconds.values())}
