@@ -103,7 +103,10 @@ def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Pa
     torch.testing.assert_close(sheet.scores[:, 1], torch.tensor([nan, nan, 7.0, 2.0]), equal_nan=True)
 
 
-def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(tmp_path: Path) -> None:
+def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinyrl.rewards.scorer.SLOW_ROW_S", 0.1)
     scorer, texts = scorer_of(tmp_path, {"sleeps": 1.0}), ["a b", "a  b\n", "slow", "ab c", "a b"]
     prompts = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in (5, 5, 7, 7, 5)]
     scorer.text = lambda tokens: texts[tokens[0]]
@@ -115,6 +118,7 @@ def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white
         assert scorer.metrics() == {}  # each step anew
         scorer(prompts[:2], [[0], [4]])  # equal
         assert scorer.metrics()["completion/whitespace_duplicates"] == 0.0
+        assert any("prompt 7 (p7), 0." in line for line in scorer.functions[0].printed.kept)
     finally:
         scorer.close()
 

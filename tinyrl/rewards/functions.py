@@ -21,14 +21,14 @@ PROMPT_CHARS = 80
 class RewardCall:
     """One score for each row. NaN: the function returned None ("does not apply"), or the row is among the failures.
 
-    whys: the function's comment on each row, an empty list without any; slowest: seconds of the slowest row, where rows
-    were timed.
+    whys: the function's comment on each row, an empty list without any; slowest: seconds of the slowest row, and which
+    that is, where rows were timed.
     """
 
     scores: list[float]
     failures: list[RowFailure] = field(default_factory=list)
     whys: list[str] = field(default_factory=list)
-    slowest: float = 0.0
+    slowest: tuple[float, int] | None = None
 
 
 class FunctionReward(WorkerFunction):
@@ -70,7 +70,7 @@ def _reward_call(rows: Rows) -> RewardCall:
     """Split the values of a call, each a score or None, or [score, why]."""
     pairs = [value if isinstance(value, list) else (value, "") for value in rows.values]
     scores, whys = [math.nan if score is None else score for score, _ in pairs], [why for _, why in pairs]
-    return RewardCall(scores, rows.failures, whys if any(whys) else [], rows.slowest[0] if rows.slowest else 0.0)
+    return RewardCall(scores, rows.failures, whys if any(whys) else [], rows.slowest)
 
 
 def as_completion(text: str, prompt: Prompt) -> Any:

@@ -24,16 +24,18 @@ from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
-from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process
+from tinyrl.rewards.functions import PROMPT_CHARS, FunctionReward, RewardCall, as_completion, call_in_process
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
+from tinyrl.text import one_line
 from tinyrl.workers.calls import RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
+SLOW_ROW_S = 1.0  # a row that takes longer is named in reward_output.log
 FEW = 4  # prompts whose answers all fail before a run is refused: the row of one may be at fault
 JUDGED_PROMPTS = 8  # with gold answers, on which a judge is tried
 
@@ -209,7 +211,7 @@ class Scorer:
             calls = []
             for function in self.functions:
                 how: Any = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
-                calls.append(self._noted(function(texts, answers, columns, **how)))
+                calls.append(self._noted(function, function(texts, answers, columns, **how), prompts))
             return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
         calls = _on_main(world, call)
@@ -253,12 +255,18 @@ class Scorer:
         assert self.task.verify is not None
         given = [p.prompt for p in prompts], answers, row_columns([p.row for p in prompts])
         if self.grader is not None:
-            return self._noted(self.grader(*given))
+            return self._noted(self.grader, self.grader(*given), prompts)
         return call_in_process(self.task.verify, self.task.name, *given)
 
-    def _noted(self, call: RewardCall) -> RewardCall:
-        """Note the seconds of the slowest row."""
-        self._slowest = max(self._slowest, call.slowest)
+    def _noted(
+        self, function: FunctionReward | JudgeReward, call: RewardCall, prompts: list[PreparedPrompt]
+    ) -> RewardCall:
+        """Note the seconds of the slowest row; name one that is slow in the log of what the function prints."""
+        seconds, row = call.slowest or (0.0, 0)
+        self._slowest = max(self._slowest, seconds)
+        if seconds > SLOW_ROW_S:
+            name = f"prompt {prompts[row].index} ({one_line(prompts[row].text, PROMPT_CHARS)})"
+            function.printed.add(f"slowest row: {name}, {seconds:.3g} s\n".encode(errors="replace"))
         return call
 
     def text(self, tokens: list[int]) -> str:
