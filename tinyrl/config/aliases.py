@@ -36,21 +36,21 @@ ANSWERS = {
     "ppo_mini_batch_size mini_batch_size": "ppo.minibatch_size, in sequences",
     "train_batch_size": "grpo.num_prompts, as verl's; OpenRLHF's is minibatch_size, in completions; dpo.batch_size",
     "loss_type":
-        "grpo.aggregation: sequence is TRL's grpo, token dapo and bnpo, constant dr_grpo; grpo.preset has cispo, and "
-        "sets the clipping and the KL of a paper as well (for dpo: dpo.loss)",
+        "grpo.aggregation (grpo: sequence, dapo and bnpo: token, dr_grpo: constant). For cispo set grpo.preset=cispo; "
+        "a preset also sets clipping and KL. With `train dpo` it is dpo.loss",
     "simpo_gamma": "dpo.target_margin",
     "reference_free": "dpo.loss: orpo or simpo",
     "ref_model ref_model_path": "model.adapter: the reference is what training starts from, the adapter or the base",
     "loss_agg_mode":
-        "grpo.aggregation: token is token-mean, sequence seq-mean-token-mean, sequence-sum seq-mean-token-sum, "
-        "constant seq-mean-token-sum-norm",
+        "grpo.aggregation (token-mean: token, seq-mean-token-mean: sequence, seq-mean-token-sum: sequence-sum, "
+        "seq-mean-token-sum-norm: constant)",
     "scale_rewards norm_adv_by_std_in_grpo":
-        "grpo.advantage_scale: std is true and group, none is false, batch is batch",
-    "importance_sampling_level": "grpo.preset: gspo is sequence, which sets the clipping of the paper as well",
+        "grpo.advantage_scale (true or group: std, batch: batch, false: none)",
+    "importance_sampling_level": "grpo.preset (sequence: gspo, which also sets the clipping of its paper)",
     "filter_groups.enable filter_groups.max_num_gen_batches dynamic_filtering": "grpo.dynamic_sampling_rounds",
     "vllm_importance_sampling_mode vllm_importance_sampling_correction rollout_correction.rollout_is "
-    "enable_vllm_is_correction": "grpo.importance_correction: token is token_truncate, sequence sequence_truncate, "
-        "token-mask token_mask, sequence-mask sequence_mask; or none",
+    "enable_vllm_is_correction": "grpo.importance_correction (token_truncate: token, sequence_truncate: sequence, "
+        "token_mask: token-mask, sequence_mask: sequence-mask; off: none)",
     "max_completion_length response_length max_response_length max_tokens": "generation.max_new_tokens",
     "max_prompt_length": "generation.max_prompt_tokens",
     "vllm_server_base_url": "generation.url",
@@ -94,8 +94,8 @@ ANSWERS = {
     "reward_funcs custom_reward_function.path": "reward.functions: [{use: file.py:function}]",
     "reward_weights": "reward.functions: [{use: file.py:function, weight: 0.5}]",
     "reward_model_path": "reward.model",
-    "mask_truncated_completions": "reward.truncated: mask is true, keep is false",
-    "missing_eos_penalty": "reward.truncated: penalize subtracts 1",
+    "mask_truncated_completions": "reward.truncated (true: mask, false: keep)",
+    "missing_eos_penalty": "reward.truncated (penalize subtracts 1)",
     "output_dir default_local_dir": "--output-dir",
     "experiment_name run_name": "--name",
     "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization":

@@ -176,7 +176,7 @@ class Scorer:
                 break
         else:
             what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
-            raise ExplainedByCheck(f"the reward fails on {what}, so every completion would go without: {why}")
+            raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}")
         self.forget()
         gold, *rivals = rewards
         if not has_gold:

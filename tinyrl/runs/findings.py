@@ -119,8 +119,6 @@ def figures(run: RunRecords) -> Figures:
 
     compare_held_out(run, f)
     compare_functions(run, f)
-    if not f.up:
-        compare_verifier(run, f)
     return f
 
 
@@ -174,6 +172,8 @@ def compare_functions(run: RunRecords, f: Figures) -> None:
         up, down = run.finite(f"reward/{f.up}"), run.finite(f"reward/{f.down}")
         f.up_from, f.up_to, f.down_from, f.down_to = early(up), recent(up), early(down), recent(down)
         f.remedy = f"Give {f.down_name} a larger weight in reward.functions"
+    else:
+        compare_verifier(run, f)
 
 
 def compare_verifier(run: RunRecords, f: Figures) -> None:
