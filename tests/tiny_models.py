@@ -42,6 +42,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 8,
+                                     "num_experts_per_tok": 2}),
     "gpt2": ("GPT2Config", {}),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 8, **SOFT_CAPS}),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
@@ -54,20 +55,20 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     originals: dict[nn.Parameter, Tensor] = {}
 
     def widen(layer: nn.Module, _: object) -> None:
-        for parameter in layer.parameters(recurse=False):
+        for parameter in _read_by(layer):
             if parameter.dtype in HALVES:
                 originals[parameter] = parameter.data
                 parameter.data = parameter.data.float()
 
     def restore(layer: nn.Module, *_: object) -> None:
-        for parameter in layer.parameters(recurse=False):
+        for parameter in _read_by(layer):
             if parameter in originals:
                 parameter.data = originals.pop(parameter)
 
     four_bit: dict[Any, torch.dtype] = {m: m.compute_dtype for m in model.modules() if hasattr(m, "compute_dtype")}  # pyright: ignore
     for layer in four_bit:
         layer.compute_dtype = torch.float32
-    layers = [m for m in model.modules() if any(p.dtype in HALVES for p in m.parameters(recurse=False))]
+    layers = [m for m in model.modules() if any(p.dtype in HALVES for p in _read_by(m))]
     hooks = [h for m in layers for h in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))]
     try:
         yield
@@ -78,6 +79,14 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             layer.compute_dtype = dtype
         for parameter, data in originals.items():  # of a layer that raised
             parameter.data = data
+
+
+def _read_by(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a layer reads when it runs. PEFT's wrapper of bare parameters (experts, a router) reads
+    those of the layer inside it, to add its branches in their dtype, before that layer runs.
+    """
+    owner = layer.get_base_layer() if isinstance(layer, ParamWrapper) else layer
+    return owner.parameters(recurse=False)
 
 
 # ---- the head ----
