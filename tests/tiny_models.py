@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {}),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 8, **SOFT_CAPS}),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"logits_scaling": 0.25, "attention_multiplier": 0.35}),
     "gemma3-wide": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 4096, "layer_types": WINDOWS}),
     "gemma4": ("Gemma4TextConfig", {"head_dim": 8, "global_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4,
                                     "num_kv_shared_layers": 2, "layer_types": WINDOWS * 2,

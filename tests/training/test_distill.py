@@ -322,6 +322,17 @@ def test_a_server_with_too_few_positions_is_refused(model: Path, other: Path) ->
         loaded(config(model, serving.url))
 
 
+def test_a_teacher_whose_head_is_not_known_is_refused(model: Path, tiny: TinyModels) -> None:
+    """HyperCLOVAX multiplies its logits by the number that Granite divides them by."""
+    trainer = loaded(config(model, granite := tiny("granite")))
+    samples = given(trainer)
+    targets = torch.cat([torch.tensor(sample.response) for sample in samples])
+    expected = plain_logprobs(granite, samples).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(padded(samples, "teacher")[loss_mask(samples)], expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="HyperCLOVAXForCausalLM changes its logits"):
+        loaded(config(model, tiny("hyperclovax")))
+
+
 def test_a_given_answer_beyond_the_teachers_positions_is_refused(model: Path, other: Path, tmp_path: Path) -> None:
     answers = ["x" * 40, "y" * 41]  # of prompts of ten tokens, through EOS
     rows = write_rows(tmp_path / "rows.jsonl", ({"prompt": "z" * 10, "completion": text} for text in answers))
