@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.recipe import as_override, build_config
+from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
@@ -201,7 +202,7 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
-    config = build_config(kept.config, [*overrides, origin], source=f"{checkpoint.name} of {old.path}")
+    config = build_config(ignore_neutral(kept.config), [*overrides, origin], source=f"{checkpoint.name} of {old.path}")
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
@@ -231,6 +232,7 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     if method != config.method:
         raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
     changes = changed_settings(without_secrets(before), config.written())
+    changes += [f"{name}: {json.dumps(value)} then, removed now" for name, value in given_removed(before).items()]
     steps = before.get("run", {}).get("num_steps")
     longer = isinstance(steps, int) and steps < config.run.num_steps
     refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
