@@ -30,7 +30,6 @@ from tinyrl.models.parallel import check_alike
 from tinyrl.rollout.load import load_method, resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
-from tinyrl.runs.records import read_steps
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_of, versions
 from tinyrl.runs.tracking import check_trackers
@@ -123,17 +122,14 @@ def resume(
     with contextlib.ExitStack() as undo:
         undo.enter_context(folder.lock)
         checkpoint, warnings = checkpoints.newest_sound(folder.checkpoints)
-        if checkpoint is None and not warnings and max(read_steps(folder.metrics, []), default=0) > 0:
-            raise ValueError(
-                f"{folder.path} has steps on record and no checkpoint to go on from in {folder.checkpoints}.\n"
-                "Was it moved, or is its disk not mounted? To begin again: `tinyrl train` with --name and --overwrite"
-            )
+        if checkpoint is None:
+            refuse_to_begin_again(folder, warnings)
         kept, since = (CheckpointState.read(checkpoint), checkpoint.name) if checkpoint else (None, "it was made")
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         options = started_with(folder, options)
-        notes = [f"warning: {w}; using {checkpoint.name if checkpoint else 'the start'} instead" for w in warnings[:1]]
+        notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]]
         method = _load(config, options=options, undo=undo, also=since)
         known = kept.sources if kept else InputHashes()
         sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
@@ -165,6 +161,22 @@ def resume(
             run.display.note(note)
         undo.pop_all()
         return run
+
+
+def refuse_to_begin_again(folder: RunDir, problems: list[str]) -> None:
+    """Raise ValueError where a run without a sound checkpoint has something to lose: steps on record, or checkpoints,
+    of which `problems` says why they do not verify.
+    """
+    again = "To begin again: `tinyrl train` with --name and --overwrite"
+    if problems:
+        lines = [f"none of the checkpoints in {folder.checkpoints} verifies:"]
+        lines += [f"  {problem}" for problem in problems[:MOST_SHOWN]]
+        raise ValueError("\n".join([*lines, f"Put sound ones back. {again}"]))
+    if folder.last_step() > 0:
+        raise ValueError(
+            f"{folder.path} has steps on record and no checkpoint to go on from in {folder.checkpoints}.\n"
+            f"Was it moved, or is its disk not mounted? {again}"
+        )
 
 
 def started_with(folder: RunDir, given: Options) -> Options:
@@ -209,7 +221,9 @@ def fork(
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
         new.write_config(config)
-        shutil.copytree(checkpoint, new.checkpoints / checkpoints.checkpoint_name(step))
+        copy = new.checkpoints / checkpoints.checkpoint_name(step)
+        shutil.copytree(checkpoint, copy)
+        copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
         run = resume(new, options=options, config=config, allow_config_change=True)
@@ -219,6 +233,23 @@ def fork(
         write_environment(new, run.method, options=options, command=command)
         undo.pop_all()
         return run
+
+
+def copy_best(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> None:
+    """Copy the checkpoint of the best evaluation into a fork. Where there is none that verifies, forget the best in the
+    `copy` of the checkpoint that it goes on from, whose state is `kept`: the fork's own best is then kept.
+    """
+    best = kept.run.best
+    if best is None or best.step == kept.run.step:
+        return
+    name = checkpoints.checkpoint_name(best.step)
+    of_best = old.checkpoints / name
+    if of_best.is_dir() and checkpoints.problem_with(of_best) is None:
+        shutil.copytree(of_best, new.checkpoints / name)
+    else:
+        kept.run.best = None
+        kept.write(copy)
+        checkpoints.seal(copy, kept.run.step)
 
 
 # ---- settings that have changed ----
