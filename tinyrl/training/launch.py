@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -35,6 +36,7 @@ from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_o
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.method import Method
 from tinyrl.training.run import OF_A_RUN, CheckpointState, InputHashes, Run, SourceFile, out_of_memory_stops
+from tinyrl.training.step import rate_factor
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -128,6 +130,7 @@ def resume(
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
+        stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         options = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]]
         method = _load(config, options=options, undo=undo, also=since)
@@ -149,7 +152,7 @@ def resume(
                 notes.append(f"warning: {what}: {', '.join(others)}")
             if any(not line.startswith(("optim.", "run.")) or line.startswith("run.seed:") for line in changes):
                 method.forget()
-            notes += [f"changed since {since}: {change}" for change in changes]
+            notes += [f"changed since {since}: {change}" for change in changes] + stretched
             notes.append(f"resuming {folder.path} at step {run.state.step} of {config.run.num_steps} from {since}")
         if run.finished:
             return None
@@ -269,6 +272,28 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
     refuse("settings have changed", refused, since=since, allowed=allowed)
     return changes
+
+
+def check_schedule(before: dict[str, Any], config: Config, *, step: int, allowed: bool) -> list[str]:
+    """Return a note where a schedule is stretched, so that the learning rate jumps behind `step` finished steps. Raises
+    ValueError, with the rate before and after, where that is not `allowed`.
+    """
+    then = before["optim"]
+    now = config.optim
+    schedule_then = {"num_steps": before["run"]["num_steps"], "warmup_steps": then["warmup_steps"]}
+    schedule_now = {"num_steps": config.run.num_steps, "warmup_steps": now.warmup_steps}
+    planned = rate_factor(then["schedule"], step, **schedule_then)
+    factor = rate_factor(now.schedule, step, **schedule_now)
+    if math.isclose(planned, factor):
+        return []
+    rate_before = then["learning_rate"] * rate_factor(then["schedule"], max(0, step - 1), **schedule_then)
+    rate_after = (now.learning_rate or 0.0) * factor
+    steps = f"{config.run.num_steps} steps"
+    what = f"optim.schedule={now.schedule} over {steps}, {then['schedule']} over {schedule_then['num_steps']} before"
+    rates = f"the learning rate of step {step} was {rate_before:.3g}, that of step {step + 1} is {rate_after:.3g}"
+    if not allowed:
+        raise ValueError(f"{what}: {rates}. Put run.num_steps back, or go on like that: --allow-config-change")
+    return [f"{what}: {rates}"]
 
 
 MOST_SHOWN = 3  # changes in an error
