@@ -6,22 +6,26 @@
         3. for each minibatch: mean distance of the student's next-token distributions to the teacher's, optimizer step
 
 What differs from the paper: the distance is the reverse KL by default (teacher.divergence), which on-policy keeps a
-small student to what it can do. As in the paper no gradient goes through the sampling. Under distill.objective=sampled
-only the log-probability of the token that came is used, as the advantage in a clipped policy gradient: weaker, and all
-that some servers tell. Rewards are scored and shown, and not learnt from.
+small student to what it can do. As in the paper no gradient goes through the sampling. Rewards are scored and shown,
+and not learnt from.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
-from tinyrl.models.batch import padded
+from tinyrl.algorithms.losses import Metrics
+from tinyrl.models.batch import Batch, padded
 from tinyrl.rollout.sample import Sample, conversations, fill, loss_mask
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.policy_loss import Counts
 from tinyrl.training.run import Run
 
 
@@ -33,29 +37,26 @@ class Distill(OnPolicy):
             # 1. Responses to the step's prompts.
             with run.timed("rollout"):
                 samples = conversations(self.responses(step))
-            # 2. Log-probabilities of their tokens under the teacher.
+                partition = run.partition(samples, size=config.minibatch_size)
+            # 2. What the teacher says to them.
             taught = self.ask_teacher(samples)
-            if config.objective == "sampled":
-                with run.timed("reference"):
-                    self.compute_logprobs(samples)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
             run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
-            before = padded(samples, "logprobs" if samples[0].old is None else "old")
-            advantages = token_advantages(before, padded(samples, "teacher"), loss_mask(samples))
-            fill(samples, "advantage", advantages)
             # 3. An optimizer step for each minibatch.
             with run.timed("update"):
-                for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
-                    run.metrics.add(run.updater.step(self.passes(minibatch), train=["policy"]))
+                for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
+                    counts = Counts.of(minibatch)
+                    passes = [Pass("policy", minibatch, partial(self.loss, counts=counts))] if counts.tokens else []
+                    run.metrics.add(run.updater.step(passes, train=["policy"]))
+            advantages = token_advantages(padded(samples, "logprobs"), padded(samples, "teacher"), loss_mask(samples))
+            fill(samples, "advantage", advantages)  # for the records: how much likelier the teacher finds each token
             self.record(samples, advantages, step)
-            run.end_step(**self.count_flat())
+            run.end_step(**self.update_controllers())
 
-    def passes(self, minibatch: list[Sample], *, kl_coef: float = 0.0) -> list[Pass]:
-        if self.config.distill.objective == "sampled":
-            return super().passes(minibatch, kl_coef=kl_coef)
+    def loss(self, batch: Batch, *, counts: Counts) -> tuple[Tensor, Metrics]:
+        """Compute the distance of a micro-batch to the teacher; the policy must be acting."""
         assert self.teacher is not None
-        distance = self.teacher.distance_loss(minibatch)
-        return self.passes_over(minibatch, policy=lambda batch: distance(batch, self.policy.policy_states(batch)))
+        return self.teacher.distance(batch, self.policy.policy_states(batch), counts)
 
     def responses(self, step: int) -> list[Sample]:
         """Sample responses to the share distill.on_policy_fraction of the prompts; the others have given answers."""

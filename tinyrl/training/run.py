@@ -75,6 +75,7 @@ class Controllers(BaseModel):
     pass_rates: dict[str, list[float]] = {}  # of rows by fingerprint: completions right, wrong, in which step
     failing_batches: int = 0  # in a row, whose rewards failed
     flat_steps: int = 0  # without a gradient of the policy
+    inexact_sampling: bool = False  # measured, though the engine's numbers should be those of training
 
 
 class RunState(BaseModel):
@@ -280,21 +281,35 @@ class Run:
         waits = "the trained weights are large, so the stop waits for the end of the update"
         self.display.note(f"{signal}: {waits}; the last one took {self._update_seconds:.0f} s")
 
-    def minibatches(self, samples: list[Sample], *, num_epochs: int, size: int | None) -> Iterator[list[Sample]]:
-        """Yield the samples of each optimizer step: all conversations of `size` episodes, in epochs shuffled by (seed,
-        step, epoch).
+    def partition(self, samples: list[Sample], *, size: int | None) -> list[list[Sample]]:
+        """Split samples into the minibatches of a step: all conversations of `size` episodes each (None: of all), in an
+        order shuffled by (seed, step).
         """
         count = num_episodes(samples)
         size = size or count
+        order = list(range(count)) if size >= count else self._shuffled(count, epoch=0)
+        minibatches = []
+        for start in range(0, count, size):
+            chosen = set(order[start : start + size])
+            minibatches.append([sample for sample in samples if sample.episode in chosen])
+        return minibatches
+
+    def minibatches(self, partition: list[list[Sample]], *, num_epochs: int) -> Iterator[list[Sample]]:
+        """Yield the minibatch of each optimizer step: those of the partition, in each epoch in another order.
+
+        A minibatch is the same in all epochs, and so are its micro-batches: other ones would compute, in bfloat16,
+        other log-probabilities of the same tokens, which the ratio would take for a change of the policy.
+        """
         for epoch in range(num_epochs):
-            key = f"minibatch {self.config.run.seed} {self.state.step} {epoch}"
-            order = list(range(count)) if size >= count else seeded_permutation(key, count)
-            for i in range(0, count, size):
-                chosen = set(order[i : i + size])
-                self.minibatch = [sample for sample in samples if sample.episode in chosen]
+            order = self._shuffled(len(partition), epoch=epoch) if epoch else range(len(partition))
+            for place in order:
+                self.minibatch = partition[place]
                 yield self.minibatch
                 self.update += 1
         self.minibatch = []
+
+    def _shuffled(self, count: int, *, epoch: int) -> list[int]:
+        return seeded_permutation(f"minibatch {self.config.run.seed} {self.state.step} {epoch}", count)
 
     def end_step(self, **metrics: float) -> None:
         policy = self.optimizers.get("policy")
