@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -271,6 +272,36 @@ def varied_at_first(folder: Path) -> dict[str, object]:
 
 def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
     return [load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in steps]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_the_times_of_a_step_add_up_to_all_of_it(method: str, model: Path, tmp_path: Path) -> None:
+    run = trained(running.config(method, model), tmp_path)
+    for line in running.metrics(run)[1:]:
+        phases = {n: v for n, v in line.items() if n.startswith("time/") and n not in ("time/total", "time/evaluation")}
+        assert sum(phases.values()) == pytest.approx(line["time/total"])
+        assert line["time/other"] > 0
+        assert line["tokens_per_second"] == pytest.approx(line["completion/tokens"] / line["time/total"])
+
+
+def test_records_are_flushed_by_a_checkpoint_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each of metrics, samples, tokens and prompts, at the end; not in the three steps."""
+    flushed, fsync = Counter[str](), os.fsync
+
+    def noted(number: int) -> None:
+        flushed[Path(os.readlink(f"/proc/self/fd/{number}")).name] += 1
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    trained(running.config("grpo", model, run={"save_every": 0}), tmp_path)
+    assert {name: count for name, count in flushed.items() if name.endswith(".jsonl")} == {
+        "metrics.jsonl": 1,
+        "samples.jsonl": 1,
+        "tokens.jsonl": 1,
+        "prompts.jsonl": 1,
+    }
 
 
 def always_the_same(folder: Path) -> dict[str, object]:

@@ -128,12 +128,13 @@ class StepStart:
 
 
 class StepMetrics:
-    """Metrics of a step."""
+    """Metrics of a step, which begins when they are made."""
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
         self.values = {} if values is None else values  # also in a checkpoint before the evaluation after the step
         self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
         self.seconds: dict[str, float] = {}  # by phase
+        self.began = time.perf_counter()
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add metrics of one optimizer step; the line has their mean (non-finite ones are left out)."""
@@ -144,10 +145,15 @@ class StepMetrics:
                 total[1] += 1
 
     def line(self, **measured: float) -> dict[str, Any]:
-        """Return all metrics, with `measured`, the total of the times without evaluations, and tokens a second."""
-        total = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")
+        """Return all metrics, with `measured`, tokens a second, and times: of each phase, and in all without the
+        evaluation. `time/other` is what belongs to no phase, such as the advantages.
+        """
+        phases = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")
+        evaluation = self.seconds.get("evaluation", 0.0)
+        total = time.perf_counter() - self.began - evaluation if phases else 0.0  # 0: an evaluation by itself
         times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
-        line = {**self.values, **times, "time/total": total, **measured}
+        times |= {"time/other": max(0.0, total - phases), "time/total": total}
+        line = {**self.values, **times, **measured}
         tokens = self.values.get("completion/tokens")
         return {**line, "tokens_per_second": tokens / total} if tokens and total else line
 
@@ -253,12 +259,14 @@ class Run:
         check_replicas(self.world, self.policy.parameters)
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
+            self.metrics = StepMetrics(self.metrics.values)
             self._finish_step()
         while self.state.step < self.until:
             optim, num_steps = self.config.optim, self.config.run.num_steps
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
             for role in self.optimizers.values():
                 role.set_rate(factor)
+            self.metrics = StepMetrics()
             self._start = StepStart(self._state_now(), (rng_tensors(), python_rng()), self.folder.lengths())
             yield self.state.step
 
@@ -270,8 +278,9 @@ class Run:
         if 3 * sum(p.numel() * p.itemsize for p in self._trained()) > MOST_COPIED:  # weights and two moments
             self._held.enter_context(stop_held(self._note_wait))
             return
-        weights = [p.detach().to("cpu", copy=True) for p in self._trained()]
-        moments = {key: tensor.to("cpu", copy=True) for key, tensor in optimizer_tensors(self.optimizers).items()}
+        with self.timed("update"):
+            weights = [p.detach().to("cpu", copy=True) for p in self._trained()]
+            moments = {key: tensor.to("cpu", copy=True) for key, tensor in optimizer_tensors(self.optimizers).items()}
         self._start.tensors = weights, moments
 
     def _trained(self) -> Iterator[Tensor]:
@@ -383,6 +392,7 @@ class Run:
             save_file(rng_tensors(), folder / RANDOM)
             at: dict[str, Any] = {"run": self._state_now(), "micro_batch_tokens": self.policy.micro_batches.tokens}
             files: dict[str, Any] = {"sources": self.sources(), "records": self.folder.lengths()}
+            self.folder.flush()  # all that was counted
             state = CheckpointState(**at, **files, config=self.config.written(), python_random=python_rng())
             (folder / STATE).write_text(json.dumps(state.model_dump(), indent=1), encoding="utf-8")
 
