@@ -64,8 +64,8 @@ def scheduled(schedule: str, num_steps: int, *, warmup_steps: int = 0) -> Config
     return Config.model_validate({"method": "grpo", "optim": optim, "run": {"num_steps": num_steps}})
 
 
-# Rates of a linear schedule of 5e-4 over 20 steps: the 20th step has 1/20 of it. Over 25 steps the 21st has 5/25. A cosine
-# over 20 steps has (1 + cos(0.95 pi)) / 2 of it in the 20th; over 40 the 21st has a half.
+# Rates of a linear schedule of 5e-4 over 20 steps: the 20th step has 1/20 of it. Over 25 steps the 21st has 5/25. A
+# cosine over 20 steps has (1 + cos(0.95 pi)) / 2 of it in the 20th; over 40 the 21st has a half.
 JUMPS = [("linear", 20, 25, "2.5e-05", "0.0001"), ("cosine", 20, 40, "3.08e-06", "0.00025")]
 
 

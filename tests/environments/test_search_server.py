@@ -12,6 +12,8 @@ import pytest
 from tinyrl.environments import search
 from tinyrl.environments.search import SearchFailed, SearchServer
 
+PATIENCE_S = 120.0  # after which a test says that something never happened
+
 
 class Server:
     """A server with an answer for each request (the last one for all that follow): status, and JSON or bytes; a
@@ -21,6 +23,7 @@ class Server:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any] | None] = []
         self.requests: list[tuple[str, str | None, Any]] = []
+        self.asked = threading.Event()
         self.ended = threading.Event()
         server = self
 
@@ -28,6 +31,7 @@ class Server:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 server.requests.append((self.path, self.headers["Authorization"], json.loads(body)))
+                server.asked.set()
                 answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
                 status, value = answer or (200, b"")
                 raw = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -95,6 +99,7 @@ def test_every_other_answer_is_a_failure_with_its_reason(server: Server, answer:
     server.answers = [answer]
     with pytest.raises(SearchFailed, match=f"^the search server {server.url}.*{reason}"):
         SearchServer(server.url, timeout_s=30.0 if answer else 0.3).search(["q"], top_k=1)
+    assert server.asked.wait(PATIENCE_S)  # which may be later than the client's time
     assert len(server.requests) == requests
 
 

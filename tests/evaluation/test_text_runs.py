@@ -176,9 +176,8 @@ def test_rows_of_a_file_that_the_run_was_trained_on_are_counted(
     assert ask(folder, "sft", data=rows, num_prompts=2)["trained_on"] == 2
     assert ask(folder, "judge", data=rows)["trained_on"] == 3
     assert "trained_on" not in ask(folder, "sft")
-    assert (
-        ask(folder, "sft", settings=judged, data=str(write_rows(tmp_path / "new.jsonl", fresh(4))))["trained_on"] == 0
-    )
+    new = str(write_rows(tmp_path / "new.jsonl", fresh(4)))
+    assert ask(folder, "sft", settings=judged, data=new)["trained_on"] == 0
 
 
 def test_a_comparison_leaves_out_rows_that_a_side_was_trained_on(

@@ -182,7 +182,7 @@ def test_a_function_that_outlasts_its_worker_is_ended_by_us(make_reward: MakeRew
     assert reasons(score(reward, ["a"])) == {0: "`score` gave no answer within 0.5 s"}
 
 
-def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: MakeReward):
+def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: MakeReward, tmp_path: Path):
     to_kill: list[int] = []
 
     def kill_instead_of_stopping() -> None:
@@ -195,10 +195,13 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
     reward = make_reward("""
         import os, time
         def score(prompts, completions):
-            time.sleep(0.3 * (len(completions[0]) > 1))  # not answered before it is killed
+            doomed = os.path.exists("doomed") and int(open("doomed").read()) == os.getpid()
+            if doomed:
+                time.sleep(1000)  # until it is killed
             return [float(os.getpid())]
     """)
     first = score(reward, ["a"]).scores[0]
+    (tmp_path / "doomed").write_text(str(int(first)))
     to_kill.append(int(first))
     with LookedAt(kill_instead_of_stopping):
         call = score(reward, ["a" * 1_000_000])

@@ -42,8 +42,15 @@ REWARDS = """
     def raises_on_gold(prompts, completions, answer, **columns):
         return [1 / (a not in c[0]["content"]) for c, a in zip(completions, answer)]
 
-    def sleeps(prompts, completions, **columns):
-        return [time.sleep(0.2 * (c == "slow")) or 1.0 for p, c in zip(prompts, completions)]
+    clock = [0.0]
+    time.perf_counter = lambda: clock[0]  # by which the worker times rows
+
+    def takes_time(prompts, completions, **columns):
+        scores = []
+        for prompt, completion in zip(prompts, completions):
+            clock[0] += 0.5 if completion == "slow" else 0.01
+            scores.append(1.0)
+        return scores
 
     def raises_on_one_prompt(prompts, completions, answer, **columns):
         return [1 / (a != "a") for a in answer]
@@ -107,18 +114,19 @@ def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinyrl.rewards.scorer.SLOW_ROW_S", 0.1)
-    scorer, texts = scorer_of(tmp_path, {"sleeps": 1.0}), ["a b", "a  b\n", "slow", "ab c", "a b"]
+    scorer, texts = scorer_of(tmp_path, {"takes_time": 1.0}), ["a b", "a  b\n", "slow", "ab c", "a b"]
     prompts = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in (5, 5, 7, 7, 5)]
     scorer.text = lambda tokens: texts[tokens[0]]
     try:
         scorer(prompts, [[i] for i in range(5)])
         found = scorer.metrics()
-        assert 0.2 <= found.pop("reward/slowest_seconds") < 10
+        assert found.pop("reward/slowest_seconds") == 0.5
         assert found == {"completion/whitespace_duplicates": 3 / 5}
         assert scorer.metrics() == {}  # each step anew
         scorer(prompts[:2], [[0], [4]])  # equal
         assert scorer.metrics()["completion/whitespace_duplicates"] == 0.0
-        assert any("prompt 7 (p7), 0." in line for line in scorer.functions[0].printed.kept)
+        [line] = scorer.functions[0].printed.kept
+        assert "prompt 7 (p7), 0.5 s" in line
     finally:
         scorer.close()
 

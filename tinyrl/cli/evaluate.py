@@ -91,9 +91,7 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     if first.get("left_out"):
         lines.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
     if (seen := first.get("trained_on", 0)) is None:
-        lines.append(
-            f"warning: the rows that {first['target']} was trained on cannot be read; it may know some of these"
-        )
+        lines.append(f"warning: the training rows of {first['target']} cannot be read; it may know some of these")
     elif seen:
         lines.append(f"warning: {first['target']} was trained on {seen} of these rows")
     if first.get("num_prompts", FEW) < FEW:
