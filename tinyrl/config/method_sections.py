@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from tinyrl.config.marks import Names
 from tinyrl.config.sections import (
     NonNegative,
     NonNegativeFloat,
@@ -120,7 +121,9 @@ class PpoConfig(PolicyGradientSection):
     )
     value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
     ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
-    ptx_data: Text | None = Field(default=None, description="rows of text as sft reads them: a file, or a hub name")
+    ptx_data: Annotated[Text | None, Names("rows")] = Field(
+        default=None, description="rows of text as sft reads them: a file, or a hub name"
+    )
 
     group_size: ClassVar[int] = 1
     clip_eps_high: ClassVar[None] = None

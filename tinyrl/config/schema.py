@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tinyrl.config import sections
+from tinyrl.config.marks import Named, OnlyIf, find_named, replace_named
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
 from tinyrl.text import is_address, mask_url, truncate
@@ -100,19 +101,30 @@ class Config(sections.Section):
     def samples(self) -> bool:
         return self.trains.samples
 
+    def unmet(self, section: str, name: str) -> OnlyIf | None:
+        """Return the condition under which a setting counts, if it does not hold."""
+        kind: type[sections.Section] = type(getattr(self, section))
+        field = kind.model_fields[name]
+        return next((mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self)), None)
+
+    def named(self) -> list[Named]:
+        """Return each value that counts and names a model, rows, code, a server or a file."""
+        values = find_named(self.model_dump(), schema=type(self))
+        return [named for named in values if self.unmet(*named.place[:2]) is None]
+
     def written(self) -> dict[str, Any]:
         """Return the sections that the method uses, as JSON values without secrets: for config.yaml and checkpoints."""
         values = self.model_dump(mode="json")
-        return without_secrets({name: value for name, value in values.items() if self.uses(name)})
+        return without_secrets({name: value for name, value in values.items() if self.uses(name)}, schema=type(self))
 
 
-def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Mask userinfo and queries of the URLs in sections of settings."""
-    for section, name in (("generation", "url"), ("environment", "corpus")):
-        part = values.get(section)
-        if isinstance(part, dict) and isinstance(part.get(name), str):
-            values = {**values, section: {**part, name: mask_url(part[name])}}
-    return values
+def without_secrets(values: dict[str, Any], *, schema: type[Config] = Config) -> dict[str, Any]:
+    """Mask userinfo and queries of the URLs in nested settings."""
+
+    def masked(named: Named) -> str:
+        return mask_url(named.value) if named.kind == "server" else named.value
+
+    return replace_named(values, masked, schema=schema)
 
 
 # ---- conflicts ----

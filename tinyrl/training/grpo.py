@@ -21,12 +21,12 @@ from torch import Tensor
 
 from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of, token_rewards_of
 from tinyrl.training.on_policy import OnPolicy
 
 if TYPE_CHECKING:
+    from tinyrl.config.method_sections import GrpoConfig
     from tinyrl.training.run import Run
 
 

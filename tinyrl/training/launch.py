@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from tinyrl.config.marks import Named
 from tinyrl.config.recipe import as_override, build_config
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
@@ -293,41 +294,38 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[str]:
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield every file of models, adapters, rewards and environments, by the setting that names it."""
-    models = {"model.path": config.model.path, "model.adapter": config.model.adapter}
-    functions = config.reward.functions if config.uses("reward") else []
-    uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
-    if config.uses("critic"):
-        models["critic.path"] = config.critic.path
-    if config.uses("reward"):
-        models["reward.model"] = config.reward.model
-    if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
-        models["teacher.path"] = config.teacher.path
-    for setting, path in models.items():
-        if path is None:
-            continue
-        folder = starter_path(path) or Path(path).expanduser()
-        if not folder.is_dir():  # a hub name
-            revision = config.model.revision if setting == "model.path" else None
-            cached = try_to_load_from_cache(path, "config.json", revision=revision)
-            if not isinstance(cached, str):
-                continue
-            folder = Path(cached).parent
-        for file in sorted([*folder.iterdir(), *folder.glob("critic/*")]):
-            if file.suffix in OF_A_MODEL and file.name not in OF_A_RUN and file.is_file():
-                yield f"{setting}: {file.relative_to(folder)}", file
-    rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
-    yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
-    if config.uses("environment"):
-        uses += config.environment.functions
-        corpus = config.environment.corpus
-        if corpus is not None and os.path.isfile(corpus):
-            yield f"environment.corpus: {os.path.basename(corpus)}", Path(corpus)
-    for setting, use in uses:
-        source = parse_use(use, setting=setting)
-        name = use.rpartition(":")[0]
-        if source.file is not None:
-            yield f"{setting}: {name}", source.file
-        beside = os.path.dirname(name) if source.module is None else ""
-        for file in imported_beside(source):
-            yield f"{setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file
+    """Yield (label, file) for every file that the settings name: of models, rows, people's code, and others."""
+    for named in config.named():
+        match named.kind:
+            case "model":
+                revision = config.model.revision if named.setting == "model.path" else None
+                yield from _files_of_model(named, revision=revision)
+            case "code":
+                yield from _files_of_code(named)
+            case "rows" | "file" if not named.names.made and os.path.isfile(named.value):
+                yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
+            case _:  # the hub, a server, a word
+                pass
+
+
+def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str, Path]]:
+    folder = starter_path(named.value) or Path(named.value).expanduser()
+    if not folder.is_dir():  # a hub name
+        cached = try_to_load_from_cache(named.value, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            return
+        folder = Path(cached).parent
+    for file in sorted([*folder.iterdir(), *folder.glob("critic/*")]):
+        if file.suffix in OF_A_MODEL and file.name not in OF_A_RUN and file.is_file():
+            yield f"{named.setting}: {file.relative_to(folder)}", file
+
+
+def _files_of_code(named: Named) -> Iterator[tuple[str, Path]]:
+    """Yield the file of a person's function, and those beside it that it imports."""
+    source = parse_use(named.value, setting=named.label)
+    name = named.value.rpartition(":")[0]
+    if source.file is not None:
+        yield f"{named.setting}: {name}", source.file
+    beside = os.path.dirname(name) if source.module is None else ""
+    for file in imported_beside(source):
+        yield f"{named.setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file
