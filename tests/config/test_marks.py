@@ -12,7 +12,7 @@ from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import Section
 from tinyrl.runs.resolve import absolute_paths, resolve
-from tinyrl.training.launch import changed_sources, read_sources
+from tinyrl.training.launch import ChangedInput, changed_sources, read_sources
 
 SECRET = "http://me:pw@127.0.0.1:1/?key=abc"
 TASK = "from tinyrl.tasks import Task\nTASK = Task('mine', rows=lambda split: [{'prompt': 'a'}])\n"
@@ -132,9 +132,8 @@ def test_an_own_task_is_a_file_like_a_reward(folder: Path):
     assert config.task.name == f"{folder}/task.py:TASK"
     first = read_sources(config, rows={}, known={})
     Path("task.py").write_text(TASK + "# another verifier\n")
-    assert changed_sources(first, read_sources(config, rows={}, known={})) == [
-        f"task.name: {folder}/task.py has changed"
-    ]
+    now = read_sources(config, rows={}, known={})
+    assert changed_sources(first, now) == [ChangedInput(f"task.name: {folder}/task.py", "has changed")]
 
 
 def test_a_shipped_task_is_no_file():
@@ -197,4 +196,5 @@ def test_an_edited_file_of_rows_has_changed():
     Path("rows.jsonl").write_text("".join(json.dumps({"prompt": "a", "n": n}) + "\n" for n in range(3)))
     first = read_sources(wider(), rows={}, known={})
     Path("rows.jsonl").write_text('{"prompt": "a"}\n')
-    assert changed_sources(first, read_sources(wider(), rows={}, known={})) == ["new.rows: rows.jsonl has changed"]
+    now = read_sources(wider(), rows={}, known={})
+    assert changed_sources(first, now) == [ChangedInput("new.rows: rows.jsonl", "has changed")]

@@ -13,15 +13,16 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.marks import Named
 from tinyrl.config.recipe import as_override, build_config
 from tinyrl.config.schema import Config, without_secrets
@@ -131,14 +132,16 @@ def resume(
         kept, since = (CheckpointState.read(checkpoint), checkpoint.name) if checkpoint else (None, "it was made")
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
-        changes = check_changes(before, config, since=since, allowed=allow_config_change)
+        settings = check_changes(before, config, since=since, allowed=allow_config_change)
         options = started_with(folder, options)
         notes = [f"warning: {w}; using {checkpoint.name if checkpoint else 'the start'} instead" for w in warnings[:1]]
         method = _load(config, options=options, undo=undo, also=since)
         known = kept.sources if kept else InputHashes()
         sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
         what = "what the run reads has changed"
-        changes += refuse(what, changed_sources(known, sources), since=since, allowed=allow_config_change)
+        inputs = changed_sources(known, sources)
+        refuse(what, inputs, since=since, allowed=allow_config_change)
+        changes = [*settings, *inputs]
         notes += [resolve_threads(method.policy), *method.check()]
         run = Run(method, folder)
         run.sources = lambda: sources
@@ -151,7 +154,7 @@ def resume(
             if others:
                 what = f"numbers may differ in their last digits, other versions than at {since}"
                 notes.append(f"warning: {what}: {', '.join(others)}")
-            if any(not line.startswith(("optim.", "run.")) or line.startswith("run.seed:") for line in changes):
+            if any(change_invalidates(change) for change in changes):
                 method.forget()
             notes += [f"changed since {since}: {change}" for change in changes]
             notes.append(f"resuming {folder.path} at step {run.state.step} of {config.run.num_steps} from {since}")
@@ -224,8 +227,9 @@ def fork(
 # ---- settings that have changed ----
 
 
-def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
-    """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
+def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[Change]:
+    """Compare a checkpoint's configuration with the one it is resumed under; return the differences.
+
     Raises ValueError for another method, and for differences, besides more steps, that are not `allowed`.
     """
     method = before.get("method")
@@ -234,38 +238,44 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     changes = changed_settings(without_secrets(before), config.written())
     steps = before.get("run", {}).get("num_steps")
     longer = isinstance(steps, int) and steps < config.run.num_steps
-    refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
+    refused = [change for change in changes if not (longer and change.setting == "run.num_steps")]
     refuse("settings have changed", refused, since=since, allowed=allowed)
     return changes
+
+
+def change_invalidates(change: Change | ChangedInput) -> bool:
+    """Return whether a change makes wrong what a method keeps of its rows and frozen models."""
+    if isinstance(change, ChangedInput) or change.setting == "run.seed":
+        return True
+    return not change.setting.startswith(("optim.", "run."))
 
 
 MOST_SHOWN = 3  # changes in an error
 
 
-def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
-    """Return the changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
+def refuse(what: str, changes: Sequence[Change | ChangedInput], *, since: str, allowed: bool) -> None:
+    """Raise ValueError, with the first of the changes, when there are some and they are not allowed."""
     if not changes or allowed:
-        return changes
+        return
     more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
     lines = [f"{what} since {since}, so the run would not go on as it began:"]
     lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
     raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List settings with two values. One that only one side has is left out: another version wrote it."""
-    before, now = by_setting(before), by_setting(now)
-    different = (key for key in sorted(before.keys() & now.keys()) if before[key] != now[key])
-    return [f"{key}: {json.dumps(before[key])} then, {json.dumps(now[key])} now" for key in different]
-
-
-def by_setting(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested settings by section.name."""
-    sections = {section: own for section, own in values.items() if isinstance(own, dict)}
-    return {f"{section}.{name}": value for section, own in sections.items() for name, value in own.items()}
-
-
 # ---- what a run reads ----
+
+
+@dataclass(frozen=True)
+class ChangedInput:
+    """A file, or rows, that are not what they were."""
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what}"
+
 
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
 
@@ -283,13 +293,18 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
     return InputHashes(rows=rows, files=files, versions=versions())
 
 
-def changed_sources(before: InputHashes, now: InputHashes) -> list[str]:
-    """List the sources that have changed. One that only `now` has came with a setting, whose change is noted."""
-    changes = [f"{name} rows: the data has changed" for name, rows in before.rows.items() if now.rows.get(name) != rows]
+def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]:
+    """List the inputs that have changed. One that only `now` has came with a setting, whose change is noted."""
+    changes: list[ChangedInput] = []
+    for name, rows in before.rows.items():
+        if now.rows.get(name) != rows:
+            changes.append(ChangedInput(f"{name} rows", "have changed"))
     for name, file in before.files.items():
         there = now.files.get(name)
-        if there is None or there.sha256 != file.sha256:
-            changes.append(f"{name} {'has changed' if there else 'is not there any more'}")
+        if there is None:
+            changes.append(ChangedInput(name, "is not there any more"))
+        elif there.sha256 != file.sha256:
+            changes.append(ChangedInput(name, "has changed"))
     return changes
 
 
