@@ -181,6 +181,8 @@ def test_a_setting_that_does_not_count_is_not_looked_for():
         ("teacher.kl_coef > 0", False),
         ("run.num_steps > 199", True),
         ("run.num_steps > 200", False),
+        ("num_steps > 199", True),
+        ("num_steps > 200", False),
         ("model.adapter is null", True),
         ("model.adapter is not null", False),
         ("environment.tools is []", True),
@@ -189,7 +191,7 @@ def test_a_setting_that_does_not_count_is_not_looked_for():
     ],
 )
 def test_conditions(condition: str, holds: bool):
-    assert OnlyIf(condition, why="").holds(Config.model_validate({"method": "grpo"})) is holds
+    assert OnlyIf(condition, why="no").holds(Config.model_validate({"method": "grpo"}), "run") is holds
 
 
 def test_an_edited_file_of_rows_has_changed():
@@ -198,3 +200,10 @@ def test_an_edited_file_of_rows_has_changed():
     Path("rows.jsonl").write_text('{"prompt": "a"}\n')
     now = read_sources(wider(), rows={}, known={})
     assert changed_sources(first, now) == [ChangedInput("new.rows: rows.jsonl", "has changed")]
+
+
+def test_a_condition_with_the_whole_names_of_settings():
+    condition = OnlyIf("kl_coef > 0 and method is ppo or tools is not [] or critic.kind is shared", why="no")
+    assert condition.full("ppo") == (
+        "ppo.kl_coef > 0 and method is ppo or ppo.tools is not [] or critic.kind is shared"
+    )

@@ -38,6 +38,12 @@ def _check_task(config: Config) -> None:
     task = load_task(config.task.name or "rows", grading=config.task.grading)
     if not config.samples or task.name == "rows":
         needed_data(config)
+    has_episodes = task.respond is not None or task.environment is not None
+    if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
+        fraction = config.distill.on_policy_fraction
+        raise ValueError(
+            f"distill.on_policy_fraction={fraction} takes given answers, and task.name={config.task.name} has episodes"
+        )
 
 
 def check_named(config: Config, *, sections: tuple[str, ...] | None = None) -> None:

@@ -80,14 +80,19 @@ class OnlyIf:
     """Mark a field that counts only where a condition on other settings holds.
 
     condition: clauses "SETTING is VALUE", "SETTING is not VALUE" or "SETTING > NUMBER", joined by "and", and these by
-    "or"; SETTING is section.name, or `method`.
+    "or"; SETTING is section.name, `method`, or a name in the field's own section. why: what is so where it does not
+    hold, for people.
     """
 
     condition: str
     why: str
 
-    def holds(self, config: Any) -> bool:
-        alternatives = self.condition.split(" or ")
+    def full(self, section: str) -> str:
+        """Return the condition of a field of `section` with the whole names of settings."""
+        return re.sub(r"(?:^|(?<= or )|(?<= and ))(?!method )(\w+)(?= (?:is|>) )", rf"{section}.\1", self.condition)
+
+    def holds(self, config: Any, section: str) -> bool:
+        alternatives = self.full(section).split(" or ")
         return any(all(_clause_holds(one, config) for one in each.split(" and ")) for each in alternatives)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tinyrl.config.marks import Names
+from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.sections import (
     NonNegative,
     NonNegativeFloat,
@@ -62,7 +62,9 @@ class PolicyGradientSection(Section):
     minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
     clip_eps: Rate = Field(description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)")
     kl_coef: NonNegativeFloat = Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(description="k1: KL in the reward; k3 or k2: KL in the loss")
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyIf("kl_coef > 0", why="there is no KL")] = Field(
+        description="k1: KL in the reward; k3 or k2: KL in the loss"
+    )
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
 
     @property
@@ -91,7 +93,7 @@ class GrpoConfig(PolicyGradientSection):
     advantage: Advantage = Field(
         description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch"
     )
-    advantage_scale: Scale = Field(
+    advantage_scale: Annotated[Scale, OnlyIf("advantage is group", why="other advantages have no scale")] = Field(
         description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
     )
     clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
@@ -119,9 +121,11 @@ class PpoConfig(PolicyGradientSection):
     target_kl: PositiveFloat | None = Field(
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
-    value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
+    value_coef: Annotated[NonNegativeFloat, OnlyIf("critic.kind is shared", why="the critic has a loss alone")] = Field(
+        default=0.1, description="weight of the value loss under critic.kind=shared"
+    )
     ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
-    ptx_data: Annotated[Text | None, Names("rows")] = Field(
+    ptx_data: Annotated[Text | None, Names("rows"), OnlyIf("ptx_coef > 0", why="nothing is learnt from it")] = Field(
         default=None, description="rows of text as sft reads them: a file, or a hub name"
     )
 
@@ -173,8 +177,12 @@ class RewardModelConfig(Section):
 class DpoConfig(Section):
     loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
     beta: PositiveFloat = Field(description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
-    label_smoothing: Smoothing = Field(default=0.0, description="share of wrong labels (cDPO), for sigmoid")
-    target_margin: NonNegativeFloat = Field(default=1.0, description="SimPO's gamma: target reward margin")
+    label_smoothing: Annotated[Smoothing, OnlyIf("loss is sigmoid", why="other losses have no such term")] = Field(
+        default=0.0, description="share of wrong labels (cDPO)"
+    )
+    target_margin: Annotated[NonNegativeFloat, OnlyIf("loss is simpo", why="other losses have no such term")] = Field(
+        default=1.0, description="SimPO's gamma: target reward margin"
+    )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
     max_tokens: Positive | None = Field(default=None, description="of prompt and answer together; null: by the model")
 

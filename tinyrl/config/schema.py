@@ -105,7 +105,9 @@ class Config(sections.Section):
         """Return the condition under which a setting counts, if it does not hold."""
         kind: type[sections.Section] = type(getattr(self, section))
         field = kind.model_fields[name]
-        return next((mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self)), None)
+        return next(
+            (mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self, section)), None
+        )
 
     def named(self) -> list[Named]:
         """Return each value that counts and names a model, rows, code, a server or a file."""

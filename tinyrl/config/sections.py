@@ -73,8 +73,18 @@ class Section(BaseModel):
     )
 
 
-LEARNS = OnlyIf("method is distill or teacher.kl_coef > 0", why="without teacher.kl_coef nothing is learnt from it")
-ON_SERVER = OnlyIf("generation.engine is server", why="completions are sampled in this process")
+# Conditions that several settings have.
+LORA = OnlyIf("enabled is true", why="every weight is trained")
+FRESH = OnlyIf("model.adapter is null", why="the adapter has its own")
+LEARNS = OnlyIf("method is distill or kl_coef > 0", why="nothing is learnt from a teacher")
+SAMPLES = OnlyIf("method is grpo or method is ppo or method is distill", why="the method learns from given answers")
+SEARCHES = OnlyIf("name is search or name is null and task.name is not rows", why="nothing is searched")
+TURNS = OnlyIf(
+    "name is not null or tools is not [] or agent is not null or task.name is not rows",
+    why="an answer is one turn without an environment",
+)
+AGENT = OnlyIf("agent is not null", why="there is no agent")
+ON_SERVER = OnlyIf("engine is server", why="completions are sampled in this process")
 
 
 class ModelConfig(Section):
@@ -93,10 +103,14 @@ class ModelConfig(Section):
 
 class LoraSection(Section):
     enabled: bool = Field(default=True, description="train low-rank adapters; false: train every weight")
-    r: Annotated[int, Field(ge=1, le=16_384)] = Field(default=16, description="rank of the adapters")
-    alpha: PositiveFloat = Field(default=32, description="LoRA alpha: an adapter's output is scaled by alpha / r")
-    dropout: Dropout = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
-    target_modules: Modules = Field(default="all-linear", description="modules that get an adapter")
+    r: Annotated[int, Field(ge=1, le=16_384), LORA, FRESH] = Field(default=16, description="rank of the adapters")
+    alpha: Annotated[PositiveFloat, LORA, FRESH] = Field(
+        default=32, description="LoRA alpha: an adapter's output is scaled by alpha / r"
+    )
+    dropout: Annotated[Dropout, LORA] = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
+    target_modules: Annotated[Modules, LORA, FRESH] = Field(
+        default="all-linear", description="modules that get an adapter"
+    )
 
 
 class ReferenceConfig(Section):
@@ -115,13 +129,21 @@ class TeacherConfig(Section):
     path: Annotated[Text | None, Names("model", "server", "self", "start", run=ANY_POLICY), LEARNS] = Field(
         default=None, description="teacher: a run, adapter, model or server, or self or start"
     )
-    hint: Text | None = Field(default=None, description="extra text for the teacher only, such as 'Answer: {answer}'")
-    divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
-    top_k: Positive | None = Field(
+    hint: Annotated[Text | None, LEARNS] = Field(
+        default=None, description="extra text for the teacher only, such as 'Answer: {answer}'"
+    )
+    divergence: Annotated[Share, LEARNS] = Field(
+        default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon"
+    )
+    top_k: Annotated[Positive | None, LEARNS] = Field(
         default=None, description="distil on its top-k tokens and one bucket for the rest; null: full vocabulary"
     )
-    kl_coef: NonNegativeFloat = Field(default=0.0, description="weight of the teacher loss in grpo and ppo")
-    quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="load the teacher in 4 or 8 bits")
+    kl_coef: Annotated[NonNegativeFloat, OnlyIf("method is not distill", why="it is the only loss there")] = Field(
+        default=0.0, description="weight of the teacher loss in grpo and ppo"
+    )
+    quantization: Annotated[Literal["4bit", "8bit"] | None, LEARNS] = Field(
+        default=None, description="load the teacher in 4 or 8 bits"
+    )
 
     @property
     def kind(self) -> str:
@@ -149,16 +171,18 @@ class TaskConfig(Section):
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
     max_samples: Positive | None = Field(default=None, description="maximum number of rows of each split")
     chat: Literal["auto"] | bool = Field(default="auto", description="apply the chat template; auto: if there is one")
-    chat_template_kwargs: Variables = Field(
+    chat_template_kwargs: Annotated[Variables, OnlyIf("chat is not false", why="no template is applied")] = Field(
         default_factory=dict, description="its variables, such as {enable_thinking: false}"
     )
     on_overlong_prompt: Literal["error", "drop"] = Field(
         default="error", description="refuse too long ones, or leave out"
     )
-    sampler: Literal["uniform", "difficulty"] = Field(
+    sampler: Annotated[Literal["uniform", "difficulty"], SAMPLES] = Field(
         default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
     )
-    solved_reward: Weight = Field(default=1.0, description="reward of a solved prompt, for sampler and teacher.hint")
+    solved_reward: Annotated[Weight, SAMPLES] = Field(
+        default=1.0, description="reward of a solved prompt, for sampler and teacher.hint"
+    )
     grading: Literal["task", "math"] = Field(
         default="task", description="the task's verifier, or math-verify for formulas"
     )
@@ -198,6 +222,10 @@ class RewardFunctionConfig(Section):
 
     @model_validator(mode="after")
     def _judge_is_whole(self) -> Self:
+        of_judges = [name for name in type(self).model_fields if name not in ("use", "weight")]
+        unread = [name for name in of_judges if name in self.model_fields_set and not self.is_judge]
+        if unread:
+            raise ValueError(f"{', '.join(unread)}: only of a judge, and use={self.use} is a function")
         missing = [name for name in ("url", "model", "rubric") if self.is_judge and getattr(self, name) is None]
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")
@@ -213,7 +241,9 @@ class RewardConfig(Section):
     model: Annotated[Text | None, Names("model", run=REWARD_RUN)] = Field(
         default=None, description="a classifier, or a run of `tinyrl train reward`"
     )
-    model_label: int | str | None = Field(default=None, description="index or name of the label whose score counts")
+    model_label: Annotated[int | str | None, OnlyIf("model is not null", why="there is no reward model")] = Field(
+        default=None, description="index or name of the label whose score counts"
+    )
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
     truncated: Truncated = Field(default="keep", description="cut-off completions: keep, leave out, or subtract 1")
     overlong_tokens: NonNegative = Field(default=0, description="DAPO's soft penalty over the last N tokens; 0: none")
@@ -234,14 +264,18 @@ class EnvironmentConfig(Section):
     agent: Annotated[Text | None, Names("code")] = Field(
         default=None, description="FILE.py:FUNCTION that plays episodes by URL"
     )
-    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="concurrent agents")
-    max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="maximum turns of an episode")
-    max_observation_tokens: Positive = Field(default=256, description="tokens after which an observation is cut")
-    timeout_s: PositiveFloat | None = Field(default=None, description="of a tool call, cell, agent; null: 30, 5, 300")
-    corpus: Annotated[Text | None, Names("file", "server")] = Field(
+    max_concurrency: Annotated[int, Field(ge=1, le=1024), AGENT] = Field(default=8, description="concurrent agents")
+    max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns of an episode")
+    max_observation_tokens: Annotated[Positive, TURNS] = Field(
+        default=256, description="tokens after which an observation is cut"
+    )
+    timeout_s: Annotated[PositiveFloat | None, TURNS] = Field(
+        default=None, description="of a tool call, cell, agent; null: 30, 5, 300"
+    )
+    corpus: Annotated[Text | None, Names("file", "server"), SEARCHES] = Field(
         default=None, description="search: a .jsonl or .parquet file, or a server's URL"
     )
-    top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="search: passages per query")
+    top_k: Annotated[int, Field(ge=1, le=100), SEARCHES] = Field(default=3, description="search: passages per query")
 
     @property
     def seconds(self) -> float:
@@ -259,14 +293,18 @@ class GenerationConfig(Section):
     url: Annotated[Text | None, Names("server"), ON_SERVER] = Field(
         default=None, description="vLLM server on this machine: http://127.0.0.1:8000"
     )
-    server_sleep: bool = Field(default=False, description="put a server on the same GPU to sleep between rollouts")
+    server_sleep: Annotated[bool, ON_SERVER] = Field(
+        default=False, description="put a server on the same GPU to sleep between rollouts"
+    )
     max_rows: Positive | None = Field(default=None, description="maximum completions decoded at a time; null: all")
 
 
 class OptimConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
     learning_rate: LearningRate | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
-    critic_learning_rate: LearningRate | None = Field(default=None, description="null: LoRA 1e-4, full 1e-5")
+    critic_learning_rate: Annotated[LearningRate | None, OnlyIf("method is ppo", why="there is no critic")] = Field(
+        default=None, description="null: LoRA 1e-4, full 1e-5"
+    )
     schedule: Schedule = Field(default="constant", description="learning rate schedule after the warm-up")
     warmup_steps: NonNegative = Field(default=0, description="steps of linear warm-up")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")

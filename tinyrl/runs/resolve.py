@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.effect import contradictions
 from tinyrl.config.marks import Named, replace_named
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
@@ -32,13 +33,19 @@ def resolve(config: Config) -> Config:
             if isinstance(facts["target_modules"], list):  # not a pattern
                 values["lora"]["target_modules"] = sorted(facts["target_modules"])
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
+    lowered: set[str] = set()
     if config.samples and (positions := _positions(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
         both = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", observed))
         for section, name, most in both:
-            if name not in getattr(config, section).model_fields_set:
-                values[section][name] = min(values[section][name], most)
-    return build_config(values)
+            if name not in getattr(config, section).model_fields_set and values[section][name] > most:
+                values[section][name] = most
+                lowered.add(f"{section}.{name}")
+    resolved = build_config(values)
+    for found in contradictions(resolved):
+        if lowered & {*found.settings}:
+            raise ValueError(found.sentence)
+    return resolved
 
 
 def _checkpoint_of_run(named: Named) -> str:

@@ -24,7 +24,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.marks import Named
-from tinyrl.config.recipe import as_override, build_config
+from tinyrl.config.recipe import Source, as_override, build_config
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
@@ -205,7 +205,7 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
-    config = build_config(kept.config, [*overrides, origin], source=f"{checkpoint.name} of {old.path}")
+    config = build_config(kept.config, [*overrides, origin], source=Source(f"{checkpoint.name} of {old.path}"))
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
