@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.checks import few_tokens
-from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_tokenizer
+from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_model_config, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
@@ -56,6 +56,8 @@ def build_policy(
     config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False, teacher: bool = False
 ) -> Policy:
     """Load the base and put policy, reference, critic and teacher on it. LoRA's A is drawn from torch's generator."""
+    if teacher and config.learns_from_teacher:
+        _check_top_k(config, trust_remote_code)
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None:
         model = load_start_adapter(model, config.model.adapter, dropout=config.lora.dropout)
@@ -102,6 +104,19 @@ def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str
 
 
 # ---- teacher and reward model ----
+
+
+def _check_top_k(config: Config, trust_remote_code: bool) -> None:
+    """Raise ValueError where teacher.top_k is more than all tokens of student or teacher, by their config.json."""
+    top_k, base = config.teacher.top_k, config.model
+    if top_k is None:
+        return
+    configs = [load_model_config(base.path, revision=base.revision, trust_remote_code=trust_remote_code)]
+    if config.teacher.kind == "model":
+        configs.append(load_model_config(str(config.teacher.path), trust_remote_code=trust_remote_code))
+    tokens = min(each.get_text_config().vocab_size for each in configs)
+    if top_k > tokens:
+        raise ValueError(f"teacher.top_k={top_k} is more than the {tokens} tokens of the vocabulary; null takes all")
 
 
 def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, trust_remote_code: bool) -> None:
