@@ -9,14 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Change:
-    """A setting with two values. setting: section.name."""
+    """A setting with two values. setting: section.name; removed: there is none of that name now."""
 
     setting: str
     before: Any
     now: Any
+    removed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.setting}: {json.dumps(self.before)} then, {json.dumps(self.now)} now"
+        now = "removed" if self.removed else json.dumps(self.now)
+        return f"{self.setting}: {json.dumps(self.before)} then, {now} now"
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from tinyrl.config.effect import contradictions, given_settings, without_effect
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
+from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
@@ -205,6 +206,6 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml, with overrides laid over it."""
+    """Read a run's config.yaml, of this version or an earlier one, with overrides laid over it."""
     values, lines = read_with_lines(path)
-    return build_config(values, overrides, source=Source(str(path), lines))
+    return build_config(ignore_neutral(values), overrides, source=Source(str(path), lines))

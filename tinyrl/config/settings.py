@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from tinyrl.config.aliases import ALIASES
 from tinyrl.config.marks import OnlyIf
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
+from tinyrl.config.removed import REMOVED
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
 from tinyrl.text import did_you_mean, join_truncated, truncate
@@ -71,6 +72,10 @@ def _problems(problem: Any, method: object) -> list[Problem]:
         return [Problem(named or [""], sentence)]
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         key = (*path, str(problem["loc"][len(path)]))
+        name = _dotted(key)
+        if removed := REMOVED.get(name):
+            sentence = f"`{name}` is {truncate(repr(value))}, and this setting was removed: {removed.instead}"
+            return [Problem([name], sentence, f"`{name}` was removed")]
         return [_unknown(key, whole, method) for whole in _leaves(key, value)]
     if problem["type"] == "missing":
         return [Problem([name], f"`{name}` is missing; it must be {allowed(kind)}")]

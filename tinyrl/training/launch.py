@@ -25,6 +25,7 @@ from huggingface_hub import try_to_load_from_cache
 from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.marks import Named
 from tinyrl.config.recipe import Source, as_override, build_config
+from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
@@ -205,7 +206,8 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
-    config = build_config(kept.config, [*overrides, origin], source=Source(f"{checkpoint.name} of {old.path}"))
+    source = Source(f"{checkpoint.name} of {old.path}")
+    config = build_config(ignore_neutral(kept.config), [*overrides, origin], source=source)
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
@@ -236,6 +238,8 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     if method != config.method:
         raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
     changes = changed_settings(without_secrets(before), config.written())
+    for name, value in given_removed(before).items():
+        changes.append(Change(setting=name, before=value, now=None, removed=True))
     steps = before.get("run", {}).get("num_steps")
     longer = isinstance(steps, int) and steps < config.run.num_steps
     refused = [change for change in changes if not (longer and change.setting == "run.num_steps")]
