@@ -111,7 +111,7 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
         penalties = torch.where(scores.isnan(), torch.nan, penalties)
     if config.advantage == "leave-one-out":
         return rloo_advantages(scores - penalties, group_size=group_size)
-    if config.preset == "gdpo":
+    if config.reward_aggregation == "normalize-then-sum":
         assert weights is not None, "several rewards are weighed after each is normalised"
         each = compared_scores(samples, config)
         return decoupled_advantages(each, weights=weights, group_size=group_size, scale=config.advantage_scale)
@@ -122,7 +122,7 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
 def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
     """Return (B, 1) the sum of the rewards, or of GDPO (B, R) each, that a group is compared by; NaN: none."""
     rewards = rewards_of(samples).unsqueeze(1)
-    if config.preset != "gdpo":
+    if config.reward_aggregation == "sum":
         return rewards
     return torch.where(rewards.isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
 
@@ -130,7 +130,7 @@ def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
 def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -> list[int]:
     """Return groups whose valid scores are all the same, so that they teach nothing; weights (R,) of the rewards."""
     scores = compared_scores(samples, config)
-    if config.preset == "gdpo":
+    if config.reward_aggregation == "normalize-then-sum":
         scores = scores[:, weights != 0]
     groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)

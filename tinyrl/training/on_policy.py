@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.config.method_sections import DistillConfig
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
@@ -84,12 +83,12 @@ class OnPolicy(Method):
 
     @property
     def reads_reference(self) -> bool:
-        return self.config.on_policy.kl_coef > 0
+        return self.config.policy_gradient.kl_coef > 0
 
     @property
     def several_steps(self) -> bool:
         """Return whether several optimizer steps use a step's samples."""
-        section = self.config.on_policy
+        section = self.config.policy_gradient
         return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
 
     # ---- sampling ----
@@ -167,7 +166,7 @@ class OnPolicy(Method):
         if self.reads_reference:
             fill(samples, "ref", self.logprobs(samples, "reference", tokens=tokens))
         if not self.several_steps:
-            if self.reads_reference and self.config.on_policy.kl_in_reward and not self.samples_exactly:
+            if self.reads_reference and self.config.policy_gradient.kl_in_reward and not self.samples_exactly:
                 fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
             return
         exact = self.samples_exactly
@@ -218,8 +217,7 @@ class OnPolicy(Method):
         show how far sampling and training differ, at no cost.
         """
         config = self.config
-        section = config.on_policy
-        assert not isinstance(section, DistillConfig), "distillation has a loss of its own"
+        section = config.policy_gradient
         first = self.run.update == 0
         counts = Counts.of(loss_mask(minibatch))
         kl_coef = 0.0 if section.kl_in_reward or not self.policy.has_reference else kl_coef
@@ -294,7 +292,7 @@ class OnPolicy(Method):
         where the KL is in the loss of a single optimizer step).
         """
         out = {**environment_metrics(samples), **length_metrics(samples)}
-        measured = self.several_steps or self.config.on_policy.kl_in_reward
-        if measured and samples[0].ref is not None and any(sample.in_loss for sample in samples):
+        has_kl = samples[0].ref is not None and any(sample.in_loss for sample in samples)
+        if has_kl and (self.several_steps or self.config.policy_gradient.kl_in_reward):
             out["objective/kl"], _ = kl_per_response(samples)
         return out

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinyrl.algorithms.kl import ESTIMATORS, k1
-from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_policy_loss, entropy_bonus, kl_loss, mismatch_weights
+from tinyrl.algorithms.losses import (
+    Metrics,
+    cispo_loss,
+    clipped_policy_loss,
+    entropy_bonus,
+    importance_ratio,
+    kl_loss,
+    mismatch_weights,
+)
 from tinyrl.algorithms.masking import Aggregation, masked_sum
 
 if TYPE_CHECKING:
@@ -77,10 +85,10 @@ def policy_loss(
     denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
     shared: dict[str, Any] = {"aggregation": config.aggregation, "denominator": denominator, "token_weights": weights}
     shared["metric_denominator"] = counts.tokens
-    if config.preset == "cispo":
+    if config.surrogate == "cispo":
         loss, metrics = cispo_loss(logprobs, old, advantages, mask, ratio_cap=RATIO_CAP, **shared)
     else:
-        level = "sequence" if config.preset == "gspo" else "token"
+        level = "sequence" if config.surrogate == "sequence" else "token"
         clip = {"clip_eps": config.clip_eps, "clip_eps_high": config.clip_eps_high}
         loss, metrics = clipped_policy_loss(logprobs, old, advantages, mask, ratio_level=level, **clip, **shared)
     bonus, entropy_metrics = entropy_bonus(entropy, mask, denominator=counts.tokens)
@@ -89,7 +97,8 @@ def policy_loss(
     if kl_coef > 0:
         ref = batch.padded("ref")
         kl = ESTIMATORS[config.kl_estimator](logprobs, ref)
-        penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator)
+        ratio = importance_ratio(logprobs, old, mask) if config.kl_unbiased else None
+        penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator, ratio=ratio)
         loss, metrics = loss + kl_coef * penalty, metrics | kl_metrics
         if first.old is None:
             metrics["objective/kl"] = masked_sum(k1(logprobs.detach(), ref), mask) / counts.sequences
