@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.cli.options import configure_libraries
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
+from tinyrl.cli.train import print_note
 from tinyrl.config.recipe import as_override, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
@@ -74,7 +75,7 @@ def train(
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
-        config = load_config(method, recipe, overrides=overrides)
+        config = load_config(method, recipe, overrides=overrides, note=print_note)
         check_before_loading(config)
         from tinyrl.training.launch import start
 

@@ -7,18 +7,24 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
+from tinyrl.config.changes import Change, changed_settings
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
-from tinyrl.training.launch import changed_settings, check_changes, check_schedule
+from tinyrl.training.launch import ChangedInput, change_invalidates, check_changes, check_schedule
 
 
-def test_changed_settings_are_shown_with_both_values_and_the_first_three_named() -> None:
+def test_changed_settings_have_both_values() -> None:
     before = {"optim": {"learning_rate": 0.1, "schedule": "constant"}, "reward": {"model": None, "gone": 1}}
     now = {"optim": {"learning_rate": 0.2, "schedule": "constant", "new": 3}, "reward": {"model": "x"}}
-    assert changed_settings(before, now) == [
+    changes = changed_settings(before, now)
+    assert changes == [Change("optim.learning_rate", 0.1, 0.2), Change("reward.model", None, "x")]
+    assert [str(change) for change in changes] == [
         "optim.learning_rate: 0.1 then, 0.2 now",
         'reward.model: null then, "x" now',
     ]
+
+
+def test_an_error_names_the_first_three_changes() -> None:
     config = load_config("grpo", None, overrides=[])
     before = config.model_dump(mode="json")
     before["optim"] |= {"learning_rate": 0.5, "max_grad_norm": 0.25, "weight_decay": 0.125, "warmup_steps": 3}
@@ -28,6 +34,23 @@ def test_changed_settings_are_shown_with_both_values_and_the_first_three_named()
     for other in ({**before, "method": "ppo"}, {}):
         with pytest.raises(ValueError, match="cannot go on"):
             check_changes(other, config, since="step-000010", allowed=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "invalidates"),
+    [
+        (Change("optim.learning_rate", 0.1, 0.2), False),
+        (Change("run.num_steps", 1, 2), False),
+        (Change("run.seed", 1, 2), True),
+        (Change("model.path", "a", "b"), True),
+        (Change("task.system_prompt", None, "optim."), True),
+        (ChangedInput("training rows", "have changed"), True),
+    ],
+)
+def test_what_a_method_keeps_of_its_rows_is_discarded_where_they_may_be_others(
+    change: Change | ChangedInput, invalidates: bool
+) -> None:
+    assert change_invalidates(change) is invalidates
 
 
 @pytest.fixture(scope="module")

@@ -43,24 +43,27 @@ def test_defaults_that_depend_on_other_fields():
 
 # ---- presets: every part, as the papers have it ----
 
-PARTS = ("advantage", "advantage_scale", "clip_eps", "clip_eps_high", "aggregation", "kl_coef", "kl_estimator")
-PPO_PARTS = ("num_prompts", "num_epochs", "minibatch_size", "value_clip_eps", "gae_lambda")
+PARTS = (
+    "surrogate", "advantage", "advantage_scale", "clip_eps", "clip_eps_high", "aggregation", "kl_coef", "kl_estimator",
+    "reward_aggregation",
+)  # fmt: skip
+PPO_PARTS = ("num_prompts", "num_epochs", "minibatch_size", "value_clip_eps", "gae_lambda", "whiten_advantages")
 
 
 @pytest.mark.parametrize(
     ("preset", "parts"),
     [
-        ("dapo", ("group", "std", 0.2, 0.28, "token", 0.0, "k3")),
-        ("grpo", ("group", "std", 0.2, 0.2, "sequence", 0.04, "k3")),
-        ("dr_grpo", ("group", "none", 0.2, 0.2, "constant", 0.0, "k3")),
-        ("gspo", ("group", "std", 3e-4, 4e-4, "sequence", 0.0, "k3")),
-        ("gdpo", ("group", "std", 0.2, 0.28, "token", 0.0, "k3")),
-        ("cispo", ("group", "std", 0.2, 0.28, "token", 0.0, "k3")),
-        ("rloo", ("leave-one-out", "std", 0.2, 0.2, "sequence-sum", 0.05, "k1")),
-        ("reinforce++", ("reinforce++", "std", 0.2, 0.2, "token", 0.01, "k1")),
-        ("reinforce++-baseline", ("reinforce++-baseline", "std", 0.2, 0.2, "token", 0.01, "k2")),
-        ("ppo", (128, 4, 64, 0.2, 0.95)),
-        ("a2c", (128, 1, None, None, 1.0)),
+        ("dapo", ("clip", "group", "std", 0.2, 0.28, "token", 0.0, "k3", "sum")),
+        ("grpo", ("clip", "group", "std", 0.2, 0.2, "sequence", 0.04, "k3", "sum")),
+        ("dr_grpo", ("clip", "group", "none", 0.2, 0.2, "constant", 0.0, "k3", "sum")),
+        ("gspo", ("sequence", "group", "std", 3e-4, 4e-4, "sequence", 0.0, "k3", "sum")),
+        ("gdpo", ("clip", "group", "std", 0.2, 0.28, "token", 0.0, "k3", "normalize-then-sum")),
+        ("cispo", ("cispo", "group", "std", 0.2, 0.28, "token", 0.0, "k3", "sum")),
+        ("rloo", ("clip", "leave-one-out", "std", 0.2, 0.2, "sequence-sum", 0.05, "k1", "sum")),
+        ("reinforce++", ("clip", "reinforce++", "std", 0.2, 0.2, "token", 0.01, "k1", "sum")),
+        ("reinforce++-baseline", ("clip", "reinforce++-baseline", "std", 0.2, 0.2, "token", 0.01, "k2", "sum")),
+        ("ppo", (128, 4, 64, 0.2, 0.95, True)),
+        ("a2c", (128, 1, None, None, 1.0, False)),
     ],
 )
 def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...]):
@@ -71,7 +74,8 @@ def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...]):
 
 def test_each_part_of_a_preset_can_be_overridden_alone():
     plain = GrpoConfig.model_validate({"preset": "rloo"}).model_dump()
-    others = {"advantage": "group", "advantage_scale": "batch", "clip_eps": 0.11, "clip_eps_high": 0.33,
+    others = {"surrogate": "sequence", "reward_aggregation": "normalize-then-sum", "advantage": "group",
+              "advantage_scale": "batch", "clip_eps": 0.11, "clip_eps_high": 0.33,
               "aggregation": "constant", "kl_coef": 0.02, "kl_estimator": "k2"}  # fmt: skip
     for name, value in others.items():
         assert GrpoConfig.model_validate({"preset": "rloo", name: value}).model_dump() == {**plain, name: value}
@@ -117,6 +121,7 @@ def test_no_field_takes_a_number_that_overflows():
 
 FULL = {"lora": {"enabled": False}}
 GDPO = {"preset": "gdpo"}
+EACH = "grpo.reward_aggregation=normalize-then-sum"
 AGENT = {"environment": {"agent": "a.py:f"}}
 SERVER = {"engine": "server", "url": "http://a:1"}
 
@@ -133,9 +138,12 @@ SERVER = {"engine": "server", "url": "http://a:1"}
         ("grpo", {"grpo": {"minibatch_size": 100}}, "grpo.minibatch_size=100"),
         ("grpo", {"grpo": {"group_size": 1}}, "grpo.group_size=1"),
         ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05"),
-        ("grpo", {"grpo": {**GDPO, "advantage": "leave-one-out"}}, "grpo.preset=gdpo"),
-        ("grpo", {"grpo": {**GDPO, "kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.preset=gdpo"),
-        ("grpo", {"grpo": GDPO, "reward": {"truncated": "penalize"}}, "grpo.preset=gdpo"),
+        ("grpo", {"grpo": {**GDPO, "advantage": "leave-one-out"}}, EACH),
+        ("grpo", {"grpo": {**GDPO, "kl_coef": 0.1, "kl_estimator": "k1"}}, EACH),
+        ("grpo", {"grpo": GDPO, "reward": {"truncated": "penalize"}}, EACH),
+        ("grpo", {"grpo": {"kl_unbiased": True, "kl_coef": 0.1, "kl_estimator": "k2"}}, "grpo.kl_unbiased=true"),
+        ("grpo", {"grpo": {"kl_unbiased": True, "kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.kl_unbiased=true"),
+        ("ppo", {"ppo": {"num_prompts": 8, "group_size": 3, "minibatch_size": 16}}, "ppo.minibatch_size=16"),
         ("grpo", {"generation": {"engine": "server"}}, "generation.url"),
         ("grpo", {"generation": {"engine": "server", "url": "localhost:8000"}}, "generation.url"),
         ("distill", {"teacher": {"path": "self"}}, "teacher.hint"),
@@ -163,6 +171,8 @@ def test_what_goes_together_is_accepted():
     make("dpo", reference={"kind": "none"}, dpo={"loss": "simpo", "batch_size": 1})
     make("grpo", reward={"overlong_tokens": 256}, grpo={"minibatch_size": 64})
     make("grpo", grpo={"preset": "reinforce++", "group_size": 1})
+    make("grpo", grpo={"kl_unbiased": True, "kl_coef": 0.1})
+    make("ppo", ppo={"num_prompts": 8, "group_size": 4, "minibatch_size": 16})
     make("ppo", reference={"kind": "none"}, ppo={"kl_coef": 0, "ptx_coef": 0.5, "ptx_data": "t.jsonl"})
     make("ppo", critic={"path": "x", "kind": "shared"})  # x may be a run, which runs/resolve.py finds out
     make("grpo", grpo={"preset": "gdpo", "kl_coef": 0.1}, reward={"truncated": "mask"})

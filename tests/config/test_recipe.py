@@ -25,7 +25,9 @@ from tinyrl.config.recipe import (
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
+from tinyrl.text import truncate
 
+JUDGE = "{use: judge, url: 'http://a:1', model: m, rubric: r.md}"
 SORT = "method: grpo\ntask: {name: sort}\n"
 
 
@@ -60,8 +62,12 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
         (b"method: grpo\nmodel: {path: caf\xe9}\n", "r.yaml: ", "UTF-8"),
         ("method: grpo\ngrpo: {group_size: [4\n", "r.yaml:3: ", "broken YAML"),
         (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: ", "`kl_coef`"),
-        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml: ", "`grpo.group_size`"),
-        ("method: gpro\n", "r.yaml: ", "`grpo`"),
+        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml:4: ", "`grpo.group_size`"),
+        (SORT + "grpo:\n  seed: 4\n", "r.yaml:4: ", "`run.seed`"),
+        (SORT + "lora:\n  r: 1:30\n", "r.yaml:4: ", "`lora.r` is '1:30'"),
+        (SORT + "reward:\n  functions:\n    - {use: a.py:f}\n    - {use: judge}\n", "r.yaml:6: ", "needs url"),
+        (SORT + "grpo:\n  minibatch_size: 7\n", "r.yaml:4: ", "does not divide"),
+        ("method: gpro\n", "r.yaml:1: ", "`grpo`"),
         ("method: ppo\n", "r.yaml: ", "train ppo`, not grpo"),
     ],
 )
@@ -115,7 +121,19 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         "a": {"b": "x=y"},
     }
     assert before == {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
-    for value in ("a b", "no", "3", "x: [", "", "line\nbreak", "\u00e9\U0001f600", {"a": "q"}, None):
+    for value in (
+        "a b",
+        "no",
+        "3",
+        "010",
+        "x: [",
+        "",
+        "line\nbreak",
+        "\u00e9\U0001f600",
+        "a\x85\u2028\u2029b",
+        {"a": "q"},
+        None,
+    ):
         assert apply_overrides({}, [as_override("task.x", value)]) == {"task": {"x": value}}
     for override in ("grpo.kl_coef", "=3", "grpo..x=3", "grpo.x=[1", "list.0.x=1", "text.x=1"):
         with pytest.raises(ValueError, match=re.escape(f"override '{override}'")):
@@ -146,23 +164,73 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         ("dpo", "dpo.simpo_gamma=0.1", "`dpo.target_margin`"),
         ("grpo", "environment.use=python", "`environment.name`"),  # an earlier name
         ("grpo", "output_dir=x", "`--output-dir`"),
+        # of a list's item, not of the recipe that ships
+        ("grpo", "reward.functions=[{use: judge}]", "needs url, model, rubric"),
+        ("grpo", f"reward.functions=[{JUDGE.replace('}', ', scale: [5.0, 1.0]}')}]", "the worst score"),
+        ("grpo", f"reward.functions=[{JUDGE.replace('}', ', seed: 0}')}]", "key `reward.functions[0].seed`"),
+        # numbers and truth values of YAML 1.2
+        ("grpo", "lora.r=1:30", "`lora.r` is '1:30'"),
+        ("grpo", "lora.enabled=no", "must be true or false"),
     ],
 )
 def test_a_mistake_in_an_override_is_placed_and_answered(method: str, override: str, part: str):
     found = refused(method, None, "task.data=rows.jsonl", override)
-    assert found.startswith(f"override '{override}'")
+    assert found.startswith(f"override '{truncate(override)}'")
     assert part in found
 
 
 def test_one_sentence_a_setting_and_three_at_most(recipe: Callable[..., str]):
     name = recipe(SORT + "grpo: {clip_eps: 3}\n")  # which is not placed at an override
-    assert refused("grpo", name, "grpo.kl_coef=0").startswith("r.yaml: `grpo.clip_eps` is 3")
+    assert refused("grpo", name, "grpo.kl_coef=0").startswith("r.yaml:3: `grpo.clip_eps` is 3")
     values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
     with pytest.raises(ValueError, match=r"lora\.r") as caught:
         build_config({"method": "grpo", **values})
     assert [line.split("`")[1] for line in str(caught.value).splitlines()] == [
         "lora.r", "run.num_steps", "run.seed",
     ]  # fmt: skip
+
+
+def test_a_contradiction_is_placed_where_the_command_line_made_it(recipe: Callable[..., str]):
+    name = recipe(SORT + "model: {adapter: a}\ngrpo: {num_prompts: 4}\n")
+    assert refused("grpo", name, "lora.enabled=false").startswith("override 'lora.enabled=false'")
+    name = recipe(SORT + "model: {adapter: a}\nlora: {enabled: false}\n")
+    assert refused("grpo", name, "run.seed=1").startswith("r.yaml:3: ")
+
+
+TRL = (  # a GRPOConfig as people have it, and what each name is here
+    ("num_generations", "grpo.group_size"), ("beta", "grpo.kl_coef"), ("epsilon", "grpo.clip_eps"),
+    ("epsilon_high", "grpo.clip_eps_high"), ("num_iterations", "grpo.num_epochs"), ("loss_type", "grpo.aggregation"),
+    ("scale_rewards", "grpo.advantage_scale"), ("max_completion_length", "generation.max_new_tokens"),
+    ("temperature", "generation.temperature"), ("max_prompt_length", "generation.max_prompt_tokens"),
+    ("max_steps", "run.num_steps"), ("save_steps", "run.save_every"), ("seed", "run.seed"),
+    ("report_to", "run.trackers"), ("lora_alpha", "lora.alpha"), ("model_name_or_path", "model.path"),
+)  # fmt: skip
+
+
+def test_all_unknown_names_are_answered_at_once(recipe: Callable[..., str]):
+    name = recipe(SORT + "".join(f"{theirs}: 1\n" for theirs, _ in TRL) + "logging_steps: 1\nwhat: 1\n")
+    found = refused("grpo", name)
+    assert found.startswith("r.yaml:3: ")
+    for theirs, ours in TRL:
+        assert f"`{theirs}` is `{ours}`" in found
+    assert "`logging_steps` is not needed" in found
+    assert "`what` is unknown" in found
+
+
+def test_names_with_dots_are_answered_each(recipe: Callable[..., str]):
+    found = refused("grpo", recipe(SORT), "a.rollout.n=8", "a.actor.grad_clip=1", "a.actor.no_such_thing=1")
+    assert [line.partition(":")[0] for line in found.splitlines()] == [
+        "override 'a.rollout.n=8'", "override 'a.actor.grad_clip=1'", "override 'a.actor.no_such_thing=1'",
+    ]  # fmt: skip
+    assert "`grpo.group_size`" in found
+    assert "`optim.max_grad_norm`" in found
+
+
+def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
+    name = recipe(SORT + "lora: {r: 0}\n" + "".join(f"{theirs}: 1\n" for theirs, _ in TRL[:4]))
+    first, second = refused("grpo", name).splitlines()
+    assert "4 unknown settings" in first
+    assert second.startswith("r.yaml:3: `lora.r` is 0")
 
 
 def test_every_name_from_elsewhere_is_answered_with_a_setting_there_is():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,15 @@ def test_neither_the_weight_of_the_kl_nor_text_moves_while_the_critic_warms_up(m
 
 
 TEXT = Path(__file__).parents[1] / "text_rows.jsonl"  # ten rows, of `text` and of `prompt` and `completion`
+
+
+def test_a_prompt_has_as_many_completions_as_group_size(model: Path, tmp_path: Path) -> None:
+    for size, counts in ((1, [1, 1, 1, 1]), (2, [2, 2, 2, 2])):
+        fields = {"num_prompts": 4, "group_size": size, "num_epochs": 1, "minibatch_size": None}
+        run = trained(running.config("ppo", model, ppo=fields, run={"num_steps": 1}), tmp_path / str(size))
+        lines = [json.loads(line) for line in run.samples.read_text().splitlines()]
+        prompts = Counter(line["prompt"] for line in lines if line["kind"] == "train" and line["step"] == 1)
+        assert [*prompts.values()] == counts
 
 
 def with_text(coef: float = 0.5, **fields: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_another_source_is_refused_unless_it_is_allowed(
 ) -> None:
     """A file that the reward imports, then held-out rows."""
     run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
-    for name, change in (("helper.py has changed", "abc"), ("held-out rows: the data has changed", "say z")):
+    for name, change in (("helper.py has changed", "abc"), ("held-out rows have changed", "say z")):
         before = contents(run)
         file = tmp_path / ("helper.py" if change == "abc" else "eval.jsonl")
         file.write_text(file.read_text().replace(change, "say a"))
@@ -112,7 +112,9 @@ def test_files_are_hashed_again_only_when_they_were_touched(
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     now = launching.read_sources(settings, rows={}, known=first.files)
-    assert launching.changed_sources(first, now) == ["model.path: model.safetensors has changed"]
+    assert launching.changed_sources(first, now) == [
+        launching.ChangedInput("model.path: model.safetensors", "has changed")
+    ]
 
 
 @pytest.mark.slow

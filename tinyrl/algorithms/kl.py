@@ -4,10 +4,11 @@ The estimators of joschu.net/blog/kl-approx for KL(policy || reference), on toke
 ref_logprobs (B, T) -> (B, T). What differs: the log-ratio of k3 is clamped so that it cannot overflow, and a difference
 that is not finite (padding may hold one, and these functions see no mask) is returned as it is. Masked out later, it
 leaves clean gradients; counted, it makes the loss non-finite, for the caller to stop on.
-In the loss, k1 has zero mean gradient on-policy, and k3's gradient is that of KL(policy || reference) only when
-weighted by the ratio (see losses.kl_loss). In the reward only k1 penalises KL: the policy gradient of a reward -k is
-that of E[-k] with k held fixed; for k1 the term left out, E[grad k1], is zero, for k2 and k3 it is not, and training
-ends at another optimum.
+In the loss, on policy, k1 has zero mean gradient, k2 that of the reverse KL(policy || reference) and k3 that of the
+forward KL(reference || policy); off policy k2 and k3 have neither. Weighted by the ratio (losses.kl_loss), k3 has that
+of the reverse KL, on policy and off (tests/training/test_kl_in_loss.py). In the reward only k1 penalises KL: the policy
+gradient of a reward -k is that of E[-k] with k held fixed; for k1 the term left out, E[grad k1], is zero, for k2 and k3
+it is not, and training ends at another optimum.
 """
 
 import torch

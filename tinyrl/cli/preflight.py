@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tinyrl.config.marks import Named
 from tinyrl.config.schema import Config, check_training
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
@@ -15,6 +16,7 @@ from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
+from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
 
@@ -24,46 +26,65 @@ def check_before_loading(config: Config) -> None:
     if config.generation.engine == "server" and launched().world_size > 1:
         raise ValueError("generation.engine=server samples for one process: leave the launcher out, or take auto")
     check_trackers(config.run.trackers)
-    model, teacher = config.model, config.teacher
-    if config.learns_from_teacher and teacher.path is None:
+    if config.learns_from_teacher and config.teacher.path is None:
         raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")
-    check_model_path("model.path", model.path)
-    check_model_path("model.adapter", model.adapter)
-    check_model_path("critic.path", config.critic.path)
-    if config.learns_from_teacher and teacher.kind in ("model", "adapter"):
-        check_model_path("teacher.path", teacher.path)
-    _check_rewards(config)
-    for setting, use in config.environment.functions:
-        parse_use(use, setting=setting)
-    _check_rows(config)
+    _check_task(config)
+    check_named(config)
+    _check_judges(config)
 
 
-def _check_rewards(config: Config) -> None:
-    check_model_path("reward.model", config.reward.model)
+def _check_task(config: Config) -> None:
+    """Check that there is such a task, and rows for it."""
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    if not config.samples or task.name == "rows":
+        needed_data(config)
+    has_episodes = task.respond is not None or task.environment is not None
+    if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
+        fraction = config.distill.on_policy_fraction
+        raise ValueError(
+            f"distill.on_policy_fraction={fraction} takes given answers, and task.name={config.task.name} has episodes"
+        )
+
+
+def check_named(config: Config, *, sections: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError for a setting (of `sections`; None: of all) that names something that does not exist."""
+    task = load_task(config.task.name or "rows")
+    for named in config.named():
+        section = named.place[0]
+        generated = section == "task" and task.generate is not None  # task.data is a name that the task knows
+        if (sections is None or section in sections) and not (named.kind == "rows" and generated):
+            _check_named(named)
+
+
+def _check_named(named: Named) -> None:
+    match named.kind:
+        case "model":
+            check_model_path(named.label, named.value)
+        case "rows":
+            reader_of(named.value)
+        case "code":
+            parse_use(named.value, setting=named.label)
+        case "file" if not named.names.made and not os.path.isfile(os.path.expanduser(named.value)):
+            raise ValueError(f"{named.label}={named.value}: there is no such file")
+        case "server" if not is_address(named.value):
+            url = truncate(mask_url(named.value))
+            raise ValueError(f"{named.label}={url} is not the address of a server: http://HOST:PORT")
+        case _:
+            pass
+
+
+def _check_judges(config: Config) -> None:
+    """Check that no judge may need more requests than it is allowed."""
     run, own = config.run, config.own
     evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
     prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "dynamic_sampling_rounds", 0)) * run.num_steps
     for function in config.reward.functions:
         if not function.is_judge:
-            parse_use(function.use)
             continue
-        if not os.path.isfile(os.path.expanduser(function.rubric or "")):
-            raise ValueError(f"reward.functions: rubric={function.rubric} is no file")
         group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
         most, needed = function.max_requests, prompts * group + evaluations * run.eval_prompts
         if most is not None and needed > most:
             raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")
-
-
-def _check_rows(config: Config) -> None:
-    """Check that what rows are read from is there; the rows are checked where they are read."""
-    where = config.task
-    task = load_task(where.name or "rows", grading=where.grading)
-    if not config.samples or task.name == "rows":
-        needed_data(config)
-    for source in (where.data, where.eval_data, config.ppo.ptx_data):
-        if source is not None and task.generate is None:
-            reader_of(source)
 
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
@@ -75,8 +96,9 @@ def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> Non
     check_asked(found, asked)
     for config in (found.sampled, found.measured):
         if config is not None and not asked.as_it_is:
-            _check_rewards(config)
-            _check_rows(config)
+            _check_task(config)
+            check_named(config, sections=("reward", "task"))
+            _check_judges(config)
 
 
 def check_model_path(key: str, path: str | None) -> None:

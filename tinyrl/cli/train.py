@@ -37,10 +37,13 @@ def train(
 ) -> Callable[[], int] | None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute."""
     words = words or []
-    other = [word for word in words if "=" not in word] + ["--overwrite"] * overwrite
+    other = [word for word in words if "=" not in word]
+    if overwrite:
+        other.append("--overwrite")
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]]}
-    if resume is not None and (other or name is not None or origin is not None):
+    of_a_new_run = bool(other) or name is not None or origin is not None or output_dir is not None
+    if resume is not None and of_a_new_run:
         raise ValueError("--resume goes on with a run as it is: besides settings it takes nothing that is of a new run")
     if resume is None and allow_config_change:
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
@@ -79,12 +82,18 @@ def train(
     return partial(run.go, report=write_report, until=until)
 
 
+def print_note(sentence: str) -> None:
+    if launched().rank == 0:
+        print(f"note: {sentence}", file=sys.stderr)
+
+
 def config_of(words: list[str]) -> Config:
     """Load the configuration that the command line asks for, and check what can be checked without torch."""
     from tinyrl.cli.preflight import check_before_loading
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
-    config = load_config(method, words[0] if has_recipe else None, overrides=words[has_recipe:])
+    recipe = words[0] if has_recipe else None
+    config = load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
     check_before_loading(config)
     return config

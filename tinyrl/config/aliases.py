@@ -36,8 +36,8 @@ ANSWERS = {
     "ppo_mini_batch_size mini_batch_size": "ppo.minibatch_size, in sequences",
     "train_batch_size": "grpo.num_prompts, as verl's; OpenRLHF's is minibatch_size, in completions; dpo.batch_size",
     "loss_type":
-        "grpo.aggregation (grpo: sequence, dapo and bnpo: token, dr_grpo: constant). For cispo set grpo.preset=cispo; "
-        "a preset also sets clipping and KL. With `train dpo` it is dpo.loss",
+        "grpo.aggregation (grpo: sequence, dapo and bnpo: token, dr_grpo: constant); cispo is grpo.surrogate. "
+        "With `train dpo` it is dpo.loss",
     "simpo_gamma": "dpo.target_margin",
     "reference_free": "dpo.loss: orpo or simpo",
     "ref_model ref_model_path": "model.adapter: the reference is what training starts from, the adapter or the base",
@@ -46,7 +46,8 @@ ANSWERS = {
         "seq-mean-token-sum-norm: constant)",
     "scale_rewards norm_adv_by_std_in_grpo":
         "grpo.advantage_scale (true or group: std, batch: batch, false: none)",
-    "importance_sampling_level": "grpo.preset (sequence: gspo, which also sets the clipping of its paper)",
+    "importance_sampling_level": "grpo.surrogate (token: clip, sequence: sequence; preset=gspo has its paper's clip)",
+    "use_bias_correction_kl": "grpo.kl_unbiased",
     "filter_groups.enable filter_groups.max_num_gen_batches dynamic_filtering": "grpo.dynamic_sampling_rounds",
     "vllm_importance_sampling_mode vllm_importance_sampling_correction rollout_correction.rollout_is "
     "enable_vllm_is_correction": "grpo.importance_correction (token_truncate: token, sequence_truncate: sequence, "

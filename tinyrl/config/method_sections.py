@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.sections import (
     NonNegative,
     NonNegativeFloat,
@@ -19,23 +20,27 @@ from tinyrl.config.sections import (
 )
 
 Advantage = Literal["group", "leave-one-out", "reinforce++", "reinforce++-baseline"]
+Surrogate = Literal["clip", "sequence", "cispo"]
 Scale = Literal["std", "batch", "none"]
 Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
 Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask", "none"]
 PairLoss = Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"]
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+GroupSize = Annotated[int, Field(ge=1, le=100_000)]
+CLIPS = OnlyIf("surrogate is not cispo", why="CISPO caps the ratio and clips none")
 
-Presets = dict[str, dict[str, Any]]  # plain fields; the first preset has them all, others the differences from it
+Presets = dict[str, dict[str, Any]]  # values of fields; the first preset has all, others the differences from it
 PRESETS: Presets = {
     "dapo": {
-        "num_prompts": 32, "num_epochs": 1, "minibatch_size": None, "advantage": "group", "advantage_scale": "std",
-        "clip_eps": 0.2, "clip_eps_high": 0.28, "aggregation": "token", "kl_coef": 0.0, "kl_estimator": "k3",
+        "num_prompts": 32, "num_epochs": 1, "minibatch_size": None, "surrogate": "clip", "advantage": "group",
+        "advantage_scale": "std", "reward_aggregation": "sum", "clip_eps": 0.2,
+        "clip_eps_high": 0.28, "aggregation": "token", "kl_coef": 0.0, "kl_estimator": "k3",
     },
     "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
     "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
-    "gspo": {"aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
-    "gdpo": {},
-    "cispo": {},
+    "gspo": {"surrogate": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "gdpo": {"reward_aggregation": "normalize-then-sum"},
+    "cispo": {"surrogate": "cispo"},
     "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence-sum", "kl_coef": 0.05,
              "kl_estimator": "k1"},
     "reinforce++": {"advantage": "reinforce++", "clip_eps_high": 0.2, "kl_coef": 0.01, "kl_estimator": "k1"},
@@ -45,29 +50,45 @@ PRESETS: Presets = {
 PPO_PRESETS: Presets = {
     "ppo": {
         "num_prompts": 128, "num_epochs": 4, "minibatch_size": 64, "clip_eps": 0.2, "value_clip_eps": 0.2,
-        "gae_lambda": 0.95, "kl_coef": 0.05, "kl_estimator": "k1",
+        "gae_lambda": 0.95, "kl_coef": 0.05, "kl_estimator": "k1", "whiten_advantages": True,
     },
-    "a2c": {"num_epochs": 1, "minibatch_size": None, "value_clip_eps": None, "gae_lambda": 1.0},
+    "a2c": {"num_epochs": 1, "minibatch_size": None, "value_clip_eps": None, "gae_lambda": 1.0,
+            "whiten_advantages": False},
 }  # fmt: skip
 
 
-class PolicyGradientSection(Section):
+class OnPolicySection(Section):
+    """Fields of the methods that learn from their own samples."""
+
+    num_prompts: NumPrompts = Field(default=32, description="prompts per step")
+    group_size: GroupSize = Field(default=1, description="completions per prompt")
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_prompts * self.group_size
+
+
+class PolicyGradientSection(OnPolicySection):
     """Fields of GRPO and PPO; the preset gives those without a default their values."""
 
     presets: ClassVar[Presets]
     preset: Any
-    num_prompts: NumPrompts = Field(description="prompts per step")
     num_epochs: Positive = Field(description="passes over one rollout")
     minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
     clip_eps: Rate = Field(description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)")
     kl_coef: NonNegativeFloat = Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(description="k1: KL in the reward; k3 or k2: KL in the loss")
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyIf("kl_coef > 0", why="there is no KL")] = Field(
+        description="k1: KL in the reward; k3 or k2: KL in the loss"
+    )
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return whether the KL is in the reward, by k1: its gradient in a loss is 0 in the mean, and only there k2 and
-        k3 have the KL's.
+        """Return whether the KL is in the reward (k1), not in the loss (k2, k3).
+
+        In a loss, on policy, k2 has the gradient of the reverse KL(policy || reference), k3 that of the forward
+        KL(reference || policy), k1 none in the mean. Off policy neither has either, but k3 with the ratio as its weight
+        (grpo.kl_unbiased) has that of the reverse KL.
         """
         return self.kl_estimator == "k1"
 
@@ -86,14 +107,26 @@ class GrpoConfig(PolicyGradientSection):
     preset: Literal[
         "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
     ] = Field(default="dapo", description="default values of the fields in this section")
-    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
+    group_size: GroupSize = Field(default=8, description="completions per prompt")
+    surrogate: Surrogate = Field(
+        description="clipped ratio of a token (PPO) or of the sequence (GSPO), or capped weight (CISPO)"
+    )
+    clip_eps: Annotated[Rate, CLIPS] = Field(description="the ratio is clipped below at 1 - clip_eps")
+    reward_aggregation: Literal["sum", "normalize-then-sum"] = Field(
+        description="compare the sum of the rewards with the group, or each reward by itself (GDPO)"
+    )
     advantage: Advantage = Field(
         description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch"
     )
-    advantage_scale: Scale = Field(
+    advantage_scale: Annotated[Scale, OnlyIf("advantage is group", why="other advantages have no scale")] = Field(
         description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
     )
-    clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
+    clip_eps_high: Annotated[PositiveFloat, CLIPS] = Field(
+        description="the ratio is clipped above at 1 + clip_eps_high"
+    )
+    kl_unbiased: Annotated[bool, OnlyIf("kl_coef > 0", why="there is no KL")] = Field(
+        default=False, description="weigh k3 in the loss by the ratio: the gradient of the reverse KL, also off policy"
+    )
     aggregation: Aggregation = Field(
         description="token mean (DAPO), mean of sequence means (GRPO) or sums, or sum / max_new_tokens"
     )
@@ -103,10 +136,6 @@ class GrpoConfig(PolicyGradientSection):
     dynamic_sampling_rounds: NonNegative = Field(
         default=0, description="most rounds of fresh prompts for groups without spread"
     )
-
-    @property
-    def batch_size(self) -> int:
-        return self.num_prompts * self.group_size
 
 
 class PpoConfig(PolicyGradientSection):
@@ -118,34 +147,28 @@ class PpoConfig(PolicyGradientSection):
     target_kl: PositiveFloat | None = Field(
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
-    value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
+    value_coef: Annotated[NonNegativeFloat, OnlyIf("critic.kind is shared", why="the critic has a loss alone")] = Field(
+        default=0.1, description="weight of the value loss under critic.kind=shared"
+    )
     ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
-    ptx_data: Text | None = Field(default=None, description="rows of text as sft reads them: a file, or a hub name")
+    ptx_data: Annotated[Text | None, Names("rows"), OnlyIf("ptx_coef > 0", why="nothing is learnt from it")] = Field(
+        default=None, description="rows of text as sft reads them: a file, or a hub name"
+    )
 
-    group_size: ClassVar[int] = 1
-    clip_eps_high: ClassVar[None] = None
+    whiten_advantages: bool = Field(description="advantages of a step have mean 0 and variance 1")
+
+    # What PPO's paper fixes, and GRPO's family varies.
+    surrogate: ClassVar[Surrogate] = "clip"
+    clip_eps_high: ClassVar[None] = None  # as clip_eps
     aggregation: ClassVar[Aggregation] = "token"
     importance_correction: ClassVar[Mismatch] = "token"
-
-    @property
-    def batch_size(self) -> int:
-        return self.num_prompts
+    kl_unbiased: ClassVar[bool] = False
 
 
-class DistillConfig(Section):
-    num_prompts: NumPrompts = Field(default=32, description="prompts per step")
-    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=1, description="completions per prompt")
+class DistillConfig(OnPolicySection):
     on_policy_fraction: Share = Field(
         default=1.0, description="share of prompts with sampled answers; others use given ones"
     )
-    num_epochs: ClassVar[int] = 1
-    minibatch_size: ClassVar[None] = None
-    kl_coef: ClassVar[float] = 0.0
-    kl_in_reward: ClassVar[bool] = False
-
-    @property
-    def batch_size(self) -> int:
-        return self.num_prompts * self.group_size
 
 
 class SftConfig(Section):
@@ -160,8 +183,12 @@ class RewardModelConfig(Section):
 class DpoConfig(Section):
     loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
     beta: PositiveFloat = Field(description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
-    label_smoothing: Smoothing = Field(default=0.0, description="share of wrong labels (cDPO), for sigmoid")
-    target_margin: NonNegativeFloat = Field(default=1.0, description="SimPO's gamma: target reward margin")
+    label_smoothing: Annotated[Smoothing, OnlyIf("loss is sigmoid", why="other losses have no such term")] = Field(
+        default=0.0, description="share of wrong labels (cDPO)"
+    )
+    target_margin: Annotated[NonNegativeFloat, OnlyIf("loss is simpo", why="other losses have no such term")] = Field(
+        default=1.0, description="SimPO's gamma: target reward margin"
+    )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
     max_tokens: Positive | None = Field(default=None, description="of prompt and answer together; null: by the model")
 

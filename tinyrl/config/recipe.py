@@ -7,21 +7,41 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from tinyrl.config.effect import contradictions, given_settings, without_effect
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import explain, fields_of
-from tinyrl.config.yaml_reader import dump_plain, parse_plain
+from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where settings were written: a file, or another name for messages, and the line of each."""
+
+    name: str
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def place(self, settings: Sequence[str]) -> str:
+        """Return the name, and the line of the first of the settings (of the last part of it) that has one."""
+        for setting in settings:
+            part = setting
+            while part:
+                if part in self.lines:
+                    return f"{self.name}:{self.lines[part]}"
+                part = part[: max(part.rfind("."), part.rfind("["), 0)]
+        return self.name
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -58,15 +78,20 @@ def method_of(words: list[str]) -> tuple[str, list[str]]:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Parse one YAML file into nested values. Raises ValueError naming the file, and the line of broken YAML."""
+    return read_with_lines(path)[0]
+
+
+def read_with_lines(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Parse one YAML file into nested values, and the line of each key."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read recipe {path}: {error.strerror}") from error
-    values = parse_plain(decode_utf8(raw, str(path)), str(path))
+    values, lines = parse_with_lines(decode_utf8(raw, str(path)), str(path))
     if not isinstance(values, dict):
         found = "an empty file" if values is None else type(values).__name__
         raise ValueError(f"{path}: a recipe is a mapping of sections (model:, task:, grpo:, ...), not {found}")
-    return values
+    return values, lines
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -98,14 +123,17 @@ def as_override(key: str, value: Any) -> str:
         plain = isinstance(value, str) and parse_plain(value, key) == value
     except ValueError:
         plain = False
-    return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={value if plain else quoted(json.dumps(value, ensure_ascii=False))}"
 
 
-def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Config:
+def load_config(
+    method: str, recipe: str | None, *, overrides: list[str], note: Callable[[str], object] | None = None
+) -> Config:
     """Load the configuration of `tinyrl train METHOD [RECIPE] [overrides]`.
 
     Without a recipe the embedded default is used, unless an override names another model or other data: then the
-    general defaults are. Raises ValueError with a sentence for people.
+    general defaults are. `note` is called with a sentence for each setting of the recipe that has no effect. Raises
+    ValueError with a sentence for people.
     """
     if method not in METHODS:
         near = did_you_mean(method, list(METHODS))
@@ -113,7 +141,7 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
         recipe = METHODS[method].recipe
     path = find_recipe(recipe) if recipe else None
-    values = read_recipe(path) if path else {}
+    values, lines = read_with_lines(path) if path else ({}, {})
     written, own = values.get("method", method), METHODS[method].own
     if is_method(written) and written != method and not isinstance(values.get(own), dict):
         raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
@@ -123,24 +151,53 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
             raise ValueError(f"override '{truncate(override)}': `{section}` is no section of `train {method}`.{meant}")
     method_given = {"method": method} if is_method(written) else {}
-    return build_config({**values, **method_given}, overrides, source=str(path or "settings"))
+    values |= method_given
+    source = Source(str(path or "settings"), lines)
+    config = build_config(values, overrides, source=source, new=True)
+    for setting in given_settings(values):
+        sentence = without_effect(config, setting, of_recipe=True)
+        if sentence is not None and note is not None:
+            note(f"{source.place([setting])}: {sentence}")
+    return config
 
 
-def build_config(values: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "settings") -> Config:
-    """Validate nested values with overrides laid over them. Raises ValueError with the first problems as sentences."""
+def build_config(
+    values: dict[str, Any], overrides: Sequence[str] = (), *, source: Source | None = None, new: bool = False
+) -> Config:
+    """Validate nested values with overrides laid over them. Raises ValueError with the first problems as sentences.
 
-    def place(setting: str) -> str:
-        for override in reversed(overrides):
-            key = override.partition("=")[0]
-            if f"{setting}.".startswith((f"{key}.", f"{key}[")) or key.startswith(f"{setting}."):
-                return f"override '{truncate(override)}'"
-        return source
+    An override that has no effect, or contradicts another setting, is refused. new: the values are somebody's, and not
+    a run's config.yaml, so no two of them may contradict each other.
+    """
+    source = source or Source("settings")
+
+    def place(settings: Sequence[str]) -> str:
+        override = _override_of(settings, overrides)
+        return source.place(settings) if override is None else f"override '{truncate(override)}'"
 
     values = apply_overrides(values, overrides)
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         raise ValueError(explain(error, values.get("method"), place)) from None
+    typed = given_settings(apply_overrides({}, overrides))
+    for setting in typed:
+        if (sentence := without_effect(config, setting)) is not None:
+            raise ValueError(f"{place([setting])}: {sentence}")
+    for found in contradictions(config):
+        if new or any(setting in typed for setting in found.settings):
+            raise ValueError(f"{place(found.settings)}: {found.sentence}")
+    return config
+
+
+def _override_of(settings: Sequence[str], overrides: Sequence[str]) -> str | None:
+    """Return the last override that gives one of the settings, or a part of it."""
+    for setting in settings:
+        for override in reversed(overrides):
+            key = override.partition("=")[0]
+            if f"{setting}.".startswith((f"{key}.", f"{key}[")) or key.startswith(f"{setting}."):
+                return override
+    return None
 
 
 def dump_config(config: Config) -> str:
@@ -150,4 +207,5 @@ def dump_config(config: Config) -> str:
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
     """Read a run's config.yaml, of this version or an earlier one, with overrides laid over it."""
-    return build_config(ignore_neutral(read_recipe(path)), overrides, source=str(path))
+    values, lines = read_with_lines(path)
+    return build_config(ignore_neutral(values), overrides, source=Source(str(path), lines))

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tinyrl.config import sections
+from tinyrl.config.marks import Named, OnlyIf, find_named, replace_named
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
 from tinyrl.text import is_address, mask_url, truncate
@@ -92,6 +93,13 @@ class Config(sections.Section):
         return own
 
     @property
+    def policy_gradient(self) -> GrpoConfig | PpoConfig:
+        """Return the section of a method that reinforces its own samples; no other method has one."""
+        own = self.own
+        assert isinstance(own, GrpoConfig | PpoConfig), f"{self.method} has no policy gradient"
+        return own
+
+    @property
     def learns_from_teacher(self) -> bool:
         """Return whether a teacher scores the rollouts."""
         return self.method == "distill" or (self.uses("teacher") and self.teacher.kl_coef > 0)
@@ -100,19 +108,32 @@ class Config(sections.Section):
     def samples(self) -> bool:
         return self.trains.samples
 
+    def unmet(self, section: str, name: str) -> OnlyIf | None:
+        """Return the condition under which a setting counts, if it does not hold."""
+        kind: type[sections.Section] = type(getattr(self, section))
+        field = kind.model_fields[name]
+        return next(
+            (mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self, section)), None
+        )
+
+    def named(self) -> list[Named]:
+        """Return each value that counts and names a model, rows, code, a server or a file."""
+        values = find_named(self.model_dump(), schema=type(self))
+        return [named for named in values if self.unmet(*named.place[:2]) is None]
+
     def written(self) -> dict[str, Any]:
         """Return the sections that the method uses, as JSON values without secrets: for config.yaml and checkpoints."""
         values = self.model_dump(mode="json")
-        return without_secrets({name: value for name, value in values.items() if self.uses(name)})
+        return without_secrets({name: value for name, value in values.items() if self.uses(name)}, schema=type(self))
 
 
-def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Mask userinfo and queries of the URLs in sections of settings."""
-    for section, name in (("generation", "url"), ("environment", "corpus")):
-        part = values.get(section)
-        if isinstance(part, dict) and isinstance(part.get(name), str):
-            values = {**values, section: {**part, name: mask_url(part[name])}}
-    return values
+def without_secrets(values: dict[str, Any], *, schema: type[Config] = Config) -> dict[str, Any]:
+    """Mask userinfo and queries of the URLs in nested settings."""
+
+    def masked(named: Named) -> str:
+        return mask_url(named.value) if named.kind == "server" else named.value
+
+    return replace_named(values, masked, schema=schema)
 
 
 # ---- conflicts ----
@@ -163,12 +184,16 @@ def _agent_conflicts(config: Config) -> Iterator[str]:
 
 
 def _sampling_conflicts(config: Config) -> Iterator[str]:
-    generation, section, method, teacher = config.generation, config.on_policy, config.method, config.teacher
-    size, total = section.minibatch_size, section.batch_size
-    if size and total % size:
-        yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; null takes all"
-    if section.kl_coef > 0 and config.reference.kind == "none":
-        yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
+    generation = config.generation
+    teacher = config.teacher
+    if config.method != "distill":
+        section = config.policy_gradient
+        size = section.minibatch_size
+        total = section.batch_size
+        if size and total % size:
+            yield f"{config.method}.minibatch_size={size} does not divide the {total} sequences of a step; null: all"
+        if section.kl_coef > 0 and config.reference.kind == "none":
+            yield f"{config.method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
     if generation.engine == "server" and not is_address(generation.url or ""):
         url = truncate(mask_url(generation.url or "null"))
         yield f"generation.url={url} is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
@@ -186,8 +211,13 @@ def _grpo_conflicts(config: Config) -> Iterator[str]:
     if grpo.group_size == 1 and grpo.advantage != "reinforce++":
         yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
     in_sum = reward.truncated == "penalize" or reward.overlong_tokens > 0 or (grpo.kl_coef > 0 and grpo.kl_in_reward)
-    if grpo.preset == "gdpo" and (grpo.advantage != "group" or in_sum):
-        yield "grpo.preset=gdpo needs grpo.advantage=group, no reward.truncated=penalize, overlong_tokens or k1 in it"
+    if grpo.reward_aggregation == "normalize-then-sum" and (grpo.advantage != "group" or in_sum):
+        yield (
+            "grpo.reward_aggregation=normalize-then-sum needs grpo.advantage=group, and no reward.truncated=penalize, "
+            "reward.overlong_tokens or grpo.kl_estimator=k1, which are of the sum"
+        )
+    if grpo.kl_unbiased and grpo.kl_coef > 0 and grpo.kl_estimator != "k3":
+        yield f"grpo.kl_unbiased=true is for grpo.kl_estimator=k3; with {grpo.kl_estimator} it is the gradient of no KL"
 
 
 def check_training(config: Config) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from tinyrl.config.marks import Names, OnlyIf, RunKind
 from tinyrl.text import is_address
 
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
@@ -45,6 +46,19 @@ EMBEDDED = {  # models by name; tinyrl/starter has their weights
 }  # fmt: skip
 BUILT_IN_ENVIRONMENTS = ("search", "python")
 
+# The runs that settings take in place of a model.
+FULL_POLICY = RunKind(
+    "a fully trained policy (one of adapters is model.adapter, with its base as model.path)",
+    lambda run: run.trains.policy and not run.lora.enabled,
+)
+ADAPTER_POLICY = RunKind("a policy of adapters", lambda run: run.trains.policy and run.lora.enabled)
+ANY_POLICY = RunKind("a policy", lambda run: run.trains.policy)
+REWARD_RUN = RunKind("a run of `tinyrl train reward`", lambda run: not run.trains.policy)
+WITH_VALUES = RunKind(
+    "a ppo or reward run, or a fully trained policy",
+    lambda run: run.uses("critic") or not run.trains.policy or not run.lora.enabled,
+)
+
 
 def starter_path(name: str) -> Path | None:
     """Return the folder of the embedded model called `name`, one of EMBEDDED; None for every other name."""
@@ -59,22 +73,44 @@ class Section(BaseModel):
     )
 
 
+# Conditions that several settings have.
+LORA = OnlyIf("enabled is true", why="every weight is trained")
+FRESH = OnlyIf("model.adapter is null", why="the adapter has its own")
+LEARNS = OnlyIf("method is distill or kl_coef > 0", why="nothing is learnt from a teacher")
+SAMPLES = OnlyIf("method is grpo or method is ppo or method is distill", why="the method learns from given answers")
+SEARCHES = OnlyIf("name is search or name is null and task.name is not rows", why="nothing is searched")
+TURNS = OnlyIf(
+    "name is not null or tools is not [] or agent is not null or task.name is not rows",
+    why="an answer is one turn without an environment",
+)
+AGENT = OnlyIf("agent is not null", why="there is no agent")
+ON_SERVER = OnlyIf("engine is server", why="completions are sampled in this process")
+
+
 class ModelConfig(Section):
-    path: Text = Field(default="starter", description="folder with safetensors, hub name, or embedded: starter, lookup")
+    path: Annotated[Text, Names("model", run=FULL_POLICY)] = Field(
+        default="starter", description="folder with safetensors, hub name, or embedded: starter, lookup"
+    )
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub model; null: the newest")
     dtype: Dtype = Field(default="auto", description="of weights and autocast; auto: bfloat16 on a GPU, else float32")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     quantization: Literal["4bit"] | None = Field(default=None, description="load the frozen base in 4 bits; needs LoRA")
-    adapter: Text | None = Field(default=None, description="LoRA adapter to start from; a frozen copy is the reference")
+    adapter: Annotated[Text | None, Names("model", run=ADAPTER_POLICY)] = Field(
+        default=None, description="LoRA adapter to start from; a frozen copy is the reference"
+    )
     random_init: bool = Field(default=False, description="random weights by run.seed: training from scratch")
 
 
 class LoraSection(Section):
     enabled: bool = Field(default=True, description="train low-rank adapters; false: train every weight")
-    r: Annotated[int, Field(ge=1, le=16_384)] = Field(default=16, description="rank of the adapters")
-    alpha: PositiveFloat = Field(default=32, description="LoRA alpha: an adapter's output is scaled by alpha / r")
-    dropout: Dropout = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
-    target_modules: Modules = Field(default="all-linear", description="modules that get an adapter")
+    r: Annotated[int, Field(ge=1, le=16_384), LORA, FRESH] = Field(default=16, description="rank of the adapters")
+    alpha: Annotated[PositiveFloat, LORA, FRESH] = Field(
+        default=32, description="LoRA alpha: an adapter's output is scaled by alpha / r"
+    )
+    dropout: Annotated[Dropout, LORA] = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
+    target_modules: Annotated[Modules, LORA, FRESH] = Field(
+        default="all-linear", description="modules that get an adapter"
+    )
 
 
 class ReferenceConfig(Section):
@@ -83,19 +119,31 @@ class ReferenceConfig(Section):
 
 class CriticConfig(Section):
     kind: CriticKind | None = Field(default=None, description="its architecture; null: adapter with LoRA, or separate")
-    path: Text | None = Field(default=None, description="ppo or reward run, or model, to start from; null: model.path")
+    path: Annotated[Text | None, Names("model", run=WITH_VALUES)] = Field(
+        default=None, description="ppo or reward run, or model, to start from; null: model.path"
+    )
     warmup_steps: NonNegative = Field(default=1, description="number of first steps that train only the critic")
 
 
 class TeacherConfig(Section):
-    path: Text | None = Field(default=None, description="teacher: a run, adapter, model or server, or self or start")
-    hint: Text | None = Field(default=None, description="extra text for the teacher only, such as 'Answer: {answer}'")
-    divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
-    top_k: Positive | None = Field(
+    path: Annotated[Text | None, Names("model", "server", "self", "start", run=ANY_POLICY), LEARNS] = Field(
+        default=None, description="teacher: a run, adapter, model or server, or self or start"
+    )
+    hint: Annotated[Text | None, LEARNS] = Field(
+        default=None, description="extra text for the teacher only, such as 'Answer: {answer}'"
+    )
+    divergence: Annotated[Share, LEARNS] = Field(
+        default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon"
+    )
+    top_k: Annotated[Positive | None, LEARNS] = Field(
         default=None, description="distil on its top-k tokens and one bucket for the rest; null: full vocabulary"
     )
-    kl_coef: NonNegativeFloat = Field(default=0.0, description="weight of the teacher loss in grpo and ppo")
-    quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="load the teacher in 4 or 8 bits")
+    kl_coef: Annotated[NonNegativeFloat, OnlyIf("method is not distill", why="it is the only loss there")] = Field(
+        default=0.0, description="weight of the teacher loss in grpo and ppo"
+    )
+    quantization: Annotated[Literal["4bit", "8bit"] | None, LEARNS] = Field(
+        default=None, description="load the teacher in 4 or 8 bits"
+    )
 
     @property
     def kind(self) -> str:
@@ -109,35 +157,47 @@ class TeacherConfig(Section):
 
 
 class TaskConfig(Section):
-    name: Text | None = Field(default=None, description="a task of `tinyrl list tasks`; null: `rows`, your own rows")
-    data: Text | None = Field(default=None, description="rows: a file, save_to_disk folder, or owner/name:config@split")
-    eval_data: Text | None = Field(default=None, description="held-out rows; null: a tenth of the prompts of task.data")
+    name: Annotated[Text | None, Names("task", "code")] = Field(
+        default=None, description="a task of `tinyrl list tasks`, or FILE.py:TASK; null: `rows`, your own rows"
+    )
+    data: Annotated[Text | None, Names("rows")] = Field(
+        default=None, description="rows: a file, save_to_disk folder, or owner/name:config@split"
+    )
+    eval_data: Annotated[Text | None, Names("rows")] = Field(
+        default=None, description="held-out rows; null: a tenth of the prompts of task.data"
+    )
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub data set; null: the newest")
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
     max_samples: Positive | None = Field(default=None, description="maximum number of rows of each split")
     chat: Literal["auto"] | bool = Field(default="auto", description="apply the chat template; auto: if there is one")
-    chat_template_kwargs: Variables = Field(
+    chat_template_kwargs: Annotated[Variables, OnlyIf("chat is not false", why="no template is applied")] = Field(
         default_factory=dict, description="its variables, such as {enable_thinking: false}"
     )
     on_overlong_prompt: Literal["error", "drop"] = Field(
         default="error", description="refuse too long ones, or leave out"
     )
-    sampler: Literal["uniform", "difficulty"] = Field(
+    sampler: Annotated[Literal["uniform", "difficulty"], SAMPLES] = Field(
         default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
     )
-    solved_reward: Weight = Field(default=1.0, description="reward of a solved prompt, for sampler and teacher.hint")
+    solved_reward: Annotated[Weight, SAMPLES] = Field(
+        default=1.0, description="reward of a solved prompt, for sampler and teacher.hint"
+    )
     grading: Literal["task", "math"] = Field(
         default="task", description="the task's verifier, or math-verify for formulas"
     )
 
 
 class RewardFunctionConfig(Section):
-    use: Text = Field(description="FILE.py:FUNCTION, or judge")
+    use: Annotated[Text, Names("code", "judge")] = Field(description="FILE.py:FUNCTION, or judge")
     weight: Weight = Field(default=1.0, description="weight of its score in the sum")
-    url: Text | None = Field(default=None, description="judge: OpenAI endpoint, http://127.0.0.1:8000/v1")
+    url: Annotated[Text | None, Names("server")] = Field(
+        default=None, description="judge: OpenAI endpoint, http://127.0.0.1:8000/v1"
+    )
     model: Text | None = Field(default=None, description="judge: name of the model")
-    rubric: Text | None = Field(default=None, description="judge: text file; {column} inserts the row's value")
+    rubric: Annotated[Text | None, Names("file")] = Field(
+        default=None, description="judge: text file; {column} inserts the row's value"
+    )
     mode: Literal["score", "rank"] = Field(default="score", description="judge: score each answer, or rank a group")
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(
         default=[0.0, 10.0], description="judge: worst and best score; the reward is 0 to 1"
@@ -145,7 +205,9 @@ class RewardFunctionConfig(Section):
     key_env: Text | None = Field(default=None, description="judge: environment variable with the API key")
     max_tokens: Positive = Field(default=1024, description="judge: maximum tokens of a reply")
     max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="judge: concurrent requests")
-    cache: Text | None = Field(default=None, description="judge: cache file; null: ~/.cache/tinyrl/judge.sqlite")
+    cache: Annotated[Text | None, Names("file", made=True)] = Field(
+        default=None, description="judge: cache file; null: ~/.cache/tinyrl/judge.sqlite"
+    )
     max_requests: Positive | None = Field(default=None, description="judge: refuse a run that may need more requests")
     allow_weak: bool = Field(default=False, description="judge: train even if gold answers do not score best")
 
@@ -160,6 +222,10 @@ class RewardFunctionConfig(Section):
 
     @model_validator(mode="after")
     def _judge_is_whole(self) -> Self:
+        of_judges = [name for name in type(self).model_fields if name not in ("use", "weight")]
+        unread = [name for name in of_judges if name in self.model_fields_set and not self.is_judge]
+        if unread:
+            raise ValueError(f"{', '.join(unread)}: only of a judge, and use={self.use} is a function")
         missing = [name for name in ("url", "model", "rubric") if self.is_judge and getattr(self, name) is None]
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")
@@ -172,8 +238,12 @@ class RewardFunctionConfig(Section):
 
 class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(default_factory=list, description="instead of the task's verifier")
-    model: Text | None = Field(default=None, description="a classifier, or a run of `tinyrl train reward`")
-    model_label: int | str | None = Field(default=None, description="index or name of the label whose score counts")
+    model: Annotated[Text | None, Names("model", run=REWARD_RUN)] = Field(
+        default=None, description="a classifier, or a run of `tinyrl train reward`"
+    )
+    model_label: Annotated[int | str | None, OnlyIf("model is not null", why="there is no reward model")] = Field(
+        default=None, description="index or name of the label whose score counts"
+    )
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
     truncated: Truncated = Field(default="keep", description="cut-off completions: keep, leave out, or subtract 1")
     overlong_tokens: NonNegative = Field(default=0, description="DAPO's soft penalty over the last N tokens; 0: none")
@@ -185,26 +255,31 @@ class RewardConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    name: Text | None = Field(default=None, description="search, python or FILE.py:NAME; null: the task's own")
-    tools: list[Text] = Field(default_factory=list, description="FILE.py:FUNCTION of tools that the model may call")
-    agent: Text | None = Field(default=None, description="FILE.py:FUNCTION that plays episodes by URL")
-    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="concurrent agents")
-    max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="maximum turns of an episode")
-    max_observation_tokens: Positive = Field(default=256, description="tokens after which an observation is cut")
-    timeout_s: PositiveFloat | None = Field(default=None, description="of a tool call, cell, agent; null: 30, 5, 300")
-    corpus: Text | None = Field(default=None, description="search: a .jsonl or .parquet file, or a server's URL")
-    top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="search: passages per query")
+    name: Annotated[Text | None, Names("code", *BUILT_IN_ENVIRONMENTS)] = Field(
+        default=None, description="search, python or FILE.py:NAME; null: the task's own"
+    )
+    tools: list[Annotated[Text, Names("code")]] = Field(
+        default_factory=list, description="FILE.py:FUNCTION of tools that the model may call"
+    )
+    agent: Annotated[Text | None, Names("code")] = Field(
+        default=None, description="FILE.py:FUNCTION that plays episodes by URL"
+    )
+    max_concurrency: Annotated[int, Field(ge=1, le=1024), AGENT] = Field(default=8, description="concurrent agents")
+    max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns of an episode")
+    max_observation_tokens: Annotated[Positive, TURNS] = Field(
+        default=256, description="tokens after which an observation is cut"
+    )
+    timeout_s: Annotated[PositiveFloat | None, TURNS] = Field(
+        default=None, description="of a tool call, cell, agent; null: 30, 5, 300"
+    )
+    corpus: Annotated[Text | None, Names("file", "server"), SEARCHES] = Field(
+        default=None, description="search: a .jsonl or .parquet file, or a server's URL"
+    )
+    top_k: Annotated[int, Field(ge=1, le=100), SEARCHES] = Field(default=3, description="search: passages per query")
 
     @property
     def seconds(self) -> float:
         return self.timeout_s or (300.0 if self.agent is not None else 5.0 if self.name == "python" else 30.0)
-
-    @property
-    def functions(self) -> list[tuple[str, str]]:
-        """Return the fields that name people's code, each with its value."""
-        own = [("environment.name", self.name)] if self.name and self.name not in BUILT_IN_ENVIRONMENTS else []
-        agent = [("environment.agent", self.agent)] if self.agent else []
-        return [*own, *(("environment.tools", use) for use in self.tools), *agent]
 
 
 class GenerationConfig(Section):
@@ -215,15 +290,21 @@ class GenerationConfig(Section):
     top_k: NonNegative = Field(default=0, description="top-k sampling; 0: off")
     stop: list[Text] = Field(default_factory=list, description="stop strings")
     engine: Engine = Field(default="auto", description="sampling engine: tinyrl's, transformers', or a server")
-    url: Text | None = Field(default=None, description="vLLM server on this machine: http://127.0.0.1:8000")
-    server_sleep: bool = Field(default=False, description="put a server on the same GPU to sleep between rollouts")
+    url: Annotated[Text | None, Names("server"), ON_SERVER] = Field(
+        default=None, description="vLLM server on this machine: http://127.0.0.1:8000"
+    )
+    server_sleep: Annotated[bool, ON_SERVER] = Field(
+        default=False, description="put a server on the same GPU to sleep between rollouts"
+    )
     max_rows: Positive | None = Field(default=None, description="maximum completions decoded at a time; null: all")
 
 
 class OptimConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
     learning_rate: LearningRate | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
-    critic_learning_rate: LearningRate | None = Field(default=None, description="null: LoRA 1e-4, full 1e-5")
+    critic_learning_rate: Annotated[LearningRate | None, OnlyIf("method is ppo", why="there is no critic")] = Field(
+        default=None, description="null: LoRA 1e-4, full 1e-5"
+    )
     schedule: Schedule = Field(default="constant", description="learning rate schedule after the warm-up")
     warmup_steps: NonNegative = Field(default=0, description="steps of linear warm-up")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from tinyrl.config.aliases import ALIASES
+from tinyrl.config.marks import OnlyIf
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
 from tinyrl.config.removed import REMOVED
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
-from tinyrl.text import did_you_mean, truncate
+from tinyrl.text import did_you_mean, join_truncated, truncate
 
 MOST_SENTENCES = 3
 KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use")
@@ -30,62 +32,95 @@ LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of 
 # ---- errors ----
 
 
-def explain(error: ValidationError, method: object, place: Callable[[str], str]) -> str:
-    """Return a sentence for each of the first problems pydantic found, at most one for a setting: place, `key`, value,
-    what is allowed, what was probably meant. `place` returns where a setting was written.
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong. settings: those that it is about, the first by name; answer: of an unknown one, in a few words."""
+
+    settings: list[str]
+    sentence: str
+    answer: str = ""
+
+
+def explain(error: ValidationError, method: object, place: Callable[[Sequence[str]], str]) -> str:
+    """Return sentences about the problems that pydantic found: all unknown names, and the first of the others, at most
+    one for a setting. A sentence has a place, `key`, the value, what is allowed, and what was probably meant. `place`
+    returns where settings were written.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Problem] = {}
     for problem in error.errors(include_url=False):
-        name, sentence = _sentence(problem, method)
-        found.setdefault(name, f"{place(name)}: {sentence}")
-    return "\n".join([*found.values()][:MOST_SENTENCES])
+        for one in _problems(problem, method):
+            found.setdefault(one.settings[0], one)
+    unknown = [one for one in found.values() if one.answer]
+    others = [one for one in found.values() if not one.answer]
+    if len(unknown) > MOST_SENTENCES:
+        answers = "; ".join(one.answer for one in unknown)
+        lines = [f"{place(unknown[0].settings)}: {len(unknown)} unknown settings: {answers}"]
+    else:
+        lines = [f"{place(one.settings)}: {one.sentence}" for one in unknown]
+    lines += [f"{place(one.settings)}: {one.sentence}" for one in others[:MOST_SENTENCES]]
+    return "\n".join(lines)
 
 
-def _sentence(problem: Any, method: object) -> tuple[str, str]:
-    """Return the setting that a problem is about, and a sentence."""
-    if problem["type"] == "value_error":  # of our own rules: the first setting they name
-        sentence = str(problem["ctx"]["error"])
-        named = re.search(r"\b[a-z_]+\.[a-z_]+", sentence)
-        return named[0] if named else "", sentence
+def _problems(problem: Any, method: object) -> list[Problem]:
     path, kind = _walk(problem["loc"])
-    if problem["type"] in ("extra_forbidden", "invalid_key"):
-        return _unknown((*path, str(problem["loc"][len(path)])), problem["input"], method)
     name, value = _dotted(path), problem["input"]
+    if problem["type"] == "value_error":  # of our own rules
+        sentence = str(problem["ctx"]["error"])
+        named = re.findall(r"\b[a-z_]+\.[a-z_]+", sentence)
+        if path:
+            return [Problem([name, *named], f"`{name}`: {sentence}")]
+        return [Problem(named or [""], sentence)]
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
+        key = (*path, str(problem["loc"][len(path)]))
+        name = _dotted(key)
+        if removed := REMOVED.get(name):
+            sentence = f"`{name}` is {truncate(repr(value))}, and this setting was removed: {removed.instead}"
+            return [Problem([name], sentence, f"`{name}` was removed")]
+        return [_unknown(key, whole, method) for whole in _leaves(key, value)]
     if problem["type"] == "missing":
-        return name, f"`{name}` is missing; it must be {allowed(kind)}"
+        return [Problem([name], f"`{name}` is missing; it must be {allowed(kind)}")]
     shown = json.dumps(value) if isinstance(value, bool | None) else truncate(repr(value))
     near = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
-    return name, f"`{name}` is {shown}; it must be {allowed(kind)}.{near}"
+    return [Problem([name], f"`{name}` is {shown}; it must be {allowed(kind)}.{near}")]
 
 
-def _unknown(path: KeyPath, value: Any, method: object) -> tuple[str, str]:
-    """Answer an unknown key with what replaced it if it was removed, its name here if another library has it, the
-    section that has it, or a near one.
+def _leaves(path: KeyPath, value: Any) -> list[KeyPath]:
+    """Return the whole names below an unknown key: verl's names have several dots."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    found: list[KeyPath] = []
+    for name, inner in value.items():
+        found += _leaves((*path, name), inner)
+    return found
+
+
+def _unknown(path: KeyPath, whole: KeyPath, method: object) -> Problem:
+    """Answer an unknown key with its name here if another library has it, the section that has it, or a near one.
+
+    path: the part of its whole name up to the first part that is unknown.
     """
     *parents, key = path
-    if removed := REMOVED.get(_dotted(path)):
-        name = _dotted(path)
-        return name, f"`{name}` is {truncate(repr(value))}, and this setting was removed: {removed.instead}"
-    whole = path
-    while isinstance(value, dict) and value:  # of verl's dotted names the end is known
-        name, value = next(iter(value.items()))
-        whole = (*whole, name)
     dotted = _dotted(whole)
+    in_item = any(isinstance(part, int) for part in parents)  # of a list, which has its own fields
     ends = (dotted.split(".", depth)[-1] for depth in range(len(whole)))
-    if alias := next((end for end in ends if end in ALIASES), None):
+    alias = next((end for end in ends if end in ALIASES and not in_item), None)
+    if alias is not None:
         answer = ALIASES[alias]
+        if answer.startswith("!"):
+            return Problem([dotted], f"`{dotted}` is not a setting: {answer[1:]}", f"`{dotted}` is not needed")
         setting = re.split(r"[^\w.-]", answer)[0]
-        here = answer[1:] if answer[0] == "!" else f"`{alias}` is `{setting}` here{answer.removeprefix(setting)}"
-        return dotted, f"`{dotted}` is not a setting: {here}"
+        remark = answer.removeprefix(setting)
+        sentence = f"`{dotted}` is not a setting: `{alias}` is `{setting}` here{remark}"
+        return Problem([dotted], sentence, f"`{dotted}` is `{setting}`")
     unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if is_method(method) else set[str]()
     home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
     known, name = [*_fields(_walk(tuple(parents))[1])], _dotted(path)
-    if home and not any(isinstance(part, int) for part in parents):  # a list has its own fields
+    if home and not in_item:
         near = f" Did you mean `{home}.{key}`?"
     else:
         near = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
-        near = near or f" Known: {', '.join(known)}"
-    return name, f"unknown key `{name}`.{near}"
+    sentence = f"unknown key `{name}`.{near or f' Known: {join_truncated(known, most=40)}'}"
+    return Problem([dotted], sentence, f"`{dotted}` is unknown.{near}" if near else f"`{dotted}` is unknown")
 
 
 def _dotted(path: KeyPath) -> str:
@@ -156,7 +191,10 @@ def describe(section: str) -> list[tuple[str, str, str]]:
     rows = []
     for key, kind in fields_of(section).items():
         default = dump_plain({key: getattr(values, key)}).partition(":")[2].strip()
-        rows.append((key, default, f"{kind['description']} ({allowed(kind)})"))
+        marks = type(values).model_fields[key].metadata
+        conditions = " and ".join(mark.full(section) for mark in marks if isinstance(mark, OnlyIf))
+        only = f"; only if {conditions}" if conditions else ""
+        rows.append((key, default, f"{kind['description']} ({allowed(kind)}){only}"))
         for inner, item in _fields(kind.get("items", {})).items():
             default = "" if item.get("default") is None else str(item["default"])
             rows.append((f"{key}[].{inner}", default, f"{item['description']} ({allowed(item)})"))

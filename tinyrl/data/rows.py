@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tinyrl.config.schema import Config
 from tinyrl.data.formats import leave_out, objective_of, shared_prompt, unusable
 from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.runs.signals import watched
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
 
 SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
 HELD_OUT_SHARE = 10  # one prompt in this many is held out if no evaluation data is given; of fewer prompts none

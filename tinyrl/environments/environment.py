@@ -54,10 +54,12 @@ class Environment:
         self.rewards = self.has_openings = False
         self.workers: list[WorkerFunction] = []  # one if the code is a person's
         self._close: Callable[[], None] | None = None
-        if config.functions:
+        own = [config.name] if config.name and config.name not in BUILT_IN_ENVIRONMENTS else []
+        functions = config.tools or own
+        if functions:
             setting, served = ("environment.tools", "tools") if config.tools else ("environment.name", "environment")
             worker = WorkerFunction(
-                [parse_use(use, setting=setting) for _, use in config.functions],
+                [parse_use(use, setting=setting) for use in functions],
                 setting=setting,
                 host=f"{worker_service.__name__}:{served}",
                 timeout_s=config.seconds,

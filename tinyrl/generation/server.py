@@ -58,12 +58,12 @@ class ServerError(Exception):
 
 
 class ServerClient:
-    """A server at an http address (`generation.url`), asked past any proxy, since it is on this machine. Raises
+    """A server at the http address that a setting names, asked past any proxy, since it is on this machine. Raises
     ValueError if the address lacks its password, which is in the environment.
     """
 
-    def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(resolve_url(url, setting="generation.url"))
+    def __init__(self, url: str, *, setting: str = "generation.url") -> None:
+        parts = urllib.parse.urlsplit(resolve_url(url, setting=setting))
         self.url = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), fragment="").geturl()
         self.name = f"the server at {truncate(mask_url(self.url))}"
         self.http = HttpClient(self.url, timeout_s=TIMEOUT_S, waits_s=WAITS_S, try_again=TRY_AGAIN, proxies=False)

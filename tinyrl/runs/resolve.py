@@ -5,30 +5,18 @@ models, replaced by their newest checkpoints that verify; defaults that fit the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.effect import contradictions
+from tinyrl.config.marks import Named, replace_named
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import named_run, open_run
-
-MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("teacher", "path"), ("reward", "model"))
-NEEDED: dict[str, tuple[str, Callable[[Config], bool]]] = {  # of a run that is named as a model
-    "model.path": ("a fully trained policy (one of adapters is model.adapter, with its base as model.path)",
-        lambda run: run.trains.policy and not run.lora.enabled),
-    "model.adapter": ("a policy of adapters", lambda run: run.trains.policy and run.lora.enabled),
-    "critic.path": ("a ppo or reward run, or a fully trained policy",
-        lambda run: run.uses("critic") or not run.trains.policy or not run.lora.enabled),
-    "teacher.path": ("a policy", lambda run: run.trains.policy),
-    "reward.model": ("a run of `tinyrl train reward`", lambda run: not run.trains.policy),
-}  # fmt: skip
-DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"), ("ppo", "ptx_data"))
 
 
 def resolve(config: Config) -> Config:
@@ -36,16 +24,8 @@ def resolve(config: Config) -> Config:
     lengths within the model's positions where nobody has set them: half of them for responses, a quarter for all
     observations. Idempotent. Raises ValueError for a run that is of another kind.
     """
-    values = config.model_dump()
-    for section, name in MODEL_FIELDS:
-        path = values[section][name]
-        if (found := _run_at(path)) is not None:
-            needed, fits = NEEDED[key := f"{section}.{name}"]
-            if not fits(found):
-                what = f"{found.method} run{' of adapters' if found.lora.enabled else ''}"
-                raise ValueError(f"{key}={path} is a {what}; it must be {needed}")
-            values[section][name] = str(checkpoint_of(Path(os.path.expanduser(path))))
-    values = absolute_paths(values)
+    values = replace_named(config.model_dump(), _checkpoint_of_run, schema=type(config))
+    values = absolute_paths(values, schema=type(config))
     if config.model.adapter is not None:
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # which loading it reports
             facts = json.loads(Path(values["model"]["adapter"], "adapter_config.json").read_text(encoding="utf-8"))
@@ -53,32 +33,50 @@ def resolve(config: Config) -> Config:
             if isinstance(facts["target_modules"], list):  # not a pattern
                 values["lora"]["target_modules"] = sorted(facts["target_modules"])
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
+    lowered: set[str] = set()
     if config.samples and (positions := _positions(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
         both = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", observed))
         for section, name, most in both:
-            if name not in getattr(config, section).model_fields_set:
-                values[section][name] = min(values[section][name], most)
-    return build_config(values)
+            if name not in getattr(config, section).model_fields_set and values[section][name] > most:
+                values[section][name] = most
+                lowered.add(f"{section}.{name}")
+    resolved = build_config(values)
+    for found in contradictions(resolved):
+        if lowered & {*found.settings}:
+            raise ValueError(found.sentence)
+    return resolved
 
 
-def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested settings (of a `Config`, or of a checkpoint) with absolute paths for files that exist; names of
-    embedded models and of the hub stay.
+def _checkpoint_of_run(named: Named) -> str:
+    """Return the newest sound checkpoint of a run that is named as a model; every other value as it is."""
+    found = _run_at(named.value) if named.kind == "model" else None
+    if found is None:
+        return named.value
+    needed = named.names.run
+    if needed is None or not needed.fits(found):
+        what = f"{found.method} run{' of adapters' if found.lora.enabled else ''}"
+        must_be = needed.words if needed is not None else "a model"
+        raise ValueError(f"{named.label}={named.value} is a {what}; it must be {must_be}")
+    return str(checkpoint_of(Path(named.value).expanduser()))
+
+
+def absolute_paths(values: dict[str, Any], *, schema: type[Config] = Config) -> dict[str, Any]:
+    """Return nested settings (of a `Config`, or of a checkpoint) with absolute paths; names of embedded models, of the
+    hub and of modules stay.
     """
-    values = copy.deepcopy(values)
-    for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
-        path = values.get(section, {}).get(name)
-        if isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
-            values[section][name] = os.path.abspath(os.path.expanduser(path))
-    for function in values.get("reward", {}).get("functions", ()):
-        for name, change in (("use", _absolute_use), ("rubric", os.path.abspath), ("cache", os.path.abspath)):
-            if isinstance(function, dict) and isinstance(function.get(name), str):
-                function[name] = change(os.path.expanduser(function[name]))
-    if environment := values.get("environment"):
-        environment |= {name: _absolute_use(environment[name]) for name in ("name", "agent") if environment[name]}
-        environment["tools"] = [_absolute_use(use) for use in environment["tools"]]
-    return values
+    return replace_named(values, _absolute, schema=schema)
+
+
+def _absolute(named: Named) -> str:
+    value = named.value
+    path = os.path.expanduser(value)
+    if named.kind == "file":
+        return os.path.abspath(path)
+    if named.kind == "code":
+        return _absolute_use(value)
+    is_path = named.kind in ("model", "rows") and starter_path(value) is None and os.path.exists(path)
+    return os.path.abspath(path) if is_path else value
 
 
 def _absolute_use(use: str) -> str:

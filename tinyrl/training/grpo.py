@@ -23,7 +23,6 @@ from torch import Tensor
 from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.models.batch import Batch
 from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of, token_rewards_of
@@ -32,6 +31,7 @@ from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
 
 if TYPE_CHECKING:
+    from tinyrl.config.method_sections import GrpoConfig
     from tinyrl.training.run import Run
 
 
@@ -151,7 +151,7 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
         penalties = torch.where(scores.isnan(), torch.nan, penalties)
     if config.advantage == "leave-one-out":
         return rloo_advantages(scores - penalties, group_size=group_size)
-    if config.preset == "gdpo":
+    if config.reward_aggregation == "normalize-then-sum":
         assert weights is not None, "several rewards are weighed after each is normalised"
         each = compared_scores(samples, config)
         return decoupled_advantages(each, weights=weights, group_size=group_size, scale=config.advantage_scale)
@@ -162,7 +162,7 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
 def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
     """Return (B, 1) the sum of the rewards, or of GDPO (B, R) each, that a group is compared by; NaN: none."""
     rewards = rewards_of(samples).unsqueeze(1)
-    if config.preset != "gdpo":
+    if config.reward_aggregation == "sum":
         return rewards
     return torch.where(rewards.isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
 
@@ -170,7 +170,7 @@ def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
 def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -> list[int]:
     """Return groups whose valid scores are all the same, so that they teach nothing; weights (R,) of the rewards."""
     scores = compared_scores(samples, config)
-    if config.preset == "gdpo":
+    if config.reward_aggregation == "normalize-then-sum":
         scores = scores[:, weights != 0]
     groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)

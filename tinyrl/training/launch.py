@@ -14,16 +14,18 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from tinyrl.config.recipe import as_override, build_config
+from tinyrl.config.changes import Change, by_setting, changed_settings
+from tinyrl.config.marks import Named
+from tinyrl.config.recipe import Source, as_override, build_config
 from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
@@ -129,7 +131,7 @@ def resume(
         kept, since = (CheckpointState.read(checkpoint), checkpoint.name) if checkpoint else (None, "it was made")
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
-        changes = check_changes(before, config, since=since, allowed=allow_config_change)
+        settings = check_changes(before, config, since=since, allowed=allow_config_change)
         stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         options = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]]
@@ -137,7 +139,9 @@ def resume(
         known = kept.sources if kept else InputHashes()
         sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
         what = "what the run reads has changed"
-        changes += refuse(what, changed_sources(known, sources), since=since, allowed=allow_config_change)
+        inputs = changed_sources(known, sources)
+        refuse(what, inputs, since=since, allowed=allow_config_change)
+        changes = [*settings, *inputs]
         notes += [resolve_threads(method.policy), *method.check()]
         run = Run(method, folder)
         run.sources = lambda: sources
@@ -150,7 +154,7 @@ def resume(
             if others:
                 what = f"numbers may differ in their last digits, other versions than at {since}"
                 notes.append(f"warning: {what}: {', '.join(others)}")
-            if any(not line.startswith(("optim.", "run.")) or line.startswith("run.seed:") for line in changes):
+            if any(change_invalidates(change) for change in changes):
                 method.forget()
             notes += [f"changed since {since}: {change}" for change in changes] + stretched
             notes.append(f"resuming {folder.path} at step {run.state.step} of {config.run.num_steps} from {since}")
@@ -217,7 +221,8 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
-    config = build_config(ignore_neutral(kept.config), [*overrides, origin], source=f"{checkpoint.name} of {old.path}")
+    source = Source(f"{checkpoint.name} of {old.path}")
+    config = build_config(ignore_neutral(kept.config), [*overrides, origin], source=source)
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
@@ -258,18 +263,20 @@ def copy_best(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> No
 # ---- settings that have changed ----
 
 
-def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
-    """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
+def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[Change]:
+    """Compare a checkpoint's configuration with the one it is resumed under; return the differences.
+
     Raises ValueError for another method, and for differences, besides more steps, that are not `allowed`.
     """
     method = before.get("method")
     if method != config.method:
         raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
     changes = changed_settings(without_secrets(before), config.written())
-    changes += [f"{name}: {json.dumps(value)} then, removed now" for name, value in given_removed(before).items()]
+    for name, value in given_removed(before).items():
+        changes.append(Change(setting=name, before=value, now=None, removed=True))
     steps = before.get("run", {}).get("num_steps")
     longer = isinstance(steps, int) and steps < config.run.num_steps
-    refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
+    refused = [change for change in changes if not (longer and change.setting == "run.num_steps")]
     refuse("settings have changed", refused, since=since, allowed=allowed)
     return changes
 
@@ -296,33 +303,39 @@ def check_schedule(before: dict[str, Any], config: Config, *, step: int, allowed
     return [f"{what}: {rates}"]
 
 
+def change_invalidates(change: Change | ChangedInput) -> bool:
+    """Return whether a change makes wrong what a method keeps of its rows and frozen models."""
+    if isinstance(change, ChangedInput) or change.setting == "run.seed":
+        return True
+    return not change.setting.startswith(("optim.", "run."))
+
+
 MOST_SHOWN = 3  # changes in an error
 
 
-def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
-    """Return the changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
+def refuse(what: str, changes: Sequence[Change | ChangedInput], *, since: str, allowed: bool) -> None:
+    """Raise ValueError, with the first of the changes, when there are some and they are not allowed."""
     if not changes or allowed:
-        return changes
+        return
     more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
     lines = [f"{what} since {since}, so the run would not go on as it began:"]
     lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
     raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List settings with two values. One that only one side has is left out: another version wrote it."""
-    before, now = by_setting(before), by_setting(now)
-    different = (key for key in sorted(before.keys() & now.keys()) if before[key] != now[key])
-    return [f"{key}: {json.dumps(before[key])} then, {json.dumps(now[key])} now" for key in different]
-
-
-def by_setting(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested settings by section.name."""
-    sections = {section: own for section, own in values.items() if isinstance(own, dict)}
-    return {f"{section}.{name}": value for section, own in sections.items() for name, value in own.items()}
-
-
 # ---- what a run reads ----
+
+
+@dataclass(frozen=True)
+class ChangedInput:
+    """A file, or rows, that are not what they were."""
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what}"
+
 
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
 
@@ -340,52 +353,54 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
     return InputHashes(rows=rows, files=files, versions=versions())
 
 
-def changed_sources(before: InputHashes, now: InputHashes) -> list[str]:
-    """List the sources that have changed. One that only `now` has came with a setting, whose change is noted."""
-    changes = [f"{name} rows: the data has changed" for name, rows in before.rows.items() if now.rows.get(name) != rows]
+def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]:
+    """List the inputs that have changed. One that only `now` has came with a setting, whose change is noted."""
+    changes: list[ChangedInput] = []
+    for name, rows in before.rows.items():
+        if now.rows.get(name) != rows:
+            changes.append(ChangedInput(f"{name} rows", "have changed"))
     for name, file in before.files.items():
         there = now.files.get(name)
-        if there is None or there.sha256 != file.sha256:
-            changes.append(f"{name} {'has changed' if there else 'is not there any more'}")
+        if there is None:
+            changes.append(ChangedInput(name, "is not there any more"))
+        elif there.sha256 != file.sha256:
+            changes.append(ChangedInput(name, "has changed"))
     return changes
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield every file of models, adapters, rewards and environments, by the setting that names it."""
-    models = {"model.path": config.model.path, "model.adapter": config.model.adapter}
-    functions = config.reward.functions if config.uses("reward") else []
-    uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
-    if config.uses("critic"):
-        models["critic.path"] = config.critic.path
-    if config.uses("reward"):
-        models["reward.model"] = config.reward.model
-    if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
-        models["teacher.path"] = config.teacher.path
-    for setting, path in models.items():
-        if path is None:
-            continue
-        folder = starter_path(path) or Path(path).expanduser()
-        if not folder.is_dir():  # a hub name
-            revision = config.model.revision if setting == "model.path" else None
-            cached = try_to_load_from_cache(path, "config.json", revision=revision)
-            if not isinstance(cached, str):
-                continue
-            folder = Path(cached).parent
-        for file in sorted([*folder.iterdir(), *folder.glob("critic/*")]):
-            if file.suffix in OF_A_MODEL and file.name not in OF_A_RUN and file.is_file():
-                yield f"{setting}: {file.relative_to(folder)}", file
-    rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
-    yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
-    if config.uses("environment"):
-        uses += config.environment.functions
-        corpus = config.environment.corpus
-        if corpus is not None and os.path.isfile(corpus):
-            yield f"environment.corpus: {os.path.basename(corpus)}", Path(corpus)
-    for setting, use in uses:
-        source = parse_use(use, setting=setting)
-        name = use.rpartition(":")[0]
-        if source.file is not None:
-            yield f"{setting}: {name}", source.file
-        beside = os.path.dirname(name) if source.module is None else ""
-        for file in imported_beside(source):
-            yield f"{setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file
+    """Yield (label, file) for every file that the settings name: of models, rows, people's code, and others."""
+    for named in config.named():
+        match named.kind:
+            case "model":
+                revision = config.model.revision if named.setting == "model.path" else None
+                yield from _files_of_model(named, revision=revision)
+            case "code":
+                yield from _files_of_code(named)
+            case "rows" | "file" if not named.names.made and os.path.isfile(named.value):
+                yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
+            case _:  # the hub, a server, a word
+                pass
+
+
+def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str, Path]]:
+    folder = starter_path(named.value) or Path(named.value).expanduser()
+    if not folder.is_dir():  # a hub name
+        cached = try_to_load_from_cache(named.value, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            return
+        folder = Path(cached).parent
+    for file in sorted([*folder.iterdir(), *folder.glob("critic/*")]):
+        if file.suffix in OF_A_MODEL and file.name not in OF_A_RUN and file.is_file():
+            yield f"{named.setting}: {file.relative_to(folder)}", file
+
+
+def _files_of_code(named: Named) -> Iterator[tuple[str, Path]]:
+    """Yield the file of a person's function, and those beside it that it imports."""
+    source = parse_use(named.value, setting=named.label)
+    name = named.value.rpartition(":")[0]
+    if source.file is not None:
+        yield f"{named.setting}: {name}", source.file
+    beside = os.path.dirname(name) if source.module is None else ""
+    for file in imported_beside(source):
+        yield f"{named.setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file

@@ -81,14 +81,14 @@ class OnPolicy(Method):
 
     @property
     def reads_reference(self) -> bool:
-        return self.config.on_policy.kl_coef > 0
+        return self.config.policy_gradient.kl_coef > 0
 
     @property
     def uses_old_logprobs(self) -> bool:
         """Return whether the ratio is to log-probabilities computed before the update: where several optimizer steps
         use a step's samples. With one, the old ones are the training pass's own, detached, so the ratio is exactly 1.
         """
-        section = self.config.on_policy
+        section = self.config.policy_gradient
         minibatch_size = section.minibatch_size or section.batch_size
         return section.num_epochs > 1 or minibatch_size < section.batch_size
 
@@ -199,7 +199,7 @@ class OnPolicy(Method):
                 fill(minibatch, "old", self.logprobs(minibatch, "policy", tokens=tokens))
             gap = (padded(samples, "old") - padded(samples, "logprobs")).abs()
             return {"policy/sampling_gap": float(masked_mean(gap, loss_mask(samples)))}
-        elif self.reads_reference and self.config.on_policy.kl_in_reward and not self.samples_exactly:
+        elif self.reads_reference and self.config.policy_gradient.kl_in_reward and not self.samples_exactly:
             fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
         return {}
 
@@ -294,6 +294,6 @@ class OnPolicy(Method):
         out = {**environment_metrics(samples), **length_metrics(samples)}
         if samples[0].ref is None or not any(sample.in_loss for sample in samples):
             return out
-        if self.uses_old_logprobs or self.config.on_policy.kl_in_reward:
+        if self.uses_old_logprobs or self.config.policy_gradient.kl_in_reward:
             out["objective/kl"], _ = kl_per_response(samples)
         return out

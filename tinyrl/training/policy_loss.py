@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import ESTIMATORS, k1
-from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_surrogate, entropy_bonus, kl_loss, mismatch_weights
+from tinyrl.algorithms.losses import (
+    Metrics,
+    cispo_loss,
+    clipped_surrogate,
+    entropy_bonus,
+    importance_ratio,
+    kl_loss,
+    mismatch_weights,
+)
 from tinyrl.algorithms.masking import Aggregation, masked_sum
 
 if TYPE_CHECKING:
@@ -83,32 +91,46 @@ def policy_loss(
     weights correct a mismatch between sampling and training policy/capped_weights, the share of tokens whose weight is
     above its cap.
     """
-    mask, first = batch.mask, batch.items[0]
-    old = logprobs.detach() if first.old is None else batch.padded("old")
+    mask = batch.mask
+    has_old = batch.items[0].old is not None
+    old = batch.padded("old") if has_old else logprobs.detach()
     advantages = batch.padded("advantage")
-    advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand_as(mask)
-    weights, capped = None, None
+    weights = None
+    capped = None
     if inexact and config.importance_correction != "none":
         sampled = batch.padded("logprobs")
         weights, capped = mismatch_weights(old, sampled, mask, mode=config.importance_correction, cap=MISMATCH_CAP)
     denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
-    shared: dict[str, Any] = {"aggregation": config.aggregation, "denominator": denominator, "token_weights": weights}
-    shared["metric_denominator"] = counts.tokens
-    if config.preset == "cispo":
-        loss, metrics = cispo_loss(logprobs, old, advantages, mask, ratio_cap=RATIO_CAP, **shared)
+    reduced: dict[str, Any] = {
+        "aggregation": config.aggregation,
+        "denominator": denominator,
+        "token_weights": weights,
+        "metric_denominator": counts.tokens,
+    }
+    if config.surrogate == "cispo":
+        loss, metrics = cispo_loss(logprobs, old, advantages, mask, ratio_cap=RATIO_CAP, **reduced)
     else:
-        level = "sequence" if config.preset == "gspo" else "token"
-        clip = {"clip_eps": config.clip_eps, "clip_eps_high": config.clip_eps_high}
-        loss, metrics = clipped_surrogate(logprobs, old, advantages, mask, ratio_level=level, **clip, **shared)
+        loss, metrics = clipped_surrogate(
+            logprobs,
+            old,
+            advantages,
+            mask,
+            clip_eps=config.clip_eps,
+            clip_eps_high=config.clip_eps_high,
+            ratio_level="sequence" if config.surrogate == "sequence" else "token",
+            **reduced,
+        )
     bonus, entropy_metrics = entropy_bonus(entropy, mask, denominator=counts.tokens)
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * bonus
     if kl_coef > 0:
         ref = batch.padded("ref")
         kl = ESTIMATORS[config.kl_estimator](logprobs, ref)
-        penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator)
-        loss, metrics = loss + kl_coef * penalty, metrics | kl_metrics
-        if first.old is None:
+        ratio = importance_ratio(logprobs, old, mask) if config.kl_unbiased else None
+        penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator, ratio=ratio)
+        loss = loss + kl_coef * penalty
+        metrics |= kl_metrics
+        if not has_old:
             metrics["objective/kl"] = masked_sum(k1(logprobs.detach(), ref), mask) / counts.sequences
     if capped is not None:
         metrics["policy/capped_weights"] = masked_sum(capped.float(), mask) / counts.tokens

@@ -15,9 +15,9 @@ their own gradient norms and learning rates (except with critic.kind=shared, whe
 backbone too, weighted by ppo.value_coef). The first critic.warmup_steps rollouts train only the critic: against a
 critic that knows nothing, advantages are noise.
 
-A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, advantages as they are and a plain square for the
-value: the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its
-optimizer is Adam here, not RMSprop.
+A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, no whitening and a plain square for the value:
+the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its optimizer is
+Adam here, not RMSprop.
 
 With ppo.ptx_coef every optimizer step of the policy adds a next-token loss on text, so that the policy keeps what it is
 not rewarded for (InstructGPT, Eq. 2):
@@ -112,7 +112,8 @@ class Ppo(OnPolicy):
             rewards = token_rewards_of(samples, penalised, kl_coef=kl_coef)
             # 4. Advantages, and the returns that the critic is to predict.
             advantages, returns = gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-            fill(samples, "advantage", advantages if config.preset == "a2c" else masked_whiten(advantages, mask))
+            learnt_from = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
+            fill(samples, "advantage", learnt_from)
             fill(samples, "returns", returns)
             # 5. Minibatches, each an optimizer step of the policy and of the critic.
             warming_up = step < critic.warmup_steps

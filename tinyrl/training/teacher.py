@@ -213,7 +213,7 @@ class ServerTeacher(Teacher):
     def __init__(self, trainer: OnPolicy) -> None:
         super().__init__(trainer)
         self.vocabulary = len(self.trainer.policy.head("policy").weight)
-        self.client = ServerClient(str(self.config.path))
+        self.client = ServerClient(str(self.config.path), setting="teacher.path")
         try:
             models = read_as(Models, self.client.get("/v1/models"), server=self.client, path="/v1/models")
             self.model = models.data[0].id

@@ -1,0 +1,35 @@
+"""Differences between two configurations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting with two values. setting: section.name; removed: there is none of that name now."""
+
+    setting: str
+    before: Any
+    now: Any
+    removed: bool = False
+
+    def __str__(self) -> str:
+        now = "removed" if self.removed else json.dumps(self.now)
+        return f"{self.setting}: {json.dumps(self.before)} then, {now} now"
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """List settings with two values, by name. One that only one side has is left out: another version wrote it."""
+    before = by_setting(before)
+    now = by_setting(now)
+    shared = sorted(before.keys() & now.keys())
+    return [Change(setting=name, before=before[name], now=now[name]) for name in shared if before[name] != now[name]]
+
+
+def by_setting(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested settings by section.name."""
+    sections = {section: own for section, own in values.items() if isinstance(own, dict)}
+    return {f"{section}.{name}": value for section, own in sections.items() for name, value in own.items()}
