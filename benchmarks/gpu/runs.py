@@ -88,7 +88,8 @@ def learn(settings: dict[str, Any]) -> dict[str, Any]:
         (folder / name).mkdir(parents=True, exist_ok=True)
         return ours.measure({**settings, "recipe": recipe, "folder": str(folder / name), "overrides": []})
 
-    taught = recipe_of("sft", options=options, **{**FORM, "num_steps": settings["form"]})
+    form_run = {**FORM, "num_steps": settings["form"], "eval_prompts": settings["judged"]}
+    taught = recipe_of("sft", options=options, **form_run)
     started = trained(taught, Path(settings["real_model"]), "sft")
     words = ["export", started["adapter"], "--merge", "--dtype", "float32", "--output", str(form / "model")]
     if app(words, standalone_mode=False):

@@ -256,18 +256,18 @@ def test_a_cell_runs_in_a_process_of_its_own(folder: Path, name: str):
     pytest.importorskip("bitsandbytes")
     options = parse(["gpu", "--shapes", "tiny", *THREADS, "--out", str(folder)])
     cell = next(cell for cell in cells(options) if cell.name.startswith(name))
-    record = command.measure_cell(cell, command.ON_A_CPU, options, timeout=300)
+    record = command.measure_cell(cell, command.ON_A_CPU, options, timeout=900)
     assert record["status"] == "done", record
     assert len(record["result"]["seconds"]) == command.ON_A_CPU.repeats
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.real
 def test_the_real_model_cell_runs(tmp_path: Path):
     options = parse(["gpu", "--shapes", "tiny", *THREADS, "--out", str(tmp_path)])
     cell = next(cell for cell in cells(options) if cell.section == "real")
     if cell.needs is not None:
         pytest.skip("TINYRL_REAL_MODEL names no folder; python examples/smollm2.py makes one")
-    record = command.measure_cell(cell, command.ON_A_CPU, options, timeout=300)
+    record = command.measure_cell(cell, command.ON_A_CPU, options, timeout=900)
     assert record["status"] == "done", record
     assert 0 <= record["result"]["before"] <= 1
