@@ -6,10 +6,12 @@
     python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
     python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
     python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--list] [--only WORDS]
+    python -m benchmarks wheels   download|install FOLDER
 
-TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
-last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
-first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
+`python -m benchmarks COMMAND --help` lists the options of a command. TRL_VENV: `pip install torch==2.13.0 trl==1.16.0
+peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the last release with PPO. Both sides run in
+processes of their own, in alternation, with the same number of threads; the first step of each process is warm-up.
+`--sizes xs --pairs 1 --steps 2` tries a command out in about a minute; `--sizes real` is the model of --real-model.
 `gpu` (docs/benchmarks.md) measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run
 again, it goes on where it was. `gpu --shapes tiny` runs all of it on a CPU in minutes, at sizes that say nothing.
 """
@@ -17,85 +19,128 @@ again, it goes on where it was. `gpu --shapes tiny` runs all of it on a CPU in m
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import gpu, grpo, learning, ppo, processes, real, text
-from benchmarks.work import REAL_MODEL, SIZES
+# Nothing but the standard library here: `wheels` installs what the other commands import.
+GPU_RESULTS = "gpu-results"  # ignored by git
+REAL_MODEL = "TINYRL_REAL_MODEL"
+CPU_SIZES = ("xs", "s", "m", "v", "real")
+GPU_SHAPES = ("0.5b", "1.5b", "3b", "7b")
+METHODS = ("sft", "reward", "dpo", "grpo", "ppo")
+MODULES = {"gpu": "gpu.command"}  # of commands that are not called as their module
+MOST_SEEDS = 10  # of `learning`: its t-intervals are tabulated so far
 
 
-@dataclass(frozen=True)
-class Command:
-    """What runs, and its defaults."""
+def parser() -> argparse.ArgumentParser:
+    """Each command has the options that it reads, and no other."""
+    whole = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = whole.add_subparsers(dest="what", required=True, metavar="COMMAND")
 
-    main: Callable[[argparse.Namespace], None]
-    sizes: tuple[str, ...] = ()
-    needs_a_peer: bool = True
-    steps: int = 6
-    threads: int = 2
+    one = commands.add_parser("grpo", help="GRPO steps beside TRL: seconds, phases, memory, distance from the floor")
+    _beside_a_peer(one, pairs="processes of each side")
+    _sizes(one, ["s", "m", "v"])
+    _steps(one, steps=6, threads=2)
+    _micro_batches(one)
+
+    one = commands.add_parser("ppo", help="PPO steps beside TRL 1.12")
+    _beside_a_peer(one, pairs="processes of each side")
+    _sizes(one, ["s"])
+    _steps(one, steps=6, threads=2)
+    one.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ours")
+
+    one = commands.add_parser("text", help="SFT, reward model and DPO beside TRL")
+    _beside_a_peer(one, pairs="processes of each side")
+    _sizes(one, ["s"])
+    _steps(one, steps=6, threads=2)
+    _micro_batches(one)
+
+    one = commands.add_parser("learning", help="learning curves of both sides on the embedded model")
+    _beside_a_peer(one, pairs=f"seeds, at most {MOST_SEEDS}")
+    _steps(one, steps=60, threads=1)
+
+    one = commands.add_parser("real", help="every method on a real model, beside TRL")
+    _beside_a_peer(one, pairs="seeds")
+    one.add_argument("--ppo-peer-python", help="Python of a virtual environment with TRL 1.12 (method ppo)")
+    one.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    one.add_argument("--threads", type=int, default=1, help="of each side (%(default)s)")
+    _real_model(one)
+
+    one = commands.add_parser("gpu", help="cells that measure a GPU")
+    one.add_argument("--minutes", type=float, default=10.0, help="of this call (%(default)s)")
+    one.add_argument("--shapes", nargs="+", default=list(GPU_SHAPES), choices=[*GPU_SHAPES, "tiny"], help="models")
+    one.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells with one of these in their name")
+    one.add_argument("--list", action="store_true", help="the cells that are left, with estimated minutes")
+    one.add_argument("--peer-python", help="Python of a virtual environment with TRL")
+    one.add_argument("--ppo-peer-python", help="Python of a virtual environment with TRL 1.12")
+    one.add_argument("--threads", type=int, default=2, help="of a CPU (%(default)s)")
+    one.add_argument("--out", type=Path, default=Path(GPU_RESULTS), help="folder of models and results (%(default)s)")
+    _real_model(one)
+
+    one = commands.add_parser("wheels", help="packages for a machine without a network")
+    one.add_argument("action", choices=["download", "install"])
+    one.add_argument("folder", type=Path)
+    one.add_argument("--python", default="3.12", help="download: version of the machine's Python (%(default)s)")
+    one.add_argument("--installed", type=Path, metavar="FILE", help="download: `pip freeze` of the machine")
+    return whole
 
 
-COMMANDS = {
-    "grpo": Command(grpo.main, ("s", "m", "v")),
-    "ppo": Command(ppo.main, ("s",)),
-    "text": Command(text.main, ("s",)),
-    "learning": Command(learning.main, steps=60, threads=1),
-    "real": Command(real.main, threads=1),
-    "gpu": Command(gpu.main, needs_a_peer=False),
-}
+def _beside_a_peer(one: argparse.ArgumentParser, *, pairs: str) -> None:
+    one.add_argument("--peer-python", required=True, help="Python of a virtual environment with TRL")
+    one.add_argument("--pairs", type=int, default=5, help=f"{pairs} (%(default)s)")
+    one.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
+    one.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")
+    one.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
+
+
+def _sizes(one: argparse.ArgumentParser, default: list[str]) -> None:
+    one.add_argument("--sizes", nargs="+", default=default, choices=CPU_SIZES, help=f"models ({' '.join(default)})")
+    _real_model(one)
+
+
+def _steps(one: argparse.ArgumentParser, *, steps: int, threads: int) -> None:
+    one.add_argument("--steps", type=int, default=steps, help="of a process, the first is warm-up (%(default)s)")
+    one.add_argument("--threads", type=int, default=threads, help="of each side (%(default)s)")
+
+
+def _micro_batches(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="rows, the peer's")
+
+
+def _real_model(one: argparse.ArgumentParser) -> None:
+    given = os.environ.get(REAL_MODEL) or None
+    default = None if given is None else Path(given)
+    help_text = f"folder made by `python examples/smollm2.py` (or in {REAL_MODEL})"
+    one.add_argument("--real-model", type=Path, default=default, help=help_text)
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--peer-python", help="Python of a virtual environment with TRL")
-    parser.add_argument("--ppo-peer-python", help="real, gpu: Python of one with TRL 1.12, the last release with PPO")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
-    parser.add_argument("--pairs", type=int, default=5, help="processes of each side; learning: seeds, at most 10")
-    parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; learning 60)")
-    parser.add_argument("--threads", type=int, help="of each side (2; learning and real 1)")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
-    parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo: ours")
-    parser.add_argument("--methods", nargs="+", default=real.METHODS, choices=real.METHODS, help="real")
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
-    parser.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")
-    parser.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="gpu: of this call")
-    parser.add_argument("--shapes", nargs="+", default=gpu.NAMES, choices=[*gpu.NAMES, "tiny"], help="gpu: models")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="gpu: cells with these in their name")
-    parser.add_argument("--list", action="store_true", help="gpu: the cells that are left, in their order")
-    model = os.environ.get(REAL_MODEL)
-    parser.add_argument(
-        "--real-model", type=Path, default=model, help=f"real, gpu: folder of the real model (or in {REAL_MODEL})"
-    )
-    options = parser.parse_args(words)
-    if options.real_model is not None:
-        os.environ[REAL_MODEL] = str(options.real_model.resolve())  # where `real` and --sizes real look
-    command = COMMANDS[options.what]
-    options.sizes = options.sizes or list(command.sizes)
-    options.steps = command.steps if options.steps is None else options.steps
-    options.threads = command.threads if options.threads is None else options.threads
+    options = parser().parse_args(words)
+    real_model = getattr(options, "real_model", None)
+    if real_model is not None:
+        options.real_model = real_model.resolve()
     return options
 
 
 def problem(options: argparse.Namespace) -> str | None:
     """A sentence where these options cannot work."""
-    if COMMANDS[options.what].needs_a_peer and not options.peer_python:
-        return f"{options.what} needs --peer-python: the Python of a virtual environment with TRL"
-    if options.what == "real" and options.real_model is None:
-        return f"real needs --real-model: a folder made by `python examples/smollm2.py` (or {REAL_MODEL})"
-    if options.steps < 2:
+    asks_for_real = options.what == "real" or "real" in getattr(options, "sizes", [])
+    if asks_for_real and options.real_model is None:
+        return f"--real-model is missing: a folder made by `python examples/smollm2.py` (or {REAL_MODEL})"
+    if options.what == "real" and "ppo" in options.methods and options.ppo_peer_python is None:
+        return "--ppo-peer-python is missing: the Python of a virtual environment with TRL 1.12 (or leave out ppo)"
+    if getattr(options, "steps", 2) < 2:
         return "--steps must be at least 2: the first is warm-up"
-    if "tiny" in options.shapes and len(options.shapes) > 1:
+    shapes = getattr(options, "shapes", [])
+    if "tiny" in shapes and len(shapes) > 1:
         return "--shapes: tiny goes by itself, it is for a CPU"
-    if options.what == "learning" and options.pairs > 10:
-        return "--pairs: learning takes at most 10 seeds"
+    if options.what == "learning" and options.pairs > MOST_SEEDS:
+        return f"--pairs: learning takes at most {MOST_SEEDS} seeds"
     return None
 
 
@@ -105,13 +150,21 @@ def main() -> None:
     if sentence is not None:
         print(sentence, file=sys.stderr)
         raise SystemExit(2)
-    fresh = Path(gpu.RESULTS) if options.what == "gpu" else Path(tempfile.mkdtemp(prefix="benchmarks-"))
-    options.out = (options.out or fresh).resolve()
-    if options.what != "gpu":
+    command = importlib.import_module(f"benchmarks.{MODULES.get(options.what, options.what)}")
+    if options.what == "wheels":
+        command.main(options)
+        return
+    from benchmarks.processes import Failed
+
+    if getattr(options, "real_model", None) is not None:
+        os.environ[REAL_MODEL] = str(options.real_model)  # where `real` and --sizes real look
+    if options.out is None:
+        options.out = Path(tempfile.mkdtemp(prefix="benchmarks-"))
         print(f"models and every process's settings and answers are in {options.out}", flush=True)
+    options.out = options.out.resolve()
     try:
-        COMMANDS[options.what].main(options)
-    except processes.Failed as failure:
+        command.main(options)
+    except Failed as failure:
         print(failure.tail, file=sys.stderr)
         raise SystemExit(str(failure)) from failure
 

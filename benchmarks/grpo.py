@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ours, processes
-from benchmarks.floor import floor
+from benchmarks.floor import floor, sentence
 from benchmarks.tables import Result, alternate, comparison, machine, pooled, report, same_tokens
 from benchmarks.work import SIZES, SPEED, Grpo, prepare
 
@@ -52,11 +52,7 @@ def one_size(size: str, *, options: Namespace) -> None:
     print("\n" + comparison(results, base="tinyrl", may_compare=may_compare) + "\n")
     completion = statistics.mean(pooled(found, "tokens")) / SPEED.rows
     least = floor(SIZES[size], completion, options=options)
-    over = statistics.median(pooled(found, "seconds")) / least["seconds"]
-    print(
-        f"arithmetic floor {least['seconds']:.2f} s (sampling {least['sampling']:.2f} at {least['gflops_decode']:.0f} "
-        f"GFLOP/s, the rest {least['update']:.2f} at {least['gflops_batch']:.0f}); tinyrl is {over:.2f} times that"
-    )
+    print(sentence(least, pooled(found, "seconds")))
 
 
 def main(options: Namespace) -> None:

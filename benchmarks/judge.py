@@ -38,7 +38,8 @@ def answer_probabilities(
         for i, (prompt, answer) in enumerate(rows):
             ids[i, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
             mask[i, : len(prompt) + len(answer)] = 1
-        logprobs = model(input_ids=ids, attention_mask=mask).logits.double().log_softmax(-1)
+        output = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
+        logprobs = output.logits.cpu().double().log_softmax(-1)
         for i, (prompt, answer) in enumerate(rows):
             said = logprobs[i, len(prompt) - 1 : len(prompt) + len(answer) - 1]  # position t predicts token t + 1
             targets = torch.tensor(answer)
@@ -47,14 +48,14 @@ def answer_probabilities(
     return torch.stack(probabilities), torch.stack(greedy)
 
 
-def held_out(files: Path, adapter: str | None) -> dict[str, float]:
-    """Means over the held-out rows, of a prompt and its right completion: `exact` probability, and share that greedy
-    decoding gets right.
+def held_out(files: Path, adapter: str | None, *, device: str = "cpu", most: int | None = None) -> dict[str, float]:
+    """Means over the held-out rows (None: all of them), of a prompt and its right completion: `exact` probability, and
+    share that greedy decoding gets right.
     """
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)
-    model = (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
-    rows = read_rows(files / "eval.jsonl")
+    model = (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval().to(device)
+    rows = read_rows(files / "eval.jsonl")[:most]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     answers = [[*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id] for row in rows]
     exact, greedy = answer_probabilities(model, prompts, answers)

@@ -107,12 +107,17 @@ def watched(gradients: str | None) -> Iterator[measuring.Steps]:
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run of settings["recipe"] on settings["device"] (the CPU): what each step after the first took."""
+    """A run of settings["recipe"] on settings["device"] (the CPU), within settings["memory_gb"] of a GPU, where that is
+    given: what each step after the first took.
+    """
     import peft  # noqa: F401
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
     from tinyrl.cli.commands import app
+
+    if "memory_gb" in settings:
+        limit_memory(settings["memory_gb"])
 
     imports, run, method = measuring.resident_mb(), Path(settings["folder"]) / "run", settings["recipe"]["method"]
     command = ["train", method, str(write(settings)), *settings["overrides"]]
@@ -137,6 +142,21 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "peak_gb": mean_of(lines[1:], "memory/peak_gb"),
         "gap": mean_of(lines[1:], "policy/sampling_gap"),
     }
+
+
+def limit_memory(gigabytes: float) -> None:
+    """Have a CUDA device hold, and say that it has, no more than that."""
+    import torch
+
+    limit = int(gigabytes * 1e9)
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        held = torch.cuda.memory_reserved(device)
+        return min(free, limit - held), limit
+
+    torch.cuda.mem_get_info = mem_get_info
 
 
 def mean_of(lines: list[dict[str, Any]], key: str) -> float | None:

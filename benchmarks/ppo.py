@@ -33,7 +33,7 @@ def peer_question(
 
 
 def one_size(size: str, *, options: Namespace) -> None:
-    files = prepare(SIZES[size], options=options)
+    files = prepare(SIZES[size], options=options, reward_model=True)
     print(f"\n## PPO, model {size}\n", flush=True)
 
     def mine(critic: str):

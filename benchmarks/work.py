@@ -6,7 +6,8 @@ lengths, as in practice. One for a GPU (Qwen2.5's shapes) has logits as sharp as
 are drawn from few words and differ; each completion has all the tokens it may have. What the words are does not matter
 to time and memory. "real" is the folder TINYRL_REAL_MODEL (python examples/smollm2.py), asked for sums in words.
 
-A folder holds model/ reward_model/ prompts.jsonl eval.jsonl. Run as a script with settings, it writes one of a size.
+A folder holds model/ prompts.jsonl eval.jsonl, and where PPO needs one reward_model/. Run as a script with settings, it
+writes one of a size.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ GPU_SHAPES = (
     Shape("1.5b", 1536, 28, 8960, heads=12, kv_heads=2, head_size=128, vocabulary=151936),
     Shape("3b", 2048, 36, 11008, heads=16, kv_heads=2, head_size=128, vocabulary=151936),
     Shape("7b", 3584, 28, 18944, heads=28, kv_heads=4, head_size=128, vocabulary=152064, tied=False),
-    Shape("tiny", 64, 2, 128, heads=4, kv_heads=2, head_size=16, vocabulary=512),  # for a CPU
+    Shape("tiny", 64, 2, 128, heads=4, kv_heads=2, head_size=16, vocabulary=500),  # for a CPU
 )
 SIZES, SHAPES = ({shape.name: shape for shape in shapes} for shapes in (CPU_SHAPES, GPU_SHAPES))
 
@@ -227,14 +228,16 @@ def prepare(
     options: Namespace,
     words: tuple[int, int] = PROMPT_WORDS,
     device: str = "cpu",
+    reward_model: bool = False,
     timeout: float = processes.TIMEOUT_S,
 ) -> Path:
     """The folder of a size's files, made where it is not there yet. Raises processes.Failed."""
     folder = options.out / "work" / shape.name
-    if not (folder / "done").is_file():
+    lacks_reward_model = reward_model and not (folder / "reward_model" / "config.json").is_file()
+    if lacks_reward_model or not (folder / "done").is_file():
         print(f"building {shape.name} ...", flush=True)
         question = {"shape": asdict(shape), "files": str(folder), "words": words, "device": device}
-        processes.run("work", question, options=options, timeout=timeout)
+        processes.run("work", {**question, "reward_model": reward_model}, options=options, timeout=timeout)
     return folder
 
 
@@ -244,12 +247,14 @@ def write(settings: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(settings["threads"])
     folder, shape = Path(settings["files"]), Shape(**settings["shape"])
     folder.mkdir(parents=True, exist_ok=True)
-    build(shape, folder / "model", device=settings["device"])
-    rows = [{"prompt": text} for text in prompt_texts(shape, ROWS + 1, settings["words"])]
-    write_rows(folder / "prompts.jsonl", rows[:ROWS])
-    write_rows(folder / "eval.jsonl", rows[ROWS:])
-    write_reward_model(folder / "model", folder / "reward_model")
-    (folder / "done").touch()
+    if not (folder / "done").is_file():
+        build(shape, folder / "model", device=settings["device"])
+        rows = [{"prompt": text} for text in prompt_texts(shape, ROWS + 1, settings["words"])]
+        write_rows(folder / "prompts.jsonl", rows[:ROWS])
+        write_rows(folder / "eval.jsonl", rows[ROWS:])
+        (folder / "done").touch()
+    if settings["reward_model"]:
+        write_reward_model(folder / "model", folder / "reward_model")
     return {}
 
 

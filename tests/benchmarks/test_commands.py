@@ -1,37 +1,65 @@
-"""The benchmarks' commands: what they refuse, and that those without a peer run from the repository alone."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""The benchmarks' commands: what they refuse, and which options each of them has."""
 
 import pytest
 
-from benchmarks.__main__ import COMMANDS, parse, problem
-from benchmarks.processes import ROOT
+from benchmarks.__main__ import parse, parser, problem
+
+BESIDE_A_PEER = ["--peer-python", "python"]
+
+
+@pytest.fixture(autouse=True)
+def _no_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINYRL_REAL_MODEL", raising=False)
+
+
+@pytest.mark.parametrize("what", ["grpo", "ppo", "text", "learning", "real"])
+def test_a_comparison_needs_a_peer(what: str):
+    with pytest.raises(SystemExit):
+        parse([what])
+
+
+@pytest.mark.parametrize("what", ["grpo", "ppo", "text", "learning"])
+def test_a_comparison_with_its_peer_is_not_refused(what: str):
+    assert problem(parse([what, *BESIDE_A_PEER])) is None
+
+
+@pytest.mark.parametrize("words", [["real", "--methods", "grpo"], ["grpo", "--sizes", "s", "real"]])
+def test_a_real_model_needs_its_folder_and_nothing_else(words: list[str]):
+    assert "--real-model" in (problem(parse([*words, *BESIDE_A_PEER])) or "")
+    assert problem(parse([*words, *BESIDE_A_PEER, "--real-model", "smollm2"])) is None
+
+
+def test_ppo_of_a_real_model_needs_the_peer_that_has_it():
+    words = ["real", *BESIDE_A_PEER, "--real-model", "smollm2", "--methods", "sft"]
+    assert problem(parse(words)) is None
+    assert "--ppo-peer-python" in (problem(parse([*words, "ppo"])) or "")
 
 
 def test_what_cannot_be_measured_is_refused():
-    for what in (name for name, command in COMMANDS.items() if command.needs_a_peer):
-        assert "--peer-python" in (problem(parse([what])) or "")
-        assert problem(parse([what, "--peer-python", "python", "--real-model", "smollm2"])) is None
-    assert "warm-up" in (problem(parse(["gpu", "--steps", "1"])) or "")
-    assert "at most 10" in (problem(parse(["learning", "--peer-python", "python", "--pairs", "11"])) or "")
+    assert "warm-up" in (problem(parse(["grpo", *BESIDE_A_PEER, "--steps", "1"])) or "")
+    assert problem(parse(["grpo", *BESIDE_A_PEER, "--steps", "2"])) is None
+    assert "at most 10" in (problem(parse(["learning", *BESIDE_A_PEER, "--pairs", "11"])) or "")
+    assert problem(parse(["learning", *BESIDE_A_PEER, "--pairs", "10"])) is None
+    assert "by itself" in (problem(parse(["gpu", "--shapes", "tiny", "7b"])) or "")
+    assert problem(parse(["gpu", "--shapes", "tiny"])) is None
 
 
-@pytest.mark.slow
-def test_cells_of_a_gpu_are_measured_once_and_what_failed_is_tried_again(tmp_path: Path):
-    """All cells at a tiny shape on a CPU; a second call has nothing left."""
-    command = [sys.executable, "-m", "benchmarks", "gpu", "--shapes", "tiny", "--threads", "1", "--out", str(tmp_path)]
-    words = [*command, "--only", "sampling"]
-    broken = {"cell": "sampling tiny fused", "status": "failed", "why": "no reason"}
-    (tmp_path / "cells.jsonl").write_text(json.dumps(broken) + "\n")
-    for expected in (3, 0):
-        before = len((tmp_path / "cells.jsonl").read_text().splitlines())
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        after = (tmp_path / "cells.jsonl").read_text().splitlines()
-        assert len(after) - before == expected
-    last = {record["cell"]: record for record in map(json.loads, after)}
-    assert {record["status"] for record in last.values()} == {"done"}
-    assert "tokens a second" in (tmp_path / "table.md").read_text()
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [
+        (["gpu", "--list"], True),
+        (["gpu", "--pairs", "2"], False),
+        (["grpo", *BESIDE_A_PEER, "--micro-batches", "8"], True),
+        (["ppo", *BESIDE_A_PEER, "--micro-batches", "8"], False),
+        (["ppo", *BESIDE_A_PEER, "--critics", "shared"], True),
+        (["learning", *BESIDE_A_PEER, "--critics", "shared"], False),
+        (["grpo", *BESIDE_A_PEER, "--sizes", "xs"], True),
+        (["learning", *BESIDE_A_PEER, "--sizes", "xs"], False),
+    ],
+)
+def test_a_command_has_the_options_that_it_reads_and_no_other(words: list[str], allowed: bool):
+    if allowed:
+        parser().parse_args(words)
+    else:
+        with pytest.raises(SystemExit):
+            parser().parse_args(words)

@@ -10,7 +10,9 @@ import torch
 
 from tinyrl.models.device import (
     as_out_of_memory,
+    chunk_tokens,
     cores_here,
+    gpu_chunk_tokens,
     make_accelerator,
     python_rng,
     restore_rng,
@@ -69,3 +71,19 @@ def test_generators_are_seeded_and_restored_exactly_through_json() -> None:
     seed_generators(1)
     restore_rng(tensors, python)
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_chunk_of_the_head_follows_from_vocabulary_and_free_memory(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU a sixteenth of the free bytes at 12 a logit, 2,048 tokens at most and 2^25 logits at least; on a CPU
+    2^22 logits; and 2^25 on a GPU whose runs are to give the same bits.
+    """
+    assert gpu_chunk_tokens(151_936, free=16 * 12 * 151_936 * 1_000) == 1_000
+    assert gpu_chunk_tokens(4_096, free=80e9) == 8_192  # 2^25 logits are more than 2,048 tokens
+    assert gpu_chunk_tokens(151_936, free=80e9) == 2_048
+    assert gpu_chunk_tokens(151_936, free=0) == 220
+    assert chunk_tokens(32_768, torch.device("cpu")) == 128
+    assert chunk_tokens(1 << 23, torch.device("cpu")) == 1
+    monkeypatch.setattr("tinyrl.models.device.free_bytes", lambda device: 16 * 12 * 151_936 * 1_000)
+    assert chunk_tokens(151_936, torch.device("cuda")) == 1_000
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chunk_tokens(151_936, torch.device("cuda")) == 220

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.models.live_bytes import LiveBytes
+from tests.models.passes_over import PassesOver
 from tinyrl.algorithms.distillation import jensen_shannon, with_tail
-from tinyrl.models import logprobs as module
+from tinyrl.models import device as devices
 from tinyrl.models.logprobs import (
     Head,
     TeacherStates,
@@ -25,7 +26,7 @@ FROZEN_AND_TRAINED = pytest.mark.parametrize("trains", [False, True], ids=["froz
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 4 * V})
+    monkeypatch.setattr(devices, "CHUNK_ELEMENTS", {"cpu": 4 * V})
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -207,7 +208,7 @@ def test_a_trained_head_under_autocast_keeps_logits_and_has_the_gradient_of_the_
 @FROZEN_AND_TRAINED
 def test_no_logits_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch, trains: bool):
     """Chunks of 32 kB, where all logits take 800: a few at once, and none between the passes."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 8 * 1000})
+    monkeypatch.setattr(devices, "CHUNK_ELEMENTS", {"cpu": 8 * 1000})
     states = torch.randn(200, 4, requires_grad=True)
     head = Head(torch.randn(1000, 4).requires_grad_(trains), None, 1.0, 3.0)
     targets = torch.zeros(200, dtype=torch.long)
@@ -229,3 +230,19 @@ def test_memory_of_distances_does_not_grow_with_the_vocabulary():
             distances(states, head, teacher, temperature=1.0, beta=1.0).divergence.sum().backward()
         most.append(memory.most)
     assert most[1] < 1.6 * most[0]
+
+
+# ---- passes over the logits ----
+
+
+@pytest.mark.parametrize(("trains", "reads", "writes"), [(False, 7, 4), (True, 9, 5)], ids=["scoring", "update"])
+def test_matrices_of_a_chunks_logits_are_read_and_written_so_often(trains: bool, reads: int, writes: int):
+    """With z the logits of a chunk and e its exponential, scoring reads z for the maximum, the difference, the target
+    and the mean, and e for the exponential in place, the sum and the mean (z e and its sum: three reads); it writes the
+    product, the difference, the exponential and z e. The gradient scales e in place, changes one entry a row, and is
+    read by its product with the head: two reads and a write more.
+    """
+    states, head = drawn(6, H, seed=1).requires_grad_(trains), Head(drawn(V, H, seed=0), None)
+    with PassesOver(6 * V) as passes:
+        token_logprobs(states, head, targets=torch.arange(6), temperature=1.0)
+    assert (passes.reads, passes.writes) == (reads, writes)

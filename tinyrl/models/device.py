@@ -23,7 +23,10 @@ from tinyrl.models.parallel import join, world
 HALVES = (torch.bfloat16, torch.float16)
 WIDE, THREAD_WIDTH = 256, 64  # hidden size from which a layer is worth more than one thread, and for each thread
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}  # run.micro_batch_tokens=auto; on a GPU until one was measured
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk, on a GPU at least: 16 and 128 MB in float32
+CHUNK_TOKENS = 2048  # of a chunk on a GPU at most: from there on its products are no better shaped
+CHUNK_SHARE = 1 / 16  # of a GPU's free memory that a chunk's matrices may take
+LOGIT_BYTES = 3 * 4  # of a logit in float32: itself, its exponential and its gradient
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,22 @@ def free_bytes(device: torch.device) -> int:
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Return how many tokens' logits a chunk of the head holds. On a GPU that is by free memory, but not where the same
+    run is to give the same bits: products of other shapes round differently.
+    """
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
+    return gpu_chunk_tokens(vocabulary, free=free_bytes(device))
+
+
+def gpu_chunk_tokens(vocabulary: int, *, free: float) -> int:
+    """Return the tokens of a chunk of the head on a GPU with `free` bytes."""
+    least = max(1, CHUNK_ELEMENTS["cuda"] // vocabulary)
+    fitting = int(CHUNK_SHARE * free / (LOGIT_BYTES * vocabulary))
+    return max(least, min(fitting, CHUNK_TOKENS))
 
 
 def memory_room(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from tinyrl.algorithms.distillation import LOWEST, jensen_shannon, mixture, top_bins
-from tinyrl.models.device import CHUNK_ELEMENTS, autocast_dtype
+from tinyrl.models.device import autocast_dtype, chunk_tokens
 
 WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
 
@@ -129,8 +129,8 @@ def finite(log_p: Tensor, head: Head) -> Tensor:
 
 
 def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
-    """Return slices of tokens whose logits are at most CHUNK_ELEMENTS; for no tokens one empty slice."""
-    size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
+    """Return slices of at most `chunk_tokens` tokens; for no tokens one empty slice."""
+    size = chunk_tokens(vocabulary, device)
     return [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
 
 

@@ -21,7 +21,6 @@ from tinyrl.runs.findings import Finding, columns
 from tinyrl.text import escape_control
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
-LOGITS = 3 * 4  # bytes of a logit in float32: itself, its exponential and its gradient
 BYTES_A_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}  # NF4 with its scales (2305.14314, section 3), LLM.int8
 ROOM_FOR_CACHE = 0.4  # of the free memory: the sampler decodes fewer rows at a time where all would need more
 
@@ -101,7 +100,7 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     """Return bytes by part: `always`, `updating` and, where the method samples, `sampling`, in a process on `device`
     (cpu, cuda) that may hold `room` bytes.
     """
-    from tinyrl.models.device import CHUNK_ELEMENTS, MICRO_BATCH_TOKENS  # with torch
+    from tinyrl.models.device import CHUNK_ELEMENTS, LOGIT_BYTES, MICRO_BATCH_TOKENS, gpu_chunk_tokens  # with torch
 
     shapes, lora = read_shapes(config.model.path), config.lora
     low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
@@ -130,10 +129,14 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     always["Adam"] = (8 if config.optim.optimizer == "adamw" else 2) * trained
     tokens = config.run.micro_batch_tokens
     tokens = MICRO_BATCH_TOKENS[device] if tokens == "auto" else tokens
+    chunk = CHUNK_ELEMENTS["cpu"]
+    if device == "cuda":
+        left = max(0.0, room - sum(always.values()))
+        chunk = gpu_chunk_tokens(shapes.vocabulary, free=left) * shapes.vocabulary
     updating: dict[str, float] = {
         "gradients": 4 * trained,
         "activations": tokens * shapes.activations(dtype_bytes, recomputed=config.model.gradient_checkpointing),
-        "logits": LOGITS * min(CHUNK_ELEMENTS[device], tokens * shapes.vocabulary) if config.trains.policy else 0,
+        "logits": LOGIT_BYTES * min(chunk, tokens * shapes.vocabulary) if config.trains.policy else 0,
     }
     if not config.samples or config.generation.engine == "server":
         return {"always": always, "updating": updating}
