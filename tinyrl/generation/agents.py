@@ -293,7 +293,7 @@ class AgentRunner:
                 Episode(
                     transcript=[{"role": "assistant", "content": text or ""}],
                     turn_ends=ends * calls,
-                    turn_rewards=[0.0] * calls,
+                    turn_rewards=[None] * calls,
                     num_tokens=len(first.tokens),
                     num_actions=sum(mask),
                     finish_reason=first.finish_reason,

@@ -218,7 +218,8 @@ class Scorer:
         if self.has_model:  # before the verifier
             calls.insert(len(self.functions), self._model_scores(prompts, completions, transcripts, world))
         if self.environment_rewards:
-            calls.append(RewardCall([e.reward for e in episodes] if episodes else [0.0] * len(prompts)))
+            played = [math.nan] * len(prompts) if episodes is None else [episode.reward for episode in episodes]
+            calls.append(RewardCall(played))
         counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
         fatal = [f for call, counts in zip(calls, counted, strict=True) if counts for f in call.failures] + lost

@@ -127,13 +127,15 @@ def num_episodes(samples: Sequence[Sample]) -> int:
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
-    """Return (B, T) rewards of turns, on the last token of each; `reward` has them too. None without an environment."""
+    """Return (B, T) rewards of turns, on the last token of each (0 where a turn has none); `reward` has them too. None
+    without an environment.
+    """
     if not any(sample.played for sample in samples):
         return None
     out = torch.zeros(len(samples), max(len(sample.response) for sample in samples))
     for row, sample in enumerate(samples):
         if sample.played:
-            out[row, sample.played.turn_ends] = torch.tensor(sample.played.turn_rewards)
+            out[row, sample.played.turn_ends] = torch.tensor([reward or 0.0 for reward in sample.played.turn_rewards])
     return out
 
 
