@@ -209,8 +209,8 @@ def two_episodes(**reward: Any) -> list[Sample]:
 
     further = [sample([9, 9], [8, 8, 8], mask=[True, False, True]), sample([9], [4, 4])]
     played = [Episode(turn_ends=[0], turn_rewards=[0.0]), Episode(turn_ends=[0] * 4, turn_rewards=[0.0] * 4)]
-    ended = sample([1], [5, 6], reward=1.0, played=played[0])
-    cut_off = sample([2], [7], reward=0.5, finish="length", played=played[1], further=further)
+    ended = sample([1], [5, 6], score=1.0, played=played[0])
+    cut_off = sample([2], [7], score=0.5, finish="length", played=played[1], further=further)
     apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
     return conversations([ended, cut_off], mask_truncated=reward.get("truncated") == "mask")
 

@@ -3,7 +3,6 @@
 import json
 import string
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def test_truncated_responses_can_be_masked_or_penalised(collector: Collector) ->
 
 def test_soft_overlong_penalty(collector: Collector) -> None:
     """DAPO Eq. 13 with 10 tokens at most and a buffer of 4: nothing up to 6, then down by a quarter a token to -1."""
-    samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, reward=0.0) for n in (3, 6, 7, 9, 10)]
+    samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, score=0.0) for n in (3, 6, 7, 9, 10)]
     apply_length_rules(samples, RewardConfig(overlong_tokens=4), max_new_tokens=10)
     assert [sample.reward for sample in samples] == [0.0, 0.0, -0.25, -0.75, -1.0]
 
