@@ -105,6 +105,11 @@ class Scorer:
         self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
         self.forget()
 
+    @property
+    def right_or_wrong(self) -> bool:
+        """Return whether the reward is a verdict, 1 or 0, by its kind: that of a task which declares so, alone."""
+        return self.uses_verifier and self.task.right_or_wrong and len(self.names) == 1
+
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
         """Return the same rewards for completions of another model, with its tokenizer; closed with this scorer.
 
@@ -256,8 +261,10 @@ class Scorer:
         assert self.task.verify is not None
         given = [p.prompt for p in prompts], answers, row_columns([p.row for p in prompts])
         if self.grader is not None:
-            return self._noted(self.grader, self.grader(*given), prompts)
-        return call_in_process(self.task.verify, self.task.name, *given)
+            call = self._noted(self.grader, self.grader(*given), prompts)
+        else:
+            call = call_in_process(self.task.verify, self.task.name, *given)
+        return keep_verdicts(call, self.task.name) if self.task.right_or_wrong else call
 
     def _noted(
         self, function: FunctionReward | JudgeReward, call: RewardCall, prompts: list[PreparedPrompt]
@@ -331,6 +338,16 @@ class Scorer:
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)
         world.sum(scores)
         return scores.tolist()
+
+
+def keep_verdicts(call: RewardCall, name: str) -> RewardCall:
+    """Fail the rows whose score is neither 1 nor 0, of a task that declares right_or_wrong."""
+    for row, score in enumerate(call.scores):
+        if score not in (0.0, 1.0) and not math.isnan(score):
+            reason = f"`{name}` scored {score:g}, and its task declares right_or_wrong, which is 1 or 0"
+            call.failures.append(RowFailure(row, reason))
+            call.scores[row] = math.nan
+    return call
 
 
 def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:
