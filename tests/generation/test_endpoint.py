@@ -180,7 +180,10 @@ class Scripted:
             each.on_end(self.result or Completion(self.tokens, [0.0] * len(self.tokens), "eos"))
 
 
-def test_a_client_that_leaves_ends_its_completion() -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_ends_its_completion(*, streams: bool) -> None:
+    """Also while tokens come, of which one that waits for the whole sees none."""
+
     class Endless(Scripted):
         ended = threading.Event()
 
@@ -195,10 +198,15 @@ def test_a_client_that_leaves_ends_its_completion() -> None:
             self.ended.set()
 
     with listening_to(Endless("")) as server:
-        stream = client_of(server).completions.create(model="policy", prompt="hello", stream=True)
-        next(iter(stream))
-        stream.close()
-        assert Endless.ended.wait(60)
+        ask = client_of(server).completions.create
+        if streams:
+            stream = ask(model="policy", prompt="hello", stream=True)
+            next(iter(stream))
+            stream.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                ask(model="policy", prompt="hello", timeout=0.5)
+        assert Endless.ended.wait(20)
 
 
 @pytest.mark.parametrize(

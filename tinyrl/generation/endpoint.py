@@ -35,9 +35,10 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from tinyrl.data.messages import messages_of, tools_of
-from tinyrl.generation.agents import AgentEpisode, Conversation, Given, Refused
+from tinyrl.data.messages import Message, messages_of, tools_of
+from tinyrl.generation.agents import AgentEpisode, Call, Given, Refused
 from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, score
 from tinyrl.tasks.call_forms import CallForm, call_form
@@ -91,7 +92,7 @@ class Body(BaseModel):
 @dataclass
 class Choice:
     """One completion on its way: its text so far, how much of it is certain, and how it ended. stop: strings that are
-    not shown.
+    not shown; call: that of an agent's episode.
     """
 
     index: int
@@ -99,7 +100,7 @@ class Choice:
     detokenizer: IncrementalDetokenizer
     stop: list[str] = field(default_factory=list)
     text: str = ""
-    conversation: Conversation | None = None  # of an agent's episode
+    call: Call | None = None
     shown: int = 0
     cut: bool = False
     completion: Completion | None = None
@@ -118,6 +119,12 @@ class Choice:
         piece, self.shown = self.text[self.shown : max(certain, self.shown)], max(certain, self.shown)
         return piece
 
+    def record(self, message: Message) -> None:
+        """Record in an agent's episode that the completion is sent, as this message."""
+        if self.call is not None:
+            assert self.completion is not None
+            self.call.answered(self.completion, message)
+
 
 class LiveRequest:
     """A request that is being answered: its choices, and a queue of what the scheduler's thread makes of them.
@@ -132,32 +139,41 @@ class LiveRequest:
         self.given, self.text, self.reads_calls = Given(), "", False
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices, self.loop = list[Choice](), asyncio.get_running_loop()
-        self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception]]()
+        self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception] | None]()  # None: no client
+        self.client_has_gone = False
 
     def put(self, choice: Choice, event: list[int] | Completion | Exception) -> None:
         self.loop.call_soon_threadsafe(self.events.put_nowait, (choice, event))
 
-    async def pieces(self, request: HttpRequest | None = None) -> AsyncIterator[tuple[Choice, str]]:
+    async def watch(self, request: HttpRequest) -> None:
+        """Wait until the client hangs up; `pieces` ends then."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.client_has_gone = True
+        self.events.put_nowait(None)
+
+    async def pieces(self) -> AsyncIterator[tuple[Choice, str]]:
         """Yield the text of all choices as it comes; the last piece of a choice comes with its completion. Raises
-        Refused if one failed, and ClientDisconnect if the client of `request` has gone (None: whoever writes to it
-        finds out).
+        Refused if one failed, and ClientDisconnect if the client is watched and has gone.
         """
-        try:
-            while any(choice.completion is None for choice in self.choices):
-                try:
-                    choice, event = await asyncio.wait_for(self.events.get(), timeout=1.0)
-                except TimeoutError:
-                    if request is not None and await request.is_disconnected():
-                        raise ClientDisconnect from None
-                    continue
-                if isinstance(event, Exception):
-                    raise Refused(500, f"sampling failed: {type(event).__name__}: {event}")
-                if isinstance(event, Completion):
-                    choice.completion, event = event, []
-                yield choice, choice.add(event, ended=choice.completion is not None)
-        finally:
-            for choice in self.choices:
-                choice.sequence.cancelled = True
+        while any(choice.completion is None for choice in self.choices):
+            event = await self.events.get()
+            if event is None:
+                raise ClientDisconnect
+            choice, result = event
+            if isinstance(result, Exception):
+                raise Refused(500, f"sampling failed: {type(result).__name__}: {result}")
+            if isinstance(result, Completion):
+                choice.completion = result
+            new = [] if isinstance(result, Completion) else result
+            yield choice, choice.add(new, ended=choice.completion is not None)
+
+    def give_up(self) -> None:
+        """End what is still sampled, and the calls of an agent whose answers were not sent."""
+        for choice in self.choices:
+            choice.sequence.cancelled = True
+            if choice.call is not None:
+                choice.call.give_up()
 
     def payload(self, choices: list[dict[str, Any]], *, chunk: bool = False, usage: bool = False) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
@@ -173,6 +189,20 @@ class LiveRequest:
         """Return a choice of an answer (key: message) or of a piece of one (delta); ended: its last fields."""
         own = {key: content} if self.is_chat else {"text": content.get("content") or ""}
         return {"index": choice.index, **own, **(ended or {"logprobs": None, "finish_reason": None})}
+
+
+class Stream(StreamingResponse):
+    """An answer in pieces. Where its client hangs up, even before the first, the rest is given up."""
+
+    def __init__(self, lines: AsyncIterator[str], answer: LiveRequest) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.give_up()
 
 
 class Endpoint:
@@ -252,16 +282,12 @@ class Endpoint:
                 raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
             if len(prompt) >= self.positions:
                 raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions")
+        if await request.is_disconnected():
+            raise ClientDisconnect
         self._submit(answer, prompts, episode)
         if body.stream:
-            return StreamingResponse(self._lines(answer), media_type="text/event-stream")
-        async for _ in answer.pieces(request):
-            pass
-        choices = []
-        for choice in answer.choices:
-            message, ended = await self._end(answer, choice)
-            choices.append(answer.part(choice, {"role": "assistant", **message}, ended, key="message"))
-        return JSONResponse(answer.payload(choices, usage=True))
+            return Stream(self._lines(answer), answer)
+        return await self._whole(answer, request)
 
     async def _body(self, request: HttpRequest) -> Body:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -333,7 +359,7 @@ class Endpoint:
         if params.temperature < LEAST_TEMPERATURE:
             params = replace(params, temperature=1.0, greedy=True)
         for prompt, sample in itertools.product(prompts, range(body.n or 1)):
-            conversation = None
+            call = None
             if episode is None:
                 room = self.positions - len(prompt)
                 most = min(self.max_new_tokens, room) if limit is None else limit
@@ -343,19 +369,37 @@ class Endpoint:
                 [key] = sample_keys(0, LIVE_STEP, prompts=np.array([seed]), samples=np.array([sample]))
                 sequence = Sequence(prompt, params, key, most, stops, "cached", self.models[body.model])
             else:
-                sequence, conversation = episode.call(prompt, answer.given, limit=limit, stop=stops)
+                call = episode.call(prompt, answer.given, limit=limit, stop=stops)
+                sequence = call.sequence
             hidden, text = [] if body.include_stop_str_in_output else stops, IncrementalDetokenizer(self.tokenizer)
-            choice = Choice(len(answer.choices), sequence, text, hidden, answer.text, conversation)
+            choice = Choice(len(answer.choices), sequence, text, hidden, answer.text, call)
             answer.choices.append(choice)
-
-            def end(result: Completion | Exception, record: Any = sequence.on_end, choice: Choice = choice) -> None:
-                record(result)
-                answer.put(choice, result)
-
-            sequence.on_tokens, sequence.on_end = partial(answer.put, choice), end
+            sequence.on_tokens = partial(answer.put, choice)
+            sequence.on_end = partial(answer.put, choice)
         self.scheduler.submit([choice.sequence for choice in answer.choices])
 
     # ---- answers ----
+
+    async def _whole(self, answer: LiveRequest, request: HttpRequest) -> Response:
+        """Answer all at once. A client that hangs up before, or a failure, gives the answer up."""
+        watcher = asyncio.create_task(answer.watch(request))
+        try:
+            async for _ in answer.pieces():
+                pass
+            parts, messages = list[dict[str, Any]](), list[dict[str, Any]]()
+            for choice in answer.choices:
+                message, ended = await self._end(answer, choice)
+                messages.append(message)
+                parts.append(answer.part(choice, {"role": "assistant", **message}, ended, key="message"))
+            response = JSONResponse(answer.payload(parts, usage=True))
+            if answer.client_has_gone:
+                raise ClientDisconnect
+            for choice, message in zip(answer.choices, messages, strict=True):
+                choice.record(message)
+            return response
+        finally:
+            watcher.cancel()
+            answer.give_up()
 
     async def _lines(self, answer: LiveRequest) -> AsyncIterator[str]:
         def line(value: Any) -> str:
@@ -376,6 +420,7 @@ class Endpoint:
                         yield chunk(choice, {"content": message["content"]})
                     if calls := message.get("tool_calls"):
                         yield chunk(choice, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+                    choice.record(message)
                     yield chunk(choice, {}, ended)
             if (answer.body.stream_options or {}).get("include_usage"):
                 yield line(answer.payload([], chunk=True, usage=True))
@@ -399,8 +444,6 @@ class Endpoint:
                 called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
                 made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]
                 message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
-        if choice.conversation is not None:
-            choice.conversation.answer(answer.given, message)
         echoes = body.echo and not answer.is_chat
         if answer.likeliest or (echoes and body.logprobs is not None):
             how: Any = {"temperature": choice.sequence.params.temperature, "likeliest": max(1, answer.likeliest)}
