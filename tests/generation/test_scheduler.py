@@ -92,7 +92,7 @@ def test_one_that_fails_fails_alone(tiny: TinyModels):
         started.set()
 
     good[0].on_tokens = heard
-    live.submit(good[:2])
+    live.submit([*good[:2]])
     assert started.wait(60)
     live.submit([bad, good[2]])
     assert isinstance(bad.results.get(timeout=60), IndexError)

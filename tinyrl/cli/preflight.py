@@ -17,6 +17,8 @@ from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
 from tinyrl.workers.loading import parse_use
 
+GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before step 1, at most: Scorer.check
+
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for what would stop a run before its first step and needs no model to be found."""
@@ -41,7 +43,7 @@ def check_before_loading(config: Config) -> None:
 def _check_rewards(config: Config) -> None:
     check_model_path("reward.model", config.reward.model)
     run, own = config.run, config.own
-    evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
+    evaluations = (-(-run.num_steps // run.eval_every) if run.eval_every else 1) + 1 if run.eval_prompts else 0
     prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "dynamic_sampling_rounds", 0)) * run.num_steps
     for function in config.reward.functions:
         if not function.is_judge:
@@ -50,7 +52,8 @@ def _check_rewards(config: Config) -> None:
         if not os.path.isfile(os.path.expanduser(function.rubric or "")):
             raise ValueError(f"reward.functions: rubric={function.rubric} is no file")
         group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
-        most, needed = function.max_requests, prompts * group + evaluations * run.eval_prompts
+        most, evaluated = function.max_requests, 2 * evaluations * run.eval_prompts  # sampled and greedy
+        needed = prompts * group + evaluated + GOLD_QUESTIONS[function.mode]
         if most is not None and needed > most:
             raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")
 

@@ -163,6 +163,8 @@ class Scorer:
             notes = [judge.check(self.task, judged) for judge in self._judges() if len(judged) > 1]
         except JudgeGone as gone:
             raise ValueError(str(gone)) from None
+        for judge in self._judges():
+            notes += judge.notes
         return notes, [f"warning: reward: {warning} (prompt {prompts[0].text[:60]!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
