@@ -24,8 +24,11 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
+from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
+from tinyrl.tools.check import check
 
+QUICK: dict[str, Any] = {"options": Options(device="cpu"), "quick": True}
 ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
 
 
@@ -438,6 +441,19 @@ def test_a_judge_is_tried_on_gold_answers(reply: Any, verdict: str, serving: Any
     if reply is not by_order:
         with pytest.raises(ExplainedByCheck, match=verdict):
             reward(url, tmp_path).check(task, rows())
+
+
+@pytest.mark.parametrize("mode", ["score", "rank"])
+def test_a_quick_check_asks_one_question(mode: str, serving: Any, tmp_path: Path) -> None:
+    judge = serving(by_length)
+    sections = {part.name: part for part in check(config(Path("starter"), judge, tmp_path, mode=mode), **QUICK)}
+    assert len(judge.asked) == 1
+    assert not sections["judge"].findings
+
+
+def test_a_quick_check_finds_a_judge_that_does_not_answer(serving: Any, tmp_path: Path) -> None:
+    sections = {part.name: part for part in check(config(Path("starter"), serving(lambda *_: 401), tmp_path), **QUICK)}
+    assert [finding.name for finding in sections["judge"].findings] == ["a judge without a score"]
 
 
 # ---- runs ----

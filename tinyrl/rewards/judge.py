@@ -335,6 +335,15 @@ class JudgeReward:
             raise ValueError(f"gave no order of the {count} answers: {said}")
         return [1.0 - numbers.index(number) / (count - 1) if count > 1 else math.nan for number in wanted]
 
+    def ask_once(self, task: Task, row: Row) -> RewardCall:
+        """Ask one question: about a row's gold answer, or an empty one; in `rank` mode beside nonsense."""
+        answers = [str(task.gold(row) or "")]
+        if self.config.mode == "rank":
+            answers.append(NONSENSE)
+        prompt = task.prompt(row)
+        texts = [as_completion(answer, prompt) for answer in answers]
+        return self([prompt] * len(texts), texts, row_columns([row] * len(texts)))
+
     def check(self, task: Task, rows: list[Row]) -> str:
         """Ask about each row's gold answer, another row's, nothing and nonsense; return how often the gold answer got
         more, ties half. Raises ExplainedByCheck where that is seldom, unless allow_weak.
