@@ -264,7 +264,7 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
     assert (service.facts["opening"], service.facts["rewards"]) == (True, False)
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
-    assert service.calls["respond"](given, 2) == ([["2", False, 0.0, False], None], [])
+    assert service.calls["respond"](given, 2) == ([["2", False, None, False], None], [])
     assert items == [[1, 2]] * 2
 
 
@@ -282,7 +282,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
     assert (found.facts["rewards"], found.facts["required"]) == (True, ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
     values, problems = found.calls["respond"](given, 6)
-    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False], ["y", False, 0.0, False], *[None] * 4]
+    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False], ["y", False, None, False], *[None] * 4]
     assert [row for row, _ in problems] == [3, 4, 5]
     assert "no server" in problems[2][1]
 
@@ -294,7 +294,7 @@ def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) ->
     assert (found.facts["opening"], found.facts["rewards"]) == (True, True)
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
-    assert found.calls["respond"](given, 1) == ([[reply.text, False, 0.0, True]], [])
+    assert found.calls["respond"](given, 1) == ([[reply.text, False, None, True]], [])
     assert found.calls["final_rewards"]({**given, "transcripts": [until(3)]}, 1) == ([1.0], [])
     assert found.calls["opening"]({"prompts": ["p"], **WORD}, 1) == (["\nIt has 4 letters."], [])
 

@@ -1,9 +1,12 @@
 """Evaluations end to end: what they count, by judge and by prompt."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scipy.stats import binomtest, t
 
 from tests import running
 from tests.tiny_models import tiny_model
@@ -52,3 +55,60 @@ def test_each_reward_is_averaged_where_it_applies(tmp_path: Path) -> None:
     assert flat["eval/reward/size"] == flat["eval/greedy/reward/size"] == (2 + 2 + 3 + 4) / 4  # before its weight
     assert flat["eval/reward/digit"] == (1 + 4) / 2
     assert flat["eval/reward_mean"] == (5 + 8 + 6 + 8) / 4
+
+
+def interval_of(folder: Path, rewards: str, **reward: Any) -> tuple[list[float], list[float]]:
+    """Evaluate three prompts, "2", "4" and "9", whose answer is all that a model writes; return each one's reward, and
+    their interval.
+    """
+    rows = [{"prompt": prompt, "answer": "none"} for prompt in ("2", "4", "9")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.py").write_text(rewards)
+    path = str(folder / "rows.jsonl")
+    task = {"name": "rows", "data": path, "eval_data": path, **reward.pop("task", {})}
+    settings = running.config(
+        "grpo", tiny_model(folder / "model", "llama"), task=task, reward={"functions": [], **reward}
+    )
+    parts = load_collector(settings, options=Options(device="cpu"))
+    try:
+        found = evaluate(parts, parts.eval_prompts)
+    finally:
+        parts.close()
+    return [group[0] for group in found.rewards], found.metrics["reward_ci"]
+
+
+TENTHS = "def tenth(prompts, completions, **columns):\n    return [int(prompt) / 10 for prompt in prompts]\n"
+
+
+def test_scores_that_happen_to_be_between_0_and_1_have_the_interval_of_a_mean(tmp_path: Path) -> None:
+    """Student's, by scipy: also beyond 1, where no share is."""
+    rewards, found = interval_of(tmp_path, TENTHS, functions=[{"use": f"{tmp_path / 'own.py'}:tenth"}])
+    assert sorted(rewards) == pytest.approx([0.2, 0.4, 0.9])
+    error = math.sqrt(((0.2 - 0.5) ** 2 + (0.4 - 0.5) ** 2 + (0.9 - 0.5) ** 2) / 2 / 3)
+    assert found == pytest.approx(t.interval(0.95, 2, loc=0.5, scale=error))
+    assert found[1] > 1.0
+
+
+def test_verdicts_of_a_task_that_declares_them_have_wilsons_interval(tmp_path: Path) -> None:
+    """By scipy, of 0 of 3."""
+    rewards, found = interval_of(tmp_path, "")
+    assert rewards == [0.0, 0.0, 0.0]
+    wilson = binomtest(0, 3).proportion_ci(0.95, method="wilson")
+    assert found == pytest.approx([wilson.low, wilson.high])
+
+
+OWN_TASK = """
+from tinyrl.tasks import Task
+
+
+def halves(prompts, completions, **columns):
+    return [0.5 if prompt == "4" else 1.0 for prompt in prompts]
+
+
+TASK = Task(name="own", verify=halves, right_or_wrong=True)
+"""
+
+
+def test_a_score_between_fails_its_row_where_the_task_declares_verdicts(tmp_path: Path) -> None:
+    rewards, _ = interval_of(tmp_path, OWN_TASK, task={"name": f"{tmp_path / 'own.py'}:TASK"})
+    assert [reward for reward in rewards if not math.isnan(reward)] == [1.0, 1.0]

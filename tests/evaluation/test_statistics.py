@@ -13,10 +13,10 @@ from tinyrl.evaluation.statistics import (
     interval,
     label_metrics,
     majority_passes,
-    mean_interval,
     pair_metrics,
     paired_difference,
     roc_auc,
+    share_interval,
     verdict_metrics,
     win_rate,
 )
@@ -52,23 +52,23 @@ def test_wilson_against_published_values() -> None:
     }
     for (successes, trials), ends in published.items():
         values = [1.0] * successes + [0.0] * (trials - successes)
-        assert mean_interval(values) == pytest.approx(ends, abs=5e-5)
+        assert share_interval(values) == pytest.approx(ends, abs=5e-5)
 
 
 def test_no_interval_has_a_width_of_0() -> None:
     """Equal shares say at least as much as as many samples; of other equal numbers nothing is known."""
-    low, high = mean_interval([1.0] * 64)
+    low, high = share_interval([1.0] * 64)
     assert (low, high) == (pytest.approx(64 / (64 + 1.959964**2)), 1.0)  # 0.943
-    assert mean_interval([0.0] * 64) == pytest.approx([0.0, 1 - low])
-    low, high = mean_interval([0.5] * 10)
+    assert share_interval([0.0] * 64) == pytest.approx([0.0, 1 - low])
+    low, high = share_interval([0.5] * 10)
     assert low == pytest.approx(0.5 - 0.29, abs=0.01)  # 0.5 t / sqrt(10 + t^2) with t = 2.262
     assert high == pytest.approx(1 - low)
     assert all(math.isnan(end) for end in interval([0.3 - 0.2, 0.4 - 0.3, 0.1]))  # equal but for rounding
 
 
 def test_an_interval_ignores_missing_prompts_and_needs_two() -> None:
-    assert mean_interval([1.0, 0.0, NAN]) == mean_interval([1.0, 0.0])
-    assert all(math.isnan(end) for end in mean_interval([0.5, NAN]))
+    assert share_interval([1.0, 0.0, NAN]) == share_interval([1.0, 0.0])
+    assert all(math.isnan(end) for end in share_interval([0.5, NAN]))
 
 
 # ---- verdicts ----

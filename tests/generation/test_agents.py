@@ -136,26 +136,77 @@ def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Runnin
 def test_calls_side_by_side_have_what_the_episode_has_left(server: Running) -> None:
     """Whichever comes first; what they sampled is counted when they end."""
     session = server.open(left=16)
-    calls = [session.call([5, 6], Given(), limit=None, stop=[])[0] for _ in range(2)]
-    assert [one.limit for one in calls] == [16, 16]
+    calls = [session.call([5, 6], Given(), limit=None, stop=[]) for _ in range(2)]
+    assert [one.sequence.limit for one in calls] == [16, 16]
     for one in calls:
-        one.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
+        one.answered(Completion([40, 41, 42], [-1.0] * 3, "stop"), {"content": "x"})
     assert (session.left, len(session.rows())) == (16 - 2 * 3, 2)
 
 
-def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(server: Running) -> None:
-    """A client's retry continues where the first try did."""
-    first = server.say(USER, max_tokens=4)
-    left = server.episode.left
-    with mock.patch.object(server.endpoint.scheduler, "submit"), pytest.raises(openai.APITimeoutError):
-        server.say(USER, first, MORE, timeout=0.3)
-    [conversation], until = server.episode.conversations, time.monotonic() + 30
-    assert conversation.pending is not None
-    while not conversation.pending.cancelled and time.monotonic() < until:
-        time.sleep(0.05)
-    assert server.episode.left == left
-    server.say(USER, first, MORE, max_tokens=None)
-    assert server.answers == [2]
+def settled(episode: AgentEpisode) -> None:
+    """Wait until no call is under way."""
+    until = time.monotonic() + 30
+    while any(conversation.pending for conversation in episode.conversations) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def give_up(server: Running, *messages: Any) -> None:
+    """Call, and hang up before the scheduler has seen it; then let it sample whatever it still would."""
+    waiting: list[Any] = []
+    with mock.patch.object(server.endpoint.scheduler, "submit", waiting.extend), pytest.raises(openai.APITimeoutError):
+        server.say(*messages, timeout=0.3)
+    settled(server.episode)
+    [sequence] = waiting
+    if not sequence.cancelled:
+        sequence.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
+    settled(server.episode)
+
+
+def test_a_call_that_is_given_up_leaves_nothing(server: Running) -> None:
+    """Neither a row nor a turn less, nor tokens less, as often as it is tried."""
+    server.open(left=12, calls=2)
+    for _ in range(3):
+        give_up(server, USER)
+    assert (server.episode.left, server.episode.calls_left, server.episode.calls) == (12, 2, 0)
+    assert server.episode.conversations == []
+
+
+def test_a_retry_continues_where_the_first_try_did_and_draws_what_that_would_have(server: Running) -> None:
+    said = []
+    for given_up in (False, True):
+        server.open()
+        first = server.say(USER, max_tokens=4)
+        if given_up:
+            give_up(server, USER, first, MORE)
+        said.append(server.say(USER, first, MORE))
+        assert server.answers == [2]
+    assert said[0] == said[1]
+
+
+def test_a_stream_that_is_left_gives_its_turn_back(server: Running) -> None:
+    """Near to it, one that is read to its end counts."""
+    server.open(left=400, calls=3)
+    client = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
+    ask: Any = {"model": "policy", "messages": [USER], "stream": True}
+    with client.chat.completions.create(**ask, max_tokens=300) as stream:
+        next(iter(stream))
+    settled(server.episode)
+    assert (server.episode.left, server.episode.calls_left, server.episode.rows()) == (400, 3, [])
+    with client.chat.completions.create(**ask, max_tokens=4) as stream:
+        assert len(list(stream)) > 1
+    assert (server.episode.left, server.episode.calls_left, server.answers) == (396, 2, [1])
+
+
+def test_a_call_whose_sampling_fails_leaves_nothing(server: Running) -> None:
+    server.open(left=12, calls=2)
+    fails: Any = lambda work: [each.on_end(RuntimeError("planted")) for each in work]  # noqa: E731
+    with (
+        mock.patch.object(server.endpoint.scheduler, "submit", fails),
+        pytest.raises(openai.InternalServerError),
+    ):
+        server.say(USER)
+    settled(server.episode)
+    assert (server.episode.left, server.episode.calls_left, server.episode.rows()) == (12, 2, [])
 
 
 def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(server: Running) -> None:
@@ -166,12 +217,12 @@ def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(
     with pytest.raises(openai.AuthenticationError):
         server.say(USER, key="ke")
     server.say(USER)
-    sequence, _ = server.episode.call([5, 6], Given(), limit=4, stop=[])
+    call = server.episode.call([5, 6], Given(), limit=4, stop=[])
     with pytest.raises(openai.BadRequestError, match="max_turns"):
         server.say(USER)
     server.episode.end()
-    sequence.on_end(Completion([40], [-1.0], "stop"))
-    assert sequence.cancelled
+    call.answered(Completion([40], [-1.0], "stop"), {"content": "x"})
+    assert call.sequence.cancelled
     with pytest.raises(openai.AuthenticationError):
         server.say(USER)
     assert server.answers == [1]
@@ -180,7 +231,7 @@ def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(
 # ---- rows ----
 
 AGENTS = """
-import json, urllib.request
+import http.client, json, urllib.parse, urllib.request
 
 
 def ask(base_url, api_key, prompt, **fields):
@@ -195,6 +246,19 @@ async def play(row, base_url, api_key):
     ask(base_url, api_key, "another conversation")
     return said
 
+
+def hang_up(base_url, api_key):
+    url = urllib.parse.urlsplit(base_url)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    connection.request("POST", "/v1/completions", json.dumps({"model": "policy", "prompt": "hello"}), headers)
+    connection.close()
+
+
+def impatient(row, base_url, api_key):
+    for _ in range(5):
+        hang_up(base_url, api_key)
+    return ask(base_url, api_key, row["prompt"])
 """
 
 
@@ -209,8 +273,8 @@ def two_episodes(**reward: Any) -> list[Sample]:
 
     further = [sample([9, 9], [8, 8, 8], mask=[True, False, True]), sample([9], [4, 4])]
     played = [Episode(turn_ends=[0], turn_rewards=[0.0]), Episode(turn_ends=[0] * 4, turn_rewards=[0.0] * 4)]
-    ended = sample([1], [5, 6], reward=1.0, played=played[0])
-    cut_off = sample([2], [7], reward=0.5, finish="length", played=played[1], further=further)
+    ended = sample([1], [5, 6], score=1.0, played=played[0])
+    cut_off = sample([2], [7], score=0.5, finish="length", played=played[1], further=further)
     apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
     return conversations([ended, cut_off], mask_truncated=reward.get("truncated") == "mask")
 
@@ -252,3 +316,21 @@ def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, t
     assert running.go_on(stopped) == 0
     ours, theirs = ([line.get("reward/mean") for line in running.metrics(one)] for one in (stopped, run))
     assert ours == pytest.approx(theirs)
+
+
+def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyModels, tmp_path: Path) -> None:
+    """Five of six: an episode has 8 tokens, of which the call that is answered may take 4."""
+    (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
+    settings = running.config(
+        "grpo",
+        tiny("llama"),
+        environment={"agent": f"{tmp_path / 'agents.py'}:impatient", "max_concurrency": 2, "max_turns": 6},
+        generation={"max_new_tokens": 8},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    [_, line] = running.metrics(run)
+    assert line["reward/dropped"] == 0
+    assert line["environment/turns"] == 1
+    assert line["completion/tokens"] <= 16 * 4

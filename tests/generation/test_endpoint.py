@@ -18,9 +18,11 @@ import torch
 from tests.generation.conftest import listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
+from tinyrl.generation.agents import AgentEpisode
 from tinyrl.generation.endpoint import LOCAL, Choice, Listening
 from tinyrl.generation.engine import Completion, SamplingParams, Sequence
 from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import IncrementalDetokenizer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -133,9 +135,109 @@ def test_what_cannot_be_done_is_refused_and_named(
 
 
 def test_what_clients_send_that_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
-    own = {"presence_penalty": 0.0, "min_tokens": 0, "stop_token_ids": [], "x-unknown": {"y": [1]}}
+    own = {"presence_penalty": 0.0, "min_tokens": 0, "stop_token_ids": [], "user": "me", "metadata": {"y": "1"}}
+    own |= {"store": True, "parallel_tool_calls": True, "do_sample": True, "response_format": {"type": "text"}}
     own |= dict.fromkeys(["temperature", "top_p", "n", "stop", "seed", "tools", "tool_choice", "logprobs", "min_p"])
     assert client.chat.completions.create(model="policy", messages=HELLO, max_tokens=2, extra_body=own).choices
+
+
+WISHES = {  # that are not honoured; near to some of them, what is
+    "add_generation_prompt": False, "continue_final_message": True, "do_sample": False, "stop_sequences": ["x"],
+    "json_schema": {}, "no_repeat_ngram_size": 2, "enable_thinking": False, "presence_penalty": False,
+    "ignore_eos": 0, "best_of": True, "maximum_tokens": 2, "reasoning_effort": "low",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_a_wish_that_is_not_honoured_is_refused_by_name(name: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.completions.create(model="policy", prompt="hello", max_tokens=1, extra_body={name: WISHES[name]})
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "n", "seed", "temperature", "top_logprobs"])
+def test_a_truth_value_is_no_number(field: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=field):
+        client.chat.completions.create(model="policy", messages=HELLO, extra_body={"max_tokens": 1, field: True})
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+def test_variables_of_a_template_that_are_its_own_are_not_a_clients(name: str, client: openai.OpenAI) -> None:
+    own = {"chat_template_kwargs": {name: []}}
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1, extra_body=own)
+
+
+def test_in_an_episode_such_wishes_are_the_policys_to_learn(live: LiveScheduler) -> None:
+    with listening_to(live, episodes={}) as server:
+        params, tokenizer = SamplingParams(), live.tokenizer
+        server.endpoint.episodes = {"key": AgentEpisode(np.uint64(5), params, "policy", 64, 8, tokenizer, 128)}
+        asked: Any = {"model": "policy", "prompt": "hello", "max_tokens": 1}
+        wishes = {"response_format": {"type": "json_object"}, "stop_sequences": ["x"]}
+        assert client_of(server, "key").completions.create(**asked, extra_body=wishes).choices
+
+
+# ---- too much ----
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status"),
+    [
+        ("completions", {"prompt": ["hello"] * 5000, "n": 10}, 429),
+        ("completions", {"prompt": ["hello"] * 33, "n": 128}, 429),
+        ("completions", {"prompt": ["hello", "x" * 5_000_000]}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 5_000_000}]}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"text": "x " * 900_000}]}]}, 400),
+        ("chat/completions", {"messages": HELLO, "tools": [{"type": "x" * 5_000_000}]}, 400),
+    ],
+)  # fmt: skip
+def test_too_much_is_refused_before_anything_is_tokenised(
+    path: str, asked: dict[str, Any], status: int, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[Any] = []
+    monkeypatch.setattr("tinyrl.generation.endpoint.render_prompt", lambda *args, **_: rendered.append(args))
+    code, _ = post(f"{listening.url}/{path}", json.dumps({"model": "policy", "max_tokens": 1, **asked}).encode())
+    assert code == status
+    assert not rendered
+
+
+def test_sequences_of_all_requests_are_counted_until_they_have_ended(
+    live: LiveScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinyrl.generation.endpoint.MOST_SEQUENCES", 4)
+    with listening_to(live) as server:
+        ask: Callable[..., Any] = client_of(server).completions.create
+        two: Any = {"model": "policy", "prompt": ["a", "b"], "max_tokens": 90}
+        with ask(**two, stream=True) as first, ask(**two, stream=True) as second:
+            next(iter(first))
+            next(iter(second))
+            with pytest.raises(openai.RateLimitError):
+                ask(model="policy", prompt="c", max_tokens=1)
+        until = time.monotonic() + 30
+        while server.endpoint.num_sequences and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ask(model="policy", prompt="c", max_tokens=1).choices
+
+
+def test_a_long_text_keeps_nobody_waiting(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        begun.set()
+        go_on.wait(60)
+        return render_prompt(*args, **options)
+
+    monkeypatch.setattr("tinyrl.generation.endpoint.render_prompt", slow)
+    answers: list[tuple[int, Any]] = []
+    body = json.dumps({"model": "policy", "prompt": "hello", "max_tokens": 1}).encode()
+    asking = threading.Thread(target=lambda: answers.append(post(f"{listening.url}/completions", body)))
+    asking.start()
+    assert begun.wait(60)
+    with urllib.request.urlopen(listening.url.removesuffix("/v1") + "/health", timeout=30) as answer:
+        assert json.loads(answer.read()) == {"status": "ok"}
+    assert not answers
+    go_on.set()
+    asking.join(60)
+    assert [code for code, _ in answers] == [200]
 
 
 def post(url: str, content: bytes, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
@@ -180,7 +282,10 @@ class Scripted:
             each.on_end(self.result or Completion(self.tokens, [0.0] * len(self.tokens), "eos"))
 
 
-def test_a_client_that_leaves_ends_its_completion() -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_ends_its_completion(*, streams: bool) -> None:
+    """Also while tokens come, of which one that waits for the whole sees none."""
+
     class Endless(Scripted):
         ended = threading.Event()
 
@@ -195,10 +300,15 @@ def test_a_client_that_leaves_ends_its_completion() -> None:
             self.ended.set()
 
     with listening_to(Endless("")) as server:
-        stream = client_of(server).completions.create(model="policy", prompt="hello", stream=True)
-        next(iter(stream))
-        stream.close()
-        assert Endless.ended.wait(60)
+        ask = client_of(server).completions.create
+        if streams:
+            stream = ask(model="policy", prompt="hello", stream=True)
+            next(iter(stream))
+            stream.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                ask(model="policy", prompt="hello", timeout=0.5)
+        assert Endless.ended.wait(20)
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,30 @@ def test_a_round_that_fails_ends_and_the_next_begins(tiny: TinyModels):
     live.close()
 
 
+def test_one_that_fails_fails_alone(tiny: TinyModels):
+    """It joins two that are being sampled, with another: they go on, and hear of each token once."""
+    live, started = make_live(tiny, rows=4), threading.Event()
+    bad, *good = [Client([20, 10**6]), *(Client(PROMPTS[i], row=i, limit=60) for i in range(3))]
+
+    def heard(tokens: list[int]) -> None:
+        good[0].pieces.extend(tokens)
+        started.set()
+
+    good[0].on_tokens = heard
+    live.submit([*good[:2]])
+    assert started.wait(60)
+    live.submit([bad, good[2]])
+    assert isinstance(bad.results.get(timeout=60), IndexError)
+    answers = [client.answer() for client in good]
+    assert_same([answers], [[alone(live, client) for client in good]])
+    assert [client.pieces for client in good] == [answer.tokens for answer in answers]
+    live.close()
+
+
 @pytest.mark.parametrize("end", ["close", "release"])
 def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels):
     """When a server closes, and when the rollout of agents ends: behind it the weights change. One that is cancelled
-    ends soon, and nobody hears of it.
+    ends soon, and nobody hears of it; a server that closes waits for none.
     """
     live, started = make_live(tiny, rows=1), threading.Event()
     going, waiting = Client(PROMPTS[0], limit=4000), Client(PROMPTS[1], limit=4000)
@@ -96,11 +116,13 @@ def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels):
     ending.start()
     while not (live._jobs or live._closed):
         time.sleep(0.01)
-    going.cancelled = True
+    going.cancelled = end == "release"
     ending.join(60)
     assert isinstance(waiting.results.get_nowait(), RuntimeError)
     live.close()
     assert not waiting.tokens
+    if end == "close":
+        assert isinstance(going.results.get_nowait(), RuntimeError)
     assert going.results.empty()
     assert len(going.tokens) < 4000
     live.submit([late := Client(PROMPTS[0])])

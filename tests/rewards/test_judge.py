@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import sqlite3
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,9 +23,12 @@ from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.rewards.judge import JudgeGone, JudgeReward
+from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
+from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
+from tinyrl.tools.check import check
 
+QUICK: dict[str, Any] = {"options": Options(device="cpu"), "quick": True}
 ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
 
 
@@ -32,6 +38,9 @@ class Judge:
     def __init__(self, reply: Callable[[str, list[str]], str | bytes | int | None]) -> None:
         self.reply, self.asked, self.headers = reply, list[dict[str, Any]](), list[dict[str, str]]()
         self.now = self.most = 0
+        self.refuses: dict[str, str] = {}  # parameters, each with what a question that has it is told
+        self.echo: tuple[int, bytes] | None = None  # the answer to everything
+        self.packed: bytes | None = None  # the same, by gzip
         judge, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,6 +50,7 @@ class Judge:
                     judge.most = max(judge.most, judge.now)
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 judge.asked.append(body)
+                refused = [why for name, why in judge.refuses.items() if name in body]
                 judge.headers.append({name.lower(): value for name, value in self.headers.items()})
                 system, user = (message["content"] for message in body["messages"])
                 said = judge.reply(system, [text for _, text in ANSWER.findall(user)])
@@ -51,8 +61,16 @@ class Judge:
                     return
                 message = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 7}}
                 content = said if isinstance(said, bytes) else json.dumps(message).encode()
-                self.send_response(said if isinstance(said, int) else 200)
+                status = said if isinstance(said, int) else 200
+                if refused:
+                    status, content = 400, json.dumps({"error": {"message": refused[0]}}).encode()
+                if judge.echo is not None:
+                    status, content = judge.echo
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                if judge.packed is not None:
+                    content = judge.packed
+                    self.send_header("Content-Encoding", "gzip")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -100,17 +118,46 @@ def by_length(system: str, answers: list[str]) -> str:
 def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
     score, rank = (reward("http://127.0.0.1:1", tmp_path, mode=mode) for mode in ("score", "rank"))
     assert score.scores('so so. {"score": 2.5}', 1) == [0.25]
-    assert score.scores('{"score": 1} no: {"score": 0} {"why": 2}', 1) == [0.0]
+    assert score.scores('{"score": "8"}', 1) == [0.8]
     assert score.scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
     assert rank.scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
     assert rank.scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
     for judge, count, replies in (
-        (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"9"', "true", "NaN"))]),
+        (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"8/10"', "true", "NaN", "[5]"))]),
         (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]"))]),
     ):
         for reply in replies:
             with pytest.raises(ValueError, match="gave no"):
                 judge.scores(reply, count)
+
+
+@pytest.mark.parametrize(
+    ("reply", "wanted"),
+    [
+        ('{"score": 1} The answer says {"score": 10}.', 0.1),
+        ('{"reason": "It says {\\"score\\": 10}, which is a trick.", "score": 2}', 0.2),
+        ('{"why": {"form": {"good": true}}, "score": 3}', 0.3),
+        ('{"why": "no score here"} {"score": 4}', 0.4),
+        ('Well, {not this: {"score": 5}', 0.5),
+        ('<think>maybe {"score": 9}</think>{"score": 6}', 0.6),
+        ('maybe {"score": 9}</think>{"score": 7}', 0.7),
+        ('{"reason": "its <think> and </think>{} are good", "score": 8}', 0.8),
+        ('<think>a {"score": 9} b</think> {"reason": "</think>", "score": 1}', 0.1),
+        ('<think>maybe {"score": 9}', None),
+        ('{"score": 9', None),
+        ("{" * 100_000, None),
+        ('{"a":' * 5_000 + '{"score": 1}', None),
+    ],
+)
+def test_the_first_whole_object_with_a_score_behind_the_thoughts_counts(
+    reply: str, wanted: float | None, tmp_path: Path
+) -> None:
+    judge = reward("http://127.0.0.1:1", tmp_path)
+    if wanted is None:
+        with pytest.raises(ValueError, match="gave no"):
+            judge.scores(reply, 1)
+    else:
+        assert judge.scores(reply, 1) == pytest.approx([wanted])
 
 
 @pytest.mark.parametrize("mode", ["score", "rank"])
@@ -169,16 +216,41 @@ def test_a_second_time_asks_nothing_also_where_nobody_answers(serving: Any, tmp_
         reward(judge.url, tmp_path, model="another", timeout_s=0.5)(["p"], ["a"], {})
 
 
-def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cache.sqlite").write_bytes(b"not a database" * 100)
-    with pytest.raises(ValueError, match=r"cache\.sqlite"):
-        reward("http://127.0.0.1:1", tmp_path)
+def test_a_damaged_cache_is_set_aside_with_a_line(serving: Any, tmp_path: Path) -> None:
+    """One that was never one, and one that breaks while it is open; near to them, a folder in its place."""
+    damaged = b"not a database" * 100
+    (tmp_path / "cache.sqlite").write_bytes(damaged)
+    judge = serving(by_length)
+    first = reward(judge.url, tmp_path)
+    assert first(["p"], ["aa"], {}).scores == [0.2]
+    [aside] = tmp_path.glob("cache.sqlite.damaged-*")
+    assert aside.read_bytes() == damaged
+    assert [str(aside) in note for note in first.notes] == [True]
+    first.cache.close()
+    first.cache = sqlite3.connect(tmp_path / "other", check_same_thread=False, isolation_level=None)
+    (tmp_path / "other").write_bytes(damaged)
+    assert first(["p"], ["bbb"], {}).scores == [0.3]
+    assert len(first.notes) == 2
+    assert reward(judge.url, tmp_path)(["p"], ["bbb"], {}).scores == [0.3]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="folder"):
+        reward(judge.url, tmp_path, cache=str(tmp_path / "folder"))
 
 
 # ---- failures ----
 
 
-HOSTILE = ["no idea", 400, '{"order": ' + "[" * 900 + "]" * 900 + "}", b'{"choices": []}', b"[]", b"no JSON"]
+def said(content: str) -> bytes:
+    """A body whose message's content is this JSON."""
+    return b'{"choices": [{"message": {"content": %s}}]}' % content.encode()
+
+
+HOSTILE = [
+    "no idea", 400, '{"order": ' + "[" * 900 + "]" * 900 + "}", b'{"choices": []}', b"[]", b"no JSON",
+    b'{"choices": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", said("null"), said("7"), said('[{"text": "x"}]'),
+    said(r'"{\"score\": 5} \ud800"'), b'{"choices": [{"message": {"content": "{\\"score\\": 5} \xff"}}]}',
+    b'{"choices": [{"message": {"content": "{\\"score\\": 5}' + b" " * (5 << 20) + b'"}}]}',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
@@ -194,6 +266,74 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     assert sorted(failure.row for failure in call.failures) == failed
     assert all("judge" in failure.reason for failure in call.failures)
     assert [math.isnan(score) for score in call.scores] == [row in failed for row in range(4)]
+
+
+def test_what_is_packed_is_not_unpacked(tmp_path: Path, serving: Any) -> None:
+    """A body of 64 MB that is sent as some kilobytes, and says that it is packed, costs its row and no memory."""
+    judge = serving(by_length)
+    bomb = gzip.compress(json.dumps({"choices": [{"message": {"content": " " * (64 << 20)}}]}).encode())
+    judge.packed = bomb
+    tracemalloc.start()
+    try:
+        call = reward(judge.url, tmp_path)(["p"], ["a"], {})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "identity" in judge.headers[0]["accept-encoding"]
+    assert [failure.row for failure in call.failures] == [0]
+    assert peak < 32 << 20
+
+
+NEWER = {  # what newer models of OpenAI say to a parameter that they do not take
+    "max_tokens": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' "
+    "instead.",
+    "temperature": "Unsupported value: 'temperature' does not support 0 with this model. Only the default (1) value is "
+    "supported.",
+}
+
+
+def test_parameters_that_an_endpoint_does_not_take_are_left_out_from_then_on(serving: Any, tmp_path: Path) -> None:
+    judge = serving(by_length)
+    judge.refuses = NEWER
+    with_judge = reward(judge.url, tmp_path, max_tokens=77)
+    assert with_judge(["p"], ["aa"], {}).scores == [0.2]
+    assert with_judge(["p"], ["bbb"], {}).scores == [0.3]
+    tried = [
+        {name for name in ("max_tokens", "max_completion_tokens", "temperature") if name in b} for b in judge.asked
+    ]
+    newer = {"max_completion_tokens"}
+    assert tried == [{"max_tokens", "temperature"}, {*newer, "temperature"}, newer, newer]
+    assert judge.asked[-1]["max_completion_tokens"] == 77
+
+
+def test_a_parameter_that_is_too_large_is_no_parameter_that_is_not_taken(serving: Any, tmp_path: Path) -> None:
+    judge = serving(by_length)
+    judge.refuses = {"max_tokens": "max_tokens is too large: 77, and 20 of 64 positions are taken"}
+    assert len(reward(judge.url, tmp_path, max_tokens=77)(["p"], ["aa"], {}).failures) == 1
+    assert len(judge.asked) == 1
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+def test_a_key_that_a_server_echoes_is_masked(
+    status: int, serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_KEY", "planted-secret")
+    monkeypatch.setattr("tinyrl.rewards.judge.MAX_RETRIES", 0)
+    judge = serving(by_length)
+    echo = '{"score": 5, "reason": "your key is planted-secret"}'
+    judge.echo = (status, said(json.dumps(echo)) if status == 200 else echo.encode())
+    with_key = reward(judge.url, tmp_path, key_env="PLANTED_KEY")
+    seen = ""
+    try:
+        call = with_key(["p", "q"], ["a", "b"], {})
+        seen = str(call)
+    except JudgeGone as gone:
+        seen = str(gone)
+    assert judge.headers[0]["authorization"] == "Bearer planted-secret"
+    assert "your key is" in seen
+    assert "planted-secret" not in seen
+    with_key.close()
+    assert not any(b"planted-secret" in file.read_bytes() for file in tmp_path.iterdir())
 
 
 def test_a_lost_connection_ends_the_call_and_keeps_the_replies(serving: Any, tmp_path: Path) -> None:
@@ -240,12 +380,38 @@ def test_too_many_requests_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "run": {"num_steps": 10, "eval_every": 5}}
-    most = 10 * 32 * 8 + 3 * 64
+    most = 10 * 32 * 8 + 3 * 64 * 2 + 44  # sampled and greedy evaluations, and gold answers before step 1
     values["reward"] = {"functions": [{**judge, "max_requests": most}]}
     check_before_loading(Config.model_validate(values))
     values["reward"] = {"functions": [{**judge, "max_requests": most - 1}]}
     with pytest.raises(ValueError, match=f"{most:,}"):
         check_before_loading(Config.model_validate(values))
+
+
+def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:
+    """What is cached costs nothing."""
+    judge = serving(by_length)
+    with_judge = reward(judge.url, tmp_path, max_requests=3)
+    for _ in range(2):
+        assert with_judge(["p"] * 3, ["a", "bb", "ccc"], {}).scores == pytest.approx([0.1, 0.2, 0.3])
+    with pytest.raises(BudgetSpent):
+        with_judge(["p"], ["dddd"], {})
+    assert len(judge.asked) == 3
+
+
+def test_a_run_asks_no_more_than_was_counted(serving: Any, tiny: TinyModels, tmp_path: Path) -> None:
+    """2 steps of 4 x 4 and evaluations of 8 at the start, after step 2 and at the end: 32 + 2 x 2 x 8 + 44."""
+    judge = serving(by_letters)
+    for most, refused in ((32 + 32 + 44, False), (32 + 32 + 43, True)):
+        settings = config(tiny("llama"), judge, tmp_path, max_requests=most)
+        if refused:
+            with pytest.raises(ValueError, match=str(most)):
+                check_before_loading(settings)
+        else:
+            check_before_loading(settings)
+            code, _, _ = running.train(settings, tmp_path)
+            assert code == 0
+            assert 0 < len(judge.asked) <= most
 
 
 # ---- trials ----
@@ -277,6 +443,19 @@ def test_a_judge_is_tried_on_gold_answers(reply: Any, verdict: str, serving: Any
             reward(url, tmp_path).check(task, rows())
 
 
+@pytest.mark.parametrize("mode", ["score", "rank"])
+def test_a_quick_check_asks_one_question(mode: str, serving: Any, tmp_path: Path) -> None:
+    judge = serving(by_length)
+    sections = {part.name: part for part in check(config(Path("starter"), judge, tmp_path, mode=mode), **QUICK)}
+    assert len(judge.asked) == 1
+    assert not sections["judge"].findings
+
+
+def test_a_quick_check_finds_a_judge_that_does_not_answer(serving: Any, tmp_path: Path) -> None:
+    sections = {part.name: part for part in check(config(Path("starter"), serving(lambda *_: 401), tmp_path), **QUICK)}
+    assert [finding.name for finding in sections["judge"].findings] == ["a judge without a score"]
+
+
 # ---- runs ----
 
 
@@ -286,10 +465,10 @@ def by_letters(system: str, answers: list[str]) -> str:
     return json.dumps({"score": min(10.0, 10.0 * letters / 4)})
 
 
-def config(model: Path, judge: Judge, folder: Path) -> Config:
+def config(model: Path, judge: Judge, folder: Path, **fields: Any) -> Config:
     (folder / "rubric.md").write_text("Letters.", encoding="utf-8")
     values = {"use": "judge", "url": judge.url, "model": "m", "rubric": str(folder / "rubric.md")}
-    functions = [{**values, "cache": str(folder / "cache.sqlite"), "allow_weak": True}]
+    functions = [{**values, "cache": str(folder / "cache.sqlite"), "allow_weak": True, **fields}]
     return running.config("grpo", model, reward={"functions": functions}, run={"num_steps": 2})
 
 

@@ -1,6 +1,7 @@
 """Samples of a step: masks from lengths and finish reasons, length rules, duplicate prompts, what a bad batch says."""
 
 import json
+import string
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_truncated_responses_can_be_masked_or_penalised(collector: Collector) ->
 
 def test_soft_overlong_penalty(collector: Collector) -> None:
     """DAPO Eq. 13 with 10 tokens at most and a buffer of 4: nothing up to 6, then down by a quarter a token to -1."""
-    samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, reward=0.0) for n in (3, 6, 7, 9, 10)]
+    samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, score=0.0) for n in (3, 6, 7, 9, 10)]
     apply_length_rules(samples, RewardConfig(overlong_tokens=4), max_new_tokens=10)
     assert [sample.reward for sample in samples] == [0.0, 0.0, -0.25, -0.75, -1.0]
 
@@ -78,3 +79,65 @@ def test_tokens_that_were_read_are_no_part_of_the_loss(collector: Collector) -> 
     count, other = len(first.response), len(third.response)
     assert listed == [(1, 0), *((1, t) for t in range(3, count)), *((2, t) for t in range(other))]
     assert first.num_actions == count - 2
+
+
+# ---- an environment's rewards ----
+
+WORLD = """
+from tinyrl.environments import Reply
+
+
+def respond(prompts, transcripts, **columns):
+    replies = []
+    for prompt, turns in zip(prompts, transcripts):
+        is_first = len(turns) == 1
+        if prompt == "paid once":
+            replies.append(Reply("x", reward=0.5) if is_first else Reply("x", done=True))
+        elif prompt == "paid nothing":
+            replies.append(Reply("", done=True, reward=0.0))
+        elif prompt == "never paid":
+            replies.append("x" if is_first else None)
+        else:
+            replies.append("x")
+    return replies
+
+
+def not_for_these(prompts, **columns):
+    return [None] * len(prompts)
+"""
+PROMPTS = ["paid once", "paid nothing", "never paid", "cut off"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    """Two episodes of each of PROMPTS, whose turns end after a character, in an order of their own."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "world.py").write_text(WORLD, encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), encoding="utf-8")
+    settings = running.config(
+        "grpo",
+        tiny_model(folder / "model", "qwen2"),
+        task={"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "rows.jsonl")},
+        reward={"functions": [{"use": f"{folder / 'world.py'}:not_for_these"}]},
+        environment={"name": f"{folder / 'world.py'}:respond", "max_turns": 3, "max_observation_tokens": 4},
+        generation={"stop": [*string.printable], "max_new_tokens": 64},
+    )
+    loaded = load_collector(settings, options=Options(device="cpu"))
+    try:
+        prompts = sorted(loaded.train_prompts, key=lambda prompt: PROMPTS.index(str(prompt.prompt)))
+        return loaded.collect(prompts, group_size=2, step=0)
+    finally:
+        loaded.close()
+
+
+def test_an_episode_has_the_rewards_of_the_turns_that_have_one(world: list[Sample]) -> None:
+    assert [sample.reward for sample in world[:4]] == [0.5, 0.5, 0.0, 0.0]
+    assert [sample.in_loss for sample in world[:4]] == [True] * 4
+
+
+def test_a_row_for_which_every_reward_says_none_is_not_learnt(world: list[Sample]) -> None:
+    """The function does not apply, and the environment gave nothing, also where it had no more turns."""
+    assert [len(sample.played.turn_ends) for sample in world[4:] if sample.played] == [2, 2, 3, 3]
+    assert [sample.rewarded for sample in world[4:]] == [False] * 4
+    assert [sample.in_loss for sample in world[4:]] == [False] * 4
+    assert rewards_of(world[4:]).isnan().all()

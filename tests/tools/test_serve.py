@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import openai
@@ -39,6 +41,46 @@ def test_the_command_answers_until_a_signal_comes(tmp_path: Path) -> None:
     finally:
         server.kill()
     assert not [*tmp_path.iterdir()]
+
+
+TOKENISES = """
+import sys, threading, time
+from tinyrl.cli.commands import app
+from tinyrl.generation import endpoint
+
+
+def for_ever(*args, **options):
+    print("tokenising", flush=True)
+    time.sleep(3600)
+
+
+endpoint.render_prompt = for_ever
+app(["serve", "starter", "--port", "0"])
+"""
+
+
+def wait_for_answer(client: openai.OpenAI) -> None:
+    with contextlib.suppress(openai.OpenAIError):
+        client.completions.create(model="starter", prompt="x")
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_server_that_tokenises(tmp_path: Path) -> None:
+    """In the middle of a text that takes for ever, whose client waits."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-c", TOKENISES], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    )
+    try:
+        assert server.stdout is not None
+        url = next(line for line in server.stdout if " at http" in line).split()[-1]
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        threading.Thread(target=wait_for_answer, args=[client], daemon=True).start()
+        assert "tokenising" in next(server.stdout)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
 
 
 def test_a_run_answers_with_its_policy_and_its_base(tiny: TinyModels, tmp_path: Path) -> None:

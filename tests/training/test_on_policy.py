@@ -137,7 +137,7 @@ def samples_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] 
     """Responses of two tokens to one prompt, whose k1 against the reference is `kl`."""
     found = []
     for number, (reward, apart) in enumerate(zip(rewards, kl, strict=True)):
-        sample = Sample([1], [1, 1], [True, True], [0.0, 0.0], 0, number, scores=[0.0], reward=reward)
+        sample = Sample([1], [1, 1], [True, True], [0.0, 0.0], 0, number, scores=[0.0], score=reward, reward=reward)
         sample.ref, sample.in_loss = -torch.tensor(apart), kept is None or kept[number]
         found.append(sample)
     return found
@@ -418,6 +418,35 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(model: Path
     assert "reward/zero_spread_kept" not in plain
     tried = [entry[2] for entry in json.loads(run.prompts.read_text())["prompts"]]
     assert len(tried) > 4 == max(tried)  # fresh prompts, none twice
+
+
+@pytest.mark.parametrize("rule", [{"overlong_tokens": 6}, {"truncated": "penalize"}])
+def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
+    rule: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Every answer is right, and lengths differ: no group has spread and every prompt is solved; the advantages keep
+    the penalty.
+    """
+    (tmp_path / "rewards.py").write_text("def score(prompts, **columns):\n    return [1.0] * len(prompts)\n")
+    settings = running.config(
+        "grpo",
+        model,
+        reward={"functions": [{"use": f"{tmp_path / 'rewards.py'}:score"}], **rule},
+        generation={"stop": [*"abcdefghijklm"]},
+        grpo={"dynamic_sampling_rounds": 1},
+        task={"sampler": "difficulty"},
+        run={"num_steps": 1, "eval_every": 0},
+    )
+    run = trained(settings, tmp_path)
+    line = running.metrics(run)[1]
+    assert (line["reward/zero_spread_groups"], line["reward/zero_spread_kept"]) == (1.0, 1.0)
+    assert line["reward/mean"] < 1.0
+    tried = json.loads(run.prompts.read_text())["prompts"]
+    assert len(tried) == 8  # four of the step, four in their place
+    assert all(count == right == 4 for _, _, count, right in tried)
+    shown = [json.loads(sample) for sample in run.samples.read_text().splitlines()]
+    assert len({sample["reward"] for sample in shown if sample["kind"] == "train"}) > 1
+    assert any(sample["advantage"] for sample in shown if sample["kind"] == "train")
 
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]

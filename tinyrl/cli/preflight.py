@@ -19,6 +19,8 @@ from tinyrl.tasks import load_task
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
+GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before step 1, at most: Scorer.check
+
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for what would stop a run before its first step and needs no model to be found."""
@@ -76,13 +78,14 @@ def _check_named(named: Named) -> None:
 def _check_judges(config: Config) -> None:
     """Check that no judge may need more requests than it is allowed."""
     run, own = config.run, config.own
-    evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
+    evaluations = (-(-run.num_steps // run.eval_every) if run.eval_every else 1) + 1 if run.eval_prompts else 0
     prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "dynamic_sampling_rounds", 0)) * run.num_steps
     for function in config.reward.functions:
         if not function.is_judge:
             continue
         group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
-        most, needed = function.max_requests, prompts * group + evaluations * run.eval_prompts
+        most, evaluated = function.max_requests, 2 * evaluations * run.eval_prompts  # sampled and greedy
+        needed = prompts * group + evaluated + GOLD_QUESTIONS[function.mode]
         if most is not None and needed > most:
             raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")
 

@@ -2,17 +2,21 @@
 a signal.
 
 Requests run in an event loop in a thread of its own; the caller's thread only waits for them and for signals.
+
+What others answer is not trusted: a body ends at a limit, in bytes that are never unpacked, and secrets that a server
+echoes are masked before anybody reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import json
 import logging
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -20,9 +24,12 @@ from typing import Any, TypeVar
 import httpx2
 
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import truncate
+from tinyrl.text import MASK, truncate
 
 POLL_S = 0.2  # between two checks for a signal
+MOST_BODY = 1 << 25  # bytes of an answer
+LEAST_SECRET = 4  # characters of a password or key that is masked: a shorter one would mask pieces of words
+LEAST_VALUE = 8  # of a value in an address, which may be no secret at all
 
 Result = TypeVar("Result")
 
@@ -31,6 +38,55 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # below that it logs whol
 
 class NoAnswer(Exception):
     """A server did not answer: the end of a sentence that begins with its name."""
+
+
+class LimitedStream(httpx2.AsyncByteStream):
+    """A body that ends after `most` bytes."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, most: int) -> None:
+        self.stream, self.left = stream, most
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for block in self.stream:
+            yield block[: self.left]
+            self.left -= len(block)
+            if self.left <= 0:
+                return
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+
+
+def limiting_hooks(most: int) -> dict[str, list[Any]]:
+    """Return event hooks of a client whose answers have at most `most` bytes. They are asked for as they are and never
+    unpacked, as some kilobytes may unpack to gigabytes.
+    """
+
+    async def ask_plainly(request: httpx2.Request) -> None:
+        request.headers["Accept-Encoding"] = "identity"
+
+    async def limit(response: httpx2.Response) -> None:
+        response.headers.pop("Content-Encoding", None)
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = LimitedStream(response.stream, most)
+
+    return {"request": [ask_plainly], "response": [limit]}
+
+
+def without_secrets(text: str, secrets: Iterable[str | None]) -> str:
+    """Mask secrets in a text of a server, longer ones first, also as a header spells them."""
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        if len(secret) >= LEAST_SECRET:
+            for spelt in (secret, base64.b64encode(secret.encode()).decode()):
+                text = text.replace(spelt, MASK)
+    return text
+
+
+def secrets_in(url: str) -> list[str]:
+    """Return what may be secret in an address: its userinfo, its password, long values of its query."""
+    parts = httpx2.URL(url)
+    values = [value for _, value in parts.params.multi_items() if len(value) >= LEAST_VALUE]
+    return [parts.userinfo.decode(), parts.password, *values]
 
 
 class HttpClient:
@@ -53,8 +109,12 @@ class HttpClient:
     ) -> None:
         self.address, self.timeout_s, self.waits_s, self.try_again = httpx2.URL(url), timeout_s, waits_s, try_again
         self.setting = f" ({setting})" if setting else ""
-        limits = httpx2.Limits(max_connections=None)
-        self._client = httpx2.AsyncClient(timeout=None, trust_env=proxies, limits=limits)  # closed with the process
+        self._client = httpx2.AsyncClient(  # closed with the process
+            timeout=None,
+            trust_env=proxies,
+            limits=httpx2.Limits(max_connections=None),
+            event_hooks=limiting_hooks(MOST_BODY),
+        )
 
     def ask(
         self,
@@ -93,14 +153,28 @@ class HttpClient:
             async with asyncio.timeout(self.timeout_s):
                 for pause in self.waits_s:
                     with suppress(httpx2.TransportError, OSError):
-                        if (answer := await self._client.send(request)).status_code not in self.try_again:
-                            return answer
+                        answer = await self._client.send(request)
+                        if answer.status_code not in self.try_again:
+                            return received(answer)
                     await asyncio.sleep(pause)
-                return await self._client.send(request)
+                return received(await self._client.send(request))
         except TimeoutError:
             raise NoAnswer(f"did not answer within {self.timeout_s:g} s{self.setting}") from None
         except (httpx2.HTTPError, OSError) as error:
             raise NoAnswer(f"did not answer ({truncate(str(error) or type(error).__name__)})") from None
+
+
+def received(answer: httpx2.Response) -> httpx2.Response:
+    """Return an answer without the secrets of its request. Raises NoAnswer for one that was cut off at MOST_BODY."""
+    if len(answer.content) >= MOST_BODY:
+        raise NoAnswer(f"answered with more than {MOST_BODY >> 20} MB")
+    _, _, key = answer.request.headers.get("Authorization", "").rpartition(" ")
+    secrets = [key, *secrets_in(str(answer.request.url))]
+    masked = without_secrets(answer.text, secrets)
+    reason = without_secrets(answer.reason_phrase, secrets)
+    if (masked, reason) == (answer.text, answer.reason_phrase):
+        return answer
+    return httpx2.Response(answer.status_code, text=masked, extensions={"reason_phrase": reason.encode()})
 
 
 @functools.cache

@@ -20,12 +20,12 @@ Transcript = list[Message]
 @dataclass(frozen=True)
 class Reply:
     """Reply to a turn: text for the policy, whether the episode ends with it (nobody reads it then), a reward for the
-    turn. `invalid`: the turn asked for something that does not exist.
+    turn (None: it has none). `invalid`: the turn asked for something that does not exist.
     """
 
     text: str = ""
     done: bool = False
-    reward: float = 0.0
+    reward: float | None = None
     invalid: bool = False
 
 

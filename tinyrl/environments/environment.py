@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -120,9 +121,9 @@ class Environment:
         return Rows(replies, rows.failures)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        """Return the rewards of episodes that were cut off, of a class that has get_reward; else zeros."""
+        """Return the rewards of episodes that were cut off, of a class that has get_reward; else None for each."""
         if not (self.has_openings and self.rewards):
-            return Rows([0.0] * len(prompts))
+            return Rows([None] * len(prompts))
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
         return self.workers[0].rows(arguments, len(prompts), call="final_rewards")
 
@@ -133,7 +134,7 @@ class Episode:
 
     transcript      messages, policy and environment by turns
     turn_ends       index of the last token of each turn
-    turn_rewards    the environment's rewards, by turn
+    turn_rewards    the environment's rewards, by turn; None: it gave none
     invalid         turns that asked for what does not exist
     num_actions     tokens that the policy chose, of num_tokens
     finish_reason   of the last turn; "turns": there were no more
@@ -144,7 +145,7 @@ class Episode:
 
     transcript: Transcript = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
     invalid: int = 0
     num_tokens: int = 0
     num_actions: int = 0
@@ -155,7 +156,14 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        return sum(self.turn_rewards)
+        """Sum the rewards of the turns that have one; NaN if none has."""
+        given = [reward for reward in self.turn_rewards if reward is not None]
+        return sum(given) if given else math.nan
+
+    def add_reward(self, reward: float | None) -> None:
+        """Add a reward to the last turn's; None: there is none to add."""
+        if reward is not None:
+            self.turn_rewards[-1] = (self.turn_rewards[-1] or 0.0) + reward
 
 
 def episode_text(transcript: Transcript) -> str:

@@ -72,8 +72,8 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
     if not isinstance(text, str) or not isinstance(done, bool):
         return None, f"answered with {type(value).__name__}, not with text, Reply(text, done, reward) or None"
     number, problem = as_score(reward)
-    if number is None:
-        return None, f"gave the reward {problem or reward}"
+    if problem:
+        return None, f"gave the reward {problem}"
     return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False))], ""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
+from tinyrl.evaluation.statistics import grouped, interval, mean, numbers, share_interval, verdict_metrics
 from tinyrl.rollout.records import completion_text, sample_lines
 from tinyrl.rollout.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
 
@@ -60,11 +60,12 @@ def _evaluate(
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
     valid, by_prompt, whole = numbers(rewards), grouped(rewards, samples), conversations(answers)
     lengths = length_metrics(whole)
+    interval_of = share_interval if scorer.right_or_wrong else interval
     metrics = {
         "reward_mean": mean(valid),
         "reward_median": statistics.median(valid) if valid else math.nan,
         "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
-        "reward_ci": mean_interval([mean(group) for group in by_prompt]),
+        "reward_ci": interval_of([mean(group) for group in by_prompt]),
         **{name: mean(column) for name, column in each.items() if numbers(column)},
         **environment_metrics(whole),
         "mean_length": lengths["completion/mean_length"],

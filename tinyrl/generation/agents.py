@@ -5,7 +5,9 @@
                          follows is tokenised: what is trained is what was sampled
                       3. otherwise it begins a conversation of its own: edited history, another system prompt, a
                          sub-agent
-    it returns        4. rewards judge its text; each conversation is a row with the episode's reward
+                      4. the call counts when its answer is sent: one that the agent gave up before (it hung up, or
+                         timed out and tries again) leaves no row, and its tokens and its turn are the episode's again
+    it returns        5. rewards judge its text; each conversation is a row with the episode's reward
 
 Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
 those of the trained distribution. generation.max_new_tokens is for an episode's calls together.
@@ -14,10 +16,10 @@ those of the trained distribution. generation.max_new_tokens is for an episode's
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import secrets
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,31 +73,76 @@ class Given:
     text: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. known: all up to the last answer as the agent
-    has it (None until that is sent); pending: the call under way.
+    has it (None: it cannot be continued); pending: the call under way.
     """
 
     prompt: list[int]
     row: Completion = field(default_factory=lambda: Completion([], [], "length", []))
     last: Completion | None = None
     known: Given | None = None
-    pending: Sequence | None = None
+    pending: Call | None = None
 
-    def answer(self, given: Given, message: Message) -> None:
-        """Record the message, or text, in which the last answer is sent, as it will come back."""
+    def add(self, read: list[int], completion: Completion, *, known: Given | None) -> None:
+        """Append tokens that were read and the answer to them."""
+        self.row.add(read)
+        self.row.add(completion.tokens, completion.logprobs)
+        self.row.finish_reason = completion.finish_reason
+        self.last = completion
+        self.known = known
+
+
+@dataclass(eq=False)
+class Call:
+    """A call under way: its sequence, to be submitted, and the conversation that it begins or continues. Either it is
+    `answered`, or it is given up and leaves nothing.
+
+    given: what the agent sent; read: the tokens of it that are new; number: of the call among those with its prompt.
+    """
+
+    episode: AgentEpisode
+    conversation: Conversation
+    sequence: Sequence
+    given: Given
+    read: list[int]
+    number: tuple[str, int]
+
+    def answered(self, completion: Completion, message: Message) -> None:
+        """Record an answer that is being sent, as this message or text, which is what will come back."""
+        given, known = self.given, None
         if given.text is not None:
-            self.known = Given(text=given.text + message["content"])
+            known = Given(text=given.text + message["content"])
         elif given.messages is not None:
             added = messages_of([{"role": "assistant", **message}], "messages")
-            self.known = Given([*given.messages, *added], given.variables)
+            known = Given([*given.messages, *added], given.variables)
+        with self.episode.lock:
+            if self.episode.over:
+                return
+            self.conversation.pending = None
+            self.conversation.add(self.read, completion, known=known)
+            self.episode.left -= len(completion.tokens)
+            self.episode.calls += 1
+
+    def give_up(self) -> None:
+        """End a call that has no answer: its turn and its random numbers can be used again."""
+        self.sequence.cancelled = True
+        with self.episode.lock:
+            if self.conversation.pending is not self:
+                return
+            self.conversation.pending = None
+            if self.conversation.last is None:
+                self.episode.conversations.remove(self.conversation)
+            self.episode.calls_left += 1
+            self.episode.numbers.remove(self.number)
 
 
 @dataclass
 class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
-    not counted, so that none depends on which ends first); over: its agent has ended.
+    not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
+    begun; numbers: of the calls answered and under way, by prompt; over: its agent has ended.
     """
 
     key: np.uint64
@@ -108,16 +155,11 @@ class AgentEpisode:
     calls: int = 0
     over: bool = False
     conversations: list[Conversation] = field(default_factory=list)
+    numbers: set[tuple[str, int]] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def __post_init__(self) -> None:
-        self.lock, self._seen = threading.RLock(), Counter[str]()
-
-    def call(
-        self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]
-    ) -> tuple[Sequence, Conversation]:
-        """Begin a call; return its sequence, to be submitted, and the conversation that it continues. Raises Refused if
-        the episode has no calls or tokens left.
-        """
+    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call:
+        """Begin a call. Raises Refused if the episode has no calls or tokens left."""
         with self.lock:
             if self.over:
                 raise Refused(401, "the episode is over")
@@ -137,34 +179,22 @@ class AgentEpisode:
             # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
             # sent before, so that it does not depend on which of several calls comes first.
             digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
-            offset = hashlib.sha256(f"{digest} {self._seen[digest]}".encode()).hexdigest()
-            self._seen[digest] += 1
+            number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
+            offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
             [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
-            conversation.pending = sequence
-            self.calls, self.calls_left = self.calls + 1, self.calls_left - 1
-
-        def end(result: Completion | Exception) -> None:
-            with self.lock:
-                if conversation.pending is not sequence or sequence.cancelled:  # another call may continue from there
-                    return
-                conversation.pending = None
-                if isinstance(result, Completion):
-                    conversation.row.add(read)
-                    conversation.row.add(result.tokens, result.logprobs)
-                    conversation.row.finish_reason = result.finish_reason
-                    conversation.last, conversation.known = result, None
-                    self.left -= len(result.tokens)
-
-        sequence.on_end = end
-        return sequence, conversation
+            call = Call(self, conversation, sequence, given=given, read=read, number=number)
+            conversation.pending = call
+            self.calls_left -= 1
+            self.numbers.add(number)
+            return call
 
     def end(self) -> None:
         with self.lock:
             self.over = True
             for conversation in self.conversations:
                 if conversation.pending is not None:
-                    conversation.pending.cancelled = True
+                    conversation.pending.sequence.cancelled = True
 
     def rows(self) -> list[tuple[list[int], Completion]]:
         """Return (prompt, completion) of the conversations with an answer, in the order in which they began."""
@@ -173,8 +203,8 @@ class AgentEpisode:
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
         for conversation in reversed(self.conversations):
-            pending, known, added = conversation.pending, conversation.known, None
-            if conversation.last is None or (pending is not None and not pending.cancelled):
+            known, added = conversation.known, None
+            if conversation.last is None or conversation.pending is not None:
                 continue
             if given.messages is not None:
                 added = None if known is None else self._added(conversation.last, known, given)
@@ -293,7 +323,7 @@ class AgentRunner:
                 Episode(
                     transcript=[{"role": "assistant", "content": text or ""}],
                     turn_ends=ends * calls,
-                    turn_rewards=[0.0] * calls,
+                    turn_rewards=[None] * calls,
                     num_tokens=len(first.tokens),
                     num_actions=sum(mask),
                     finish_reason=first.finish_reason,

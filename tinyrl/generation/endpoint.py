@@ -1,8 +1,12 @@
 """The policy behind OpenAI's protocol, for `serve` and for agents: /v1/chat/completions, /v1/completions, /v1/models.
 
-Requests are decoded together as they come (scheduler.py). A setting that would change the distribution in a way not
-implemented here (penalties, logit_bias, a response format) is refused, unless it is null or asks for what is done
-anyway. As vLLM has them: `top_k`, `chat_template_kwargs`, `return_token_ids`, `include_stop_str_in_output`.
+Requests are decoded together as they come (scheduler.py). A field that is not known here is refused, since it may be to
+change the answer (a penalty, a response format, a misspelt name), unless it is null, asks for what is done anyway, or
+is known to change nothing. In an agent's episode such wishes are for the policy to learn, and are ignored. As vLLM has
+them: `top_k`, `chat_template_kwargs`, `return_token_ids`, `include_stop_str_in_output`.
+
+Nothing here keeps other requests waiting: the number of sequences and of characters is limited before anything is
+tokenised, and that runs in a thread.
 
 Log-probabilities are those of softmax(logits / temperature) before top-p and top-k (at temperature 0 of the plain
 softmax), of every sampled token, the one that ended the answer too.
@@ -18,7 +22,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,45 +30,54 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import uvicorn
+from anyio.to_thread import run_sync
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from tinyrl.data.messages import messages_of, tools_of
-from tinyrl.generation.agents import AgentEpisode, Conversation, Given, Refused
+from tinyrl.data.messages import Message, messages_of, tools_of
+from tinyrl.generation.agents import AgentEpisode, Call, Given, Refused
 from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, score
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.prompts import render_prompt
+from tinyrl.tasks.prompts import Rendered, render_prompt
 from tinyrl.text import IncrementalDetokenizer, truncate
 
 MAX_BODY = 1 << 25  # bytes of a request
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 CLIENT_GONE = 499  # nginx's status; nobody receives it
 LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
-# Settings that are refused, each with the values at which it changes nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+MOST_SEQUENCES = 4096  # of all requests together
+SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
+HARMLESS = {  # fields that change no answer, whatever they hold: for a provider's accounts, caches and queues
+    "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "safety_identifier", "service_tier", "store", "user",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, each with the values that change nothing
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "typical_p": (1,), "min_tokens": (0,), "ignore_eos": (False,), "use_beam_search": (False,), "stop_token_ids": ([],),
-    "bad_words": ([],), "allowed_token_ids": (), "truncate_prompt_tokens": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "best_of": (1,), "suffix": ("",),
-    "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("auto", "none"),
-    "reasoning_effort": (), "chat_template": (),
+    "typical_p": (1,), "length_penalty": (1,), "min_tokens": (0,), "ignore_eos": (False,), "early_stopping": (False,),
+    "use_beam_search": (False,), "do_sample": (True,), "stop_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
+    "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
+    "function_call": ("auto", "none"), "parallel_tool_calls": (True,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+}  # fmt: skip
+OWN_VARIABLES = {  # of a chat template, which are given here
+    "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenize", "tools",
 }  # fmt: skip
 Likeliest = Annotated[int, Field(ge=0, le=20)]  # tokens that a client may have listed at each place
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Body(BaseModel):
-    """A request for completions of `messages` (chat) or of a `prompt`. Other fields change nothing and are ignored."""
+    """A request for completions of `messages` (chat) or of a `prompt`. Others are HARMLESS, NEUTRAL or refused."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
     model: str
     messages: list[Any] | None = None
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
@@ -87,11 +100,30 @@ class Body(BaseModel):
     return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
 
+    @property
+    def prompts(self) -> list[Any]:
+        """Return the prompts, each a text or tokens; none for a chat."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return list(self.prompt or []) if several else [self.prompt] if self.prompt else []
+
+    @property
+    def num_sequences(self) -> int:
+        return max(1, len(self.prompts)) * (self.n or 1)
+
+    def check_other_fields(self) -> None:
+        """Raise Refused for a field that may be to change the answer."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in HARMLESS:
+                continue
+            neutral = NEUTRAL.get(name, ())
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+                raise Refused(400, f"{truncate(name)}={truncate(json.dumps(value))} is not supported")
+
 
 @dataclass
 class Choice:
     """One completion on its way: its text so far, how much of it is certain, and how it ended. stop: strings that are
-    not shown.
+    not shown; call: that of an agent's episode.
     """
 
     index: int
@@ -99,7 +131,7 @@ class Choice:
     detokenizer: IncrementalDetokenizer
     stop: list[str] = field(default_factory=list)
     text: str = ""
-    conversation: Conversation | None = None  # of an agent's episode
+    call: Call | None = None
     shown: int = 0
     cut: bool = False
     completion: Completion | None = None
@@ -118,6 +150,12 @@ class Choice:
         piece, self.shown = self.text[self.shown : max(certain, self.shown)], max(certain, self.shown)
         return piece
 
+    def record(self, message: Message) -> None:
+        """Record in an agent's episode that the completion is sent, as this message."""
+        if self.call is not None:
+            assert self.completion is not None
+            self.call.answered(self.completion, message)
+
 
 class LiveRequest:
     """A request that is being answered: its choices, and a queue of what the scheduler's thread makes of them.
@@ -132,32 +170,47 @@ class LiveRequest:
         self.given, self.text, self.reads_calls = Given(), "", False
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices, self.loop = list[Choice](), asyncio.get_running_loop()
-        self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception]]()
+        self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception] | None]()  # None: no client
+        self.client_has_gone = False
 
     def put(self, choice: Choice, event: list[int] | Completion | Exception) -> None:
         self.loop.call_soon_threadsafe(self.events.put_nowait, (choice, event))
 
-    async def pieces(self, request: HttpRequest | None = None) -> AsyncIterator[tuple[Choice, str]]:
+    async def watch(self, request: HttpRequest) -> None:
+        """Wait until the client hangs up; `pieces` ends then."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.client_has_gone = True
+        self.events.put_nowait(None)
+
+    async def pieces(self) -> AsyncIterator[tuple[Choice, str]]:
         """Yield the text of all choices as it comes; the last piece of a choice comes with its completion. Raises
-        Refused if one failed, and ClientDisconnect if the client of `request` has gone (None: whoever writes to it
-        finds out).
+        Refused if one failed, and ClientDisconnect if the client is watched and has gone.
         """
-        try:
-            while any(choice.completion is None for choice in self.choices):
-                try:
-                    choice, event = await asyncio.wait_for(self.events.get(), timeout=1.0)
-                except TimeoutError:
-                    if request is not None and await request.is_disconnected():
-                        raise ClientDisconnect from None
-                    continue
-                if isinstance(event, Exception):
-                    raise Refused(500, f"sampling failed: {type(event).__name__}: {event}")
-                if isinstance(event, Completion):
-                    choice.completion, event = event, []
-                yield choice, choice.add(event, ended=choice.completion is not None)
-        finally:
-            for choice in self.choices:
-                choice.sequence.cancelled = True
+        running = len(self.choices)
+        for number in itertools.count(1):
+            if not running:
+                break
+            if number % SLICE == 0:  # events may be there already, and getting them lets nobody else run
+                await asyncio.sleep(0)
+            event = await self.events.get()
+            if event is None:
+                raise ClientDisconnect
+            choice, result = event
+            if isinstance(result, Exception):
+                raise Refused(500, f"sampling failed: {type(result).__name__}: {result}")
+            if isinstance(result, Completion):
+                choice.completion = result
+                running -= 1
+            new = [] if isinstance(result, Completion) else result
+            yield choice, choice.add(new, ended=choice.completion is not None)
+
+    def give_up(self) -> None:
+        """End what is still sampled, and the calls of an agent whose answers were not sent."""
+        for choice in self.choices:
+            choice.sequence.cancelled = True
+            if choice.call is not None:
+                choice.call.give_up()
 
     def payload(self, choices: list[dict[str, Any]], *, chunk: bool = False, usage: bool = False) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
@@ -173,6 +226,20 @@ class LiveRequest:
         """Return a choice of an answer (key: message) or of a piece of one (delta); ended: its last fields."""
         own = {key: content} if self.is_chat else {"text": content.get("content") or ""}
         return {"index": choice.index, **own, **(ended or {"logprobs": None, "finish_reason": None})}
+
+
+class Stream(StreamingResponse):
+    """An answer in pieces. `close` is called at its end, also where its client hangs up before the first."""
+
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self.close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()
 
 
 class Endpoint:
@@ -198,6 +265,9 @@ class Endpoint:
         self.scheduler, self.models, self.defaults, self.key = scheduler, models, defaults, key
         self.tokenizer, self.max_new_tokens, self.positions = scheduler.tokenizer, max_new_tokens, positions
         self.variables, self.episodes, self.started = variables, episodes, int(time.time())
+        self.num_sequences = 0  # of all requests that are being answered
+        longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self.most_characters = positions * longest_token  # no longer text fits into the model's positions
         self.form: CallForm | None = None
         if "tools" in str(self.tokenizer.chat_template):
             with suppress(ValueError):
@@ -241,27 +311,29 @@ class Endpoint:
     async def _complete(self, request: HttpRequest) -> Response:
         """Answer a request: all at once, or streamed."""
         episode, body = self._authorized(request), await self._body(request)
+        if episode is None:
+            body.check_other_fields()
+        count = body.num_sequences
+        if self.num_sequences + count > MOST_SEQUENCES:
+            here = f"{self.num_sequences} are being sampled" if self.num_sequences else "of one request and of all"
+            raise Refused(429, f"{count} completions are too many now: at most {MOST_SEQUENCES} ({here})")
         answer = LiveRequest(body, is_chat=request.url.path.endswith("/chat/completions"))
+
+        def close() -> None:
+            self.num_sequences -= count
+            answer.give_up()
+
+        self.num_sequences += count
+        stream = None
         try:
-            prompts = await (self._chat(answer, episode) if answer.is_chat else self._text(answer))
-        except ValueError as error:
-            raise Refused(400, str(error)) from None
-        size = self.scheduler.vocabulary
-        for prompt in prompts:
-            if not prompt or not all(0 <= token < size for token in prompt):
-                raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
-            if len(prompt) >= self.positions:
-                raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions")
-        self._submit(answer, prompts, episode)
-        if body.stream:
-            return StreamingResponse(self._lines(answer), media_type="text/event-stream")
-        async for _ in answer.pieces(request):
-            pass
-        choices = []
-        for choice in answer.choices:
-            message, ended = await self._end(answer, choice)
-            choices.append(answer.part(choice, {"role": "assistant", **message}, ended, key="message"))
-        return JSONResponse(answer.payload(choices, usage=True))
+            await self._submit(answer, await self._prompts(answer, episode), episode, request)
+            if body.stream:
+                stream = Stream(self._lines(answer), close)
+                return stream
+            return await self._whole(answer, request)
+        finally:
+            if stream is None:
+                close()
 
     async def _body(self, request: HttpRequest) -> Body:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -276,12 +348,29 @@ class Endpoint:
         except ValidationError as error:
             first = error.errors()[0]
             raise Refused(400, f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from None
-        for name, value in (body.model_extra or {}).items():
-            if value is not None and value not in UNSUPPORTED.get(name, (value,)):
-                raise Refused(400, f"{name}={truncate(json.dumps(value))} is not supported")
         if body.model not in self.models:
             raise Refused(404, f"there is no model {body.model[:100]!r}; there is {', '.join(self.models)}")
         return body
+
+    async def _prompts(self, answer: LiveRequest, episode: AgentEpisode | None) -> list[list[int]]:
+        """Return the tokens of a request's prompts. Raises Refused for those that the model cannot read."""
+        body = answer.body
+        for given in [body.messages, body.tools] if answer.is_chat else body.prompts:
+            characters = count_characters(given)
+            if characters > self.most_characters:
+                most = f"{self.positions} positions hold at most {self.most_characters:,}"
+                raise Refused(400, f"the prompt has {characters:,} characters, and the model's {most}")
+        try:
+            prompts = await (self._chat(answer, episode) if answer.is_chat else self._text(answer))
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        size = self.scheduler.vocabulary
+        for prompt in prompts:
+            if not prompt or min(prompt) < 0 or max(prompt) >= size:
+                raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
+            if len(prompt) >= self.positions:
+                raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions")
+        return prompts
 
     async def _chat(self, answer: LiveRequest, episode: AgentEpisode | None) -> list[list[int]]:
         """Render the prompt of a chat. Raises ValueError if that cannot be done."""
@@ -293,32 +382,49 @@ class Endpoint:
             if episode is not None:
                 raise ValueError("the model's chat template shows it no tools, or its calls of them cannot be read")
             tools = None
+        for name in body.chat_template_kwargs or {}:
+            if name in OWN_VARIABLES or name.endswith("_token"):
+                raise ValueError(f"chat_template_kwargs: {truncate(name)} is the server's own, not a client's")
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         messages = messages_of(body.messages, "messages")
-        rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
+        [rendered] = await self._rendered([messages], chat=True, variables=variables)
         answer.given, answer.text = Given(messages, variables), rendered.opened
         answer.reads_calls = bool(tools)
         return [rendered.tokens]
 
     async def _text(self, answer: LiveRequest) -> list[list[int]]:
         """Encode the prompts of a request that is no chat. Raises ValueError if that cannot be done."""
-        body, given = answer.body, answer.body.prompt
-        if not given:
+        body = answer.body
+        if not body.prompts:
             raise ValueError("the prompt is empty")
         if body.echo and body.stream:
             raise ValueError("echo is not streamed")
-        if isinstance(given, str):
-            answer.given = Given(text=given)
-        several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        prompts = []
-        for one in several:
-            if isinstance(one, str):
-                one = (await run_in_threadpool(render_prompt, self.tokenizer, one, chat=False)).tokens
-            prompts.append(one)
-        return prompts
+        if isinstance(body.prompt, str):
+            answer.given = Given(text=body.prompt)
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        rendered = iter(await self._rendered(texts, chat=False))
+        return [next(rendered).tokens if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
-    def _submit(self, answer: LiveRequest, prompts: list[list[int]], episode: AgentEpisode | None) -> None:
-        """Queue the completions of a request. Raises Refused if there is no room for them."""
+    async def _rendered(self, prompts: list[Any], **options: Any) -> list[Rendered]:
+        """Render and tokenise prompts in a thread, a slice at a time; the end of the server does not wait for it."""
+
+        def render(part: list[Any]) -> list[Rendered]:
+            return [render_prompt(self.tokenizer, prompt, **options) for prompt in part]
+
+        found = list[Rendered]()
+        for start in range(0, len(prompts), SLICE):
+            part = prompts[start : start + SLICE]
+            found += await run_sync(partial(render, part), abandon_on_cancel=True)
+        return found
+
+    async def _submit(
+        self, answer: LiveRequest, prompts: list[list[int]], episode: AgentEpisode | None, request: HttpRequest
+    ) -> None:
+        """Queue the completions of a request. Raises Refused if there is no room for them, and ClientDisconnect if
+        nobody waits for them.
+        """
+        if await request.is_disconnected():
+            raise ClientDisconnect
         body, limit = answer.body, answer.body.max_completion_tokens or answer.body.max_tokens
         if limit is None and not answer.is_chat:
             limit = 16
@@ -332,30 +438,52 @@ class Endpoint:
         params = replace(params, top_k=max(0, params.top_k))
         if params.temperature < LEAST_TEMPERATURE:
             params = replace(params, temperature=1.0, greedy=True)
-        for prompt, sample in itertools.product(prompts, range(body.n or 1)):
-            conversation = None
+        count = body.n or 1
+        keys = sample_keys(0, LIVE_STEP, prompts=np.full(count, seed), samples=np.arange(count))
+        for prompt, sample in itertools.product(prompts, range(count)):
+            if len(answer.choices) % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+            call = None
             if episode is None:
                 room = self.positions - len(prompt)
                 most = min(self.max_new_tokens, room) if limit is None else limit
                 if most > room:
                     sizes = f"{len(prompt)} tokens of the prompt and {most} new ones"
                     raise Refused(400, f"{sizes} are more than the model's {self.positions} positions")
-                [key] = sample_keys(0, LIVE_STEP, prompts=np.array([seed]), samples=np.array([sample]))
-                sequence = Sequence(prompt, params, key, most, stops, "cached", self.models[body.model])
+                sequence = Sequence(prompt, params, keys[sample], most, stops, "cached", self.models[body.model])
             else:
-                sequence, conversation = episode.call(prompt, answer.given, limit=limit, stop=stops)
+                call = episode.call(prompt, answer.given, limit=limit, stop=stops)
+                sequence = call.sequence
             hidden, text = [] if body.include_stop_str_in_output else stops, IncrementalDetokenizer(self.tokenizer)
-            choice = Choice(len(answer.choices), sequence, text, hidden, answer.text, conversation)
+            choice = Choice(len(answer.choices), sequence, text, hidden, answer.text, call)
             answer.choices.append(choice)
-
-            def end(result: Completion | Exception, record: Any = sequence.on_end, choice: Choice = choice) -> None:
-                record(result)
-                answer.put(choice, result)
-
-            sequence.on_tokens, sequence.on_end = partial(answer.put, choice), end
+            sequence.on_tokens = partial(answer.put, choice)
+            sequence.on_end = partial(answer.put, choice)
         self.scheduler.submit([choice.sequence for choice in answer.choices])
 
     # ---- answers ----
+
+    async def _whole(self, answer: LiveRequest, request: HttpRequest) -> Response:
+        """Answer all at once. A client that hangs up before, or a failure, gives the answer up."""
+        watcher = asyncio.create_task(answer.watch(request))
+        try:
+            async for _ in answer.pieces():
+                pass
+            parts, messages = list[dict[str, Any]](), list[dict[str, Any]]()
+            for choice in answer.choices:
+                if choice.index % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)
+                message, ended = await self._end(answer, choice)
+                messages.append(message)
+                parts.append(answer.part(choice, {"role": "assistant", **message}, ended, key="message"))
+            response = JSONResponse(answer.payload(parts, usage=True))
+            if answer.client_has_gone:
+                raise ClientDisconnect
+            for choice, message in zip(answer.choices, messages, strict=True):
+                choice.record(message)
+            return response
+        finally:
+            watcher.cancel()
 
     async def _lines(self, answer: LiveRequest) -> AsyncIterator[str]:
         def line(value: Any) -> str:
@@ -376,6 +504,7 @@ class Endpoint:
                         yield chunk(choice, {"content": message["content"]})
                     if calls := message.get("tool_calls"):
                         yield chunk(choice, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+                    choice.record(message)
                     yield chunk(choice, {}, ended)
             if (answer.body.stream_options or {}).get("include_usage"):
                 yield line(answer.payload([], chunk=True, usage=True))
@@ -399,14 +528,12 @@ class Endpoint:
                 called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
                 made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]
                 message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
-        if choice.conversation is not None:
-            choice.conversation.answer(answer.given, message)
         echoes = body.echo and not answer.is_chat
         if answer.likeliest or (echoes and body.logprobs is not None):
             how: Any = {"temperature": choice.sequence.params.temperature, "likeliest": max(1, answer.likeliest)}
             job = partial(score, self.scheduler.engine.policy, [*prompt, *tokens], role=self.models[body.model], **how)
             try:
-                before, tops = await run_in_threadpool(self.scheduler.run, job)
+                before, tops = await run_sync(partial(self.scheduler.run, job), abandon_on_cancel=True)
             except Exception as error:  # noqa: BLE001 the client gets it
                 raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
             if echoes:
@@ -438,6 +565,20 @@ class Endpoint:
 
     def _spelt(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
+
+
+def count_characters(value: Any) -> int:
+    """Count the characters of all texts in a JSON value."""
+    count, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+    return count
 
 
 def error_of(refused: Refused) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Sequence:
     key: its t-th new token is drawn by the key's uniform t. after: what becomes of its row in the cache when it has
     ended: free; cached, until another sequence needs the room; or held, until it is continued or dropped. row: the row
     in the cache that it continues. on_tokens: called with new tokens as they come; on_end: called by the thread of
-    LiveScheduler. cancelled: nobody waits for it any more.
+    LiveScheduler. cancelled: nobody waits for it any more. sent: tokens that on_tokens had before it began again.
     """
 
     prompt: list[int]
@@ -118,6 +118,15 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    sent: list[int] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Begin again, after an error; its key gives the same tokens, which on_tokens gets once."""
+        self.sent = max(self.sent, self.tokens, key=len)
+        self.tokens = []
+        self.logprobs = []
+        self.finish_reason = None
+        self.row = None
 
     def append(
         self, tokens: list[int], logprobs: list[float], *, eos: set[int], tokenizer: PreTrainedTokenizerBase
@@ -139,8 +148,11 @@ class Sequence:
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
-        if self.on_tokens is not None and not self.cancelled:
-            self.on_tokens(self.tokens[before:])
+        if self.sent[: len(self.tokens)] != self.tokens[: len(self.sent)]:
+            raise RuntimeError("other tokens were sampled after an error")
+        new = self.tokens[max(before, len(self.sent)) :]
+        if new and self.on_tokens is not None and not self.cancelled:
+            self.on_tokens(new)
 
     @property
     def over(self) -> bool:

@@ -384,6 +384,7 @@ Result = TypeVar("Result")
 class LiveScheduler:
     """A queue before an engine's scheduler, and the thread that works it off; max_rows: sequences decoded together.
     Requests to other weights (another role), or for longer rows than there are, wait until those before have ended.
+    When sampling fails, each sequence is sampled again alone, so that only those at fault end with the error.
 
     on_tokens and on_end of a sequence are called in that thread.
     """
@@ -423,7 +424,7 @@ class LiveScheduler:
         self.run(lambda: (self._turn_away("the episode is over"), self.engine.forget()))
 
     def close(self) -> None:
-        """End the thread; requests that still wait end with an error."""
+        """End the thread; requests that wait or are being sampled end with an error."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -454,38 +455,72 @@ class LiveScheduler:
                 self._round(first)
 
     def _round(self, first: Sequence) -> None:
-        """Decode the first that waits, and those that come until none is left that can join. An error ends them all."""
-        going, beyond = [first], self.engine.look_every - 1  # a row may run past its end until the next look
-        with self._changed:
-            alike = [s for s in self._waiting if s.role == first.role][: self.max_rows]
-        room = max(s.room for s in [first, *alike]) + beyond
-        width = max(WIDTHS, 1 << (room - 1).bit_length()) - beyond
+        """Sample the first that waits, and those that come until none is left that can join. After an error each is
+        sampled alone, and gets the error that it meets there.
+        """
+        going = [first]
+        error = self._try(going, joined=True)
+        if error is None:
+            return
+        if len(going) == 1 or self._closed:
+            for sequence in going:
+                if not sequence.cancelled:
+                    sequence.on_end(error)
+            return
+        for sequence in going:
+            sequence.restart()
+            if not sequence.cancelled and (error := self._try([sequence], joined=False)) is not None:
+                sequence.on_end(error)
+
+    def _try(self, going: list[Sequence], *, joined: bool) -> Exception | None:
+        """Sample sequences, and with `joined` those that wait; return the error that ended it, if any, with the
+        sequences that have not ended left in `going`.
+        """
         try:
-            with (
-                as_out_of_memory(),
-                torch.inference_mode(),
-                self.engine.scheduler(first.role, rows=self.max_rows, width=width, serving=True) as scheduler,
-            ):
-                scheduler.add(going)
-                while scheduler.busy:
-                    with self._changed:  # the first that wait join, as long as they can
-                        while self._waiting and not (self._closed or self._jobs) and len(going) < scheduler.capacity:
-                            s = self._waiting[0]
-                            fits = s.role == first.role and s.room <= scheduler.width - beyond
-                            if not s.cancelled and not fits:
-                                break
-                            self._waiting.popleft()
-                            if not s.cancelled:
-                                going.append(s)
-                                scheduler.add([s])
-                    for sequence in scheduler.step():
-                        going.remove(sequence)
-                        if sequence.finish_reason is not None:
-                            sequence.on_end(sequence.completion)
+            self._sample(going, joined=joined)
         except Exception as error:  # noqa: BLE001 whoever waits gets it, and the next round begins
             self.engine.release()
-            for sequence in going:
-                sequence.on_end(error)
+            return error
+        return None
+
+    def _sample(self, going: list[Sequence], *, joined: bool) -> None:
+        beyond = self.engine.look_every - 1  # a row may run past its end until the next look
+        role = going[0].role
+        with self._changed:
+            alike = [s for s in self._waiting if s.role == role][: self.max_rows] if joined else []
+        room = max(s.room for s in [*going, *alike]) + beyond
+        width = max(WIDTHS, 1 << (room - 1).bit_length()) - beyond
+        with (
+            as_out_of_memory(),
+            torch.inference_mode(),
+            self.engine.scheduler(role, rows=self.max_rows, width=width, serving=True) as scheduler,
+        ):
+            scheduler.add([*going])
+            while scheduler.busy:
+                if self._closed:
+                    raise RuntimeError("the server is closing")
+                while joined and len(going) < scheduler.capacity:
+                    sequence = self._next_that_fits(role, scheduler.width - beyond)
+                    if sequence is None:
+                        break
+                    going.append(sequence)
+                    scheduler.add([sequence])
+                for sequence in scheduler.step():
+                    going.remove(sequence)
+                    if sequence.finish_reason is not None:
+                        sequence.on_end(sequence.completion)
+
+    def _next_that_fits(self, role: SampledRole, width: int) -> Sequence | None:
+        """Take the first that waits from the queue if it can join; None while a job waits for the round to end."""
+        with self._changed:
+            while self._waiting and not self._jobs:
+                first = self._waiting[0]
+                if not first.cancelled and (first.role != role or first.room > width):
+                    return None
+                self._waiting.popleft()
+                if not first.cancelled:
+                    return first
+        return None
 
 
 @torch.inference_mode()

@@ -166,7 +166,7 @@ class Episodes(AbstractContextManager):
         episode.num_tokens += len(tokens)
         episode.num_actions += len(tokens)
         episode.turn_ends.append(episode.num_tokens - 1)
-        episode.turn_rewards.append(0.0)
+        episode.turn_rewards.append(None)
         episode.finish_reason = turn.finish_reason
         episode.ended_at = tokens[-1] if turn.finish_reason == "eos" else None
         if turn.finish_reason == "length":
@@ -196,7 +196,7 @@ class Episodes(AbstractContextManager):
         if reply is None:
             episode.over = True
             return None
-        episode.turn_rewards[-1] += reply.reward
+        episode.add_reward(reply.reward)
         episode.invalid += reply.invalid
         last = len(episode.turn_ends) == runner.environment.max_turns
         if reply.done or last or episode.num_actions >= runner.max_new_tokens:
@@ -220,7 +220,7 @@ class Episodes(AbstractContextManager):
             for failure in rows.failures:
                 self.episodes[cut_off[failure.row]].failure = failure.reason
             for sample, reward in zip(cut_off, rows.values, strict=True):
-                self.episodes[sample].turn_rewards[-1] += reward or 0.0
+                self.episodes[sample].add_reward(reward)
         for response, episode in zip(self.responses, self.episodes, strict=True):
             response.finish_reason = episode.finish_reason
         return self.responses

@@ -105,6 +105,11 @@ class Scorer:
         self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
         self.forget()
 
+    @property
+    def right_or_wrong(self) -> bool:
+        """Return whether the reward is a verdict, 1 or 0, by its kind: that of a task which declares so, alone."""
+        return self.uses_verifier and self.task.right_or_wrong and len(self.names) == 1
+
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
         """Return the same rewards for completions of another model, with its tokenizer; closed with this scorer.
 
@@ -158,6 +163,8 @@ class Scorer:
             notes = [judge.check(self.task, judged) for judge in self._judges() if len(judged) > 1]
         except JudgeGone as gone:
             raise ValueError(str(gone)) from None
+        for judge in self._judges():
+            notes += judge.notes
         return notes, [f"warning: reward: {warning} (prompt {prompts[0].text[:60]!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
@@ -218,7 +225,8 @@ class Scorer:
         if self.has_model:  # before the verifier
             calls.insert(len(self.functions), self._model_scores(prompts, completions, transcripts, world))
         if self.environment_rewards:
-            calls.append(RewardCall([e.reward for e in episodes] if episodes else [0.0] * len(prompts)))
+            played = [math.nan] * len(prompts) if episodes is None else [episode.reward for episode in episodes]
+            calls.append(RewardCall(played))
         counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
         fatal = [f for call, counts in zip(calls, counted, strict=True) if counts for f in call.failures] + lost
@@ -255,8 +263,10 @@ class Scorer:
         assert self.task.verify is not None
         given = [p.prompt for p in prompts], answers, row_columns([p.row for p in prompts])
         if self.grader is not None:
-            return self._noted(self.grader, self.grader(*given), prompts)
-        return call_in_process(self.task.verify, self.task.name, *given)
+            call = self._noted(self.grader, self.grader(*given), prompts)
+        else:
+            call = call_in_process(self.task.verify, self.task.name, *given)
+        return keep_verdicts(call, self.task.name) if self.task.right_or_wrong else call
 
     def _noted(
         self, function: FunctionReward | JudgeReward, call: RewardCall, prompts: list[PreparedPrompt]
@@ -330,6 +340,16 @@ class Scorer:
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)
         world.sum(scores)
         return scores.tolist()
+
+
+def keep_verdicts(call: RewardCall, name: str) -> RewardCall:
+    """Fail the rows whose score is neither 1 nor 0, of a task that declares right_or_wrong."""
+    for row, score in enumerate(call.scores):
+        if score not in (0.0, 1.0) and not math.isnan(score):
+            reason = f"`{name}` scored {score:g}, and its task declares right_or_wrong, which is 1 or 0"
+            call.failures.append(RowFailure(row, reason))
+            call.scores[row] = math.nan
+    return call
 
 
 def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:

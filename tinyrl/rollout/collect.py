@@ -143,8 +143,11 @@ class Collector:
         tokens = [sample.response for sample in samples]
         found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
         for i, sample in enumerate(samples):
-            sample.scores, sample.reward = found.scores[i].tolist(), float(found.rewards[i])
-            sample.episode, sample.in_loss = i, sample.rewarded
+            sample.scores = found.scores[i].tolist()
+            sample.score = float(found.rewards[i])
+            sample.reward = sample.score
+            sample.episode = i
+            sample.in_loss = sample.rewarded
             sample.comment = found.whys[i] if found.whys else ""
         for failure in found.failures:
             samples[failure.row].failures.append(failure.reason)

@@ -37,7 +37,8 @@ class Sample:
     episode: int = 0  # number among the step's; further conversations of an agent share their episode's
     finish: FinishReason = "eos"
     scores: list[float] = field(default_factory=list)  # of each reward function; NaN: does not apply
-    reward: float = math.nan  # weighted sum of the scores, less length penalties; NaN: none
+    score: float = math.nan  # weighted sum of the scores; NaN: none
+    reward: float = math.nan  # its score less length penalties, which is what is learnt from; NaN: none
     comment: str = ""  # text that rewards gave beside their scores
     failures: list[str] = field(default_factory=list)  # why rewards failed
     in_loss: bool = True  # it has a reward and is not left out as truncated
@@ -94,7 +95,10 @@ def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> li
     for number, first in enumerate(episodes):
         first.episode = number
         for sample in first.further:
-            sample.episode, sample.scores, sample.reward = number, first.scores, first.reward
+            sample.episode = number
+            sample.scores = first.scores
+            sample.score = first.score
+            sample.reward = first.reward
             sample.in_loss = first.rewarded and not (mask_truncated and sample.truncated)
     return episodes + [sample for first in episodes for sample in first.further]
 
@@ -121,6 +125,11 @@ def rewards_of(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor([sample.reward for sample in samples])
 
 
+def scores_of(samples: Sequence[Sample]) -> Tensor:
+    """Return (B,) rewards before length penalties: whether answers are right, or differ; NaN: none."""
+    return torch.tensor([sample.score for sample in samples])
+
+
 def by_episode(samples: Sequence[Sample], x: Tensor) -> Tensor:
     """Return (E,) sums over the conversations of each episode of a (B,) tensor."""
     numbers = torch.tensor([sample.episode for sample in samples])
@@ -133,13 +142,15 @@ def num_episodes(samples: Sequence[Sample]) -> int:
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
-    """Return (B, T) rewards of turns, on the last token of each; `reward` has them too. None without an environment."""
+    """Return (B, T) rewards of turns, on the last token of each (0 where a turn has none); `reward` has them too. None
+    without an environment.
+    """
     if not any(sample.played for sample in samples):
         return None
     out = torch.zeros(len(samples), max(len(sample.response) for sample in samples))
     for row, sample in enumerate(samples):
         if sample.played:
-            out[row, sample.played.turn_ends] = torch.tensor(sample.played.turn_rewards)
+            out[row, sample.played.turn_ends] = torch.tensor([reward or 0.0 for reward in sample.played.turn_rewards])
     return out
 
 
@@ -174,7 +185,8 @@ def token_rewards_of(samples: Sequence[Sample], kl: Tensor, *, kl_coef: float, s
 
 def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_tokens: int) -> None:
     """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std. An
-    episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them.
+    episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them. The penalty
+    changes `reward`; `score` stays, since length makes no answer right and no group worth keeping.
 
     Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
     max.
@@ -185,7 +197,7 @@ def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_t
     if buffer := reward.overlong_tokens:
         num_actions = torch.tensor([sum(sample.num_actions for sample in episode) for episode in episodes])
         penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
-    for sample, rewarded in zip(samples, (rewards_of(samples) - penalty).tolist(), strict=True):
+    for sample, rewarded in zip(samples, (scores_of(samples) - penalty).tolist(), strict=True):
         sample.reward = rewarded
         if reward.truncated == "mask":
             sample.in_loss = sample.in_loss and not sample.truncated

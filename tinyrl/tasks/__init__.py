@@ -57,6 +57,7 @@ class Task:
 
     name: str
     verify: Callable[..., list[float | None]] | None = None  # verify(prompts, completions, **columns), the whole batch
+    right_or_wrong: bool = False  # `verify` scores 1 or 0 and nothing between, so that means of scores are shares
     gold: Callable[[Row], str | None] = lambda row: None  # an answer that must score full marks; None: there is none
     columns: tuple[str, ...] = ("prompt",)  # columns that every row must have
     summary: str = ""  # one line, for `tinyrl list tasks`

@@ -107,6 +107,7 @@ TASK = Task(
     rows=lambda split: _generated()[split],
     prompt=prompt,
     verify=by_row(score),
+    right_or_wrong=True,
     gold=lambda row: f"<answer>{row['solution']}</answer>" if row.get("solution") else None,
     columns=("numbers", "target"),
     answer=lambda text: "".join(_expression(text).split()) or None,

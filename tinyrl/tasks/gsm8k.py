@@ -45,6 +45,7 @@ TASK = Task(
     rows=lambda split: read_rows(HUB[split]),
     prompt=lambda row: f"{text_in(row, 'question')}\n{INSTRUCTION}",
     verify=by_row(score),
+    right_or_wrong=True,
     gold=gold,
     columns=("question", "answer"),
     answer=answer,

@@ -138,6 +138,7 @@ TASK = Task(
     summary="answer questions by searching, in several turns (the embedded lookup model's own; right or wrong)",
     rows=lambda split: lookup_rows(split, num_rows=NUM_ROWS[split]),
     verify=by_row(score),
+    right_or_wrong=True,
     gold=lambda row: answer_text(row["answer"]),  # without the search that leads to it
     columns=("prompt", "answer", "world"),
     answer=given_answer,

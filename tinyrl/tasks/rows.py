@@ -52,6 +52,7 @@ TASK = Task(
     name="rows",
     summary="your own rows: prompt, and an answer to compare with (or bring a reward function)",
     verify=by_row(score),
+    right_or_wrong=True,
     gold=gold,
     check_reference=check_reference,
     answer=answer,

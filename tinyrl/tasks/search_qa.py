@@ -55,6 +55,7 @@ TASK = Task(
     summary="your own questions, answered with a search engine over your passages (Search-R1's form)",
     prompt=lambda row: f"{INSTRUCTION}\nQuestion: {text_in(row, 'question')}\n",
     verify=by_row(score),
+    right_or_wrong=True,
     gold=lambda row: f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>",
     columns=("question", "golden_answers"),
     environment="search",

@@ -52,6 +52,7 @@ TASK = Task(
     summary="sort eight letters (the embedded default's own task; right or wrong)",
     rows=lambda split: sort_rows(split, num_rows=NUM_ROWS[split]),
     verify=by_row(lambda text, row: float(listed_letters(text) == "".join(str(row["answer"]).split()))),
+    right_or_wrong=True,
     gold=lambda row: sort_completion("".join(str(row["answer"]).split())),
     columns=("prompt", "answer"),
     answer=listed_letters,

@@ -59,6 +59,7 @@ TASK = Task(
     summary="sums of two numbers, for small chat models (right or wrong)",
     rows=rows,
     verify=by_row(lambda text, row: float(numbers_equal(last_number(text), row["answer"]))),
+    right_or_wrong=True,
     gold=lambda row: f"{row['answer']}",
     columns=("prompt", "answer"),
     answer=last_number,

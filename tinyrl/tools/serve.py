@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -18,7 +21,18 @@ from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.rollout.load import load_policy, resolve_threads
 from tinyrl.runs.launched import Options
 
-GRACE_S = 5  # for answers under way when a signal comes
+GRACE_S = 2  # for answers under way when a signal comes
+END_S = 4.5  # after the signal the process ends in any case, also in the middle of a long step or a long text
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends the process END_S after a signal whatever it is doing. Nothing is lost by that."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        deadline = threading.Timer(END_S, os._exit, [0])
+        deadline.daemon = True
+        deadline.start()
+        super().handle_exit(sig, frame)
 
 
 def listen(host: str, port: int, *, key: str | None) -> socket.socket:
@@ -78,7 +92,7 @@ def serve(target: Target, bound: socket.socket, *, key: str | None, options: Opt
     with bound, served(target, options=options, max_rows=max_rows, key=key, hosts=hosts) as endpoint:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{', '.join(endpoint.models)} at {url}", flush=True)
-        server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
+        server = Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
         # uvicorn raises the signal that ended it once more; that is an ordinary end here.
         before = {one: signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -25,7 +25,17 @@ from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.models.batch import Batch
-from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of, token_rewards_of
+from tinyrl.rollout.sample import (
+    Sample,
+    conversations,
+    fill,
+    kl,
+    loss_mask,
+    num_episodes,
+    rewards_of,
+    scores_of,
+    token_rewards_of,
+)
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
@@ -98,7 +108,8 @@ class Grpo(OnPolicy):
     def sample_groups(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh
         prompts replace groups without spread (DAPO's dynamic sampling), in at most so many rounds. The metrics are from
-        before that: groups selected by their rewards would bias them.
+        before that: groups selected by their rewards would bias them. Spread is that of the scores: a group that is all
+        wrong stays one whatever length penalties say, and would teach to be short and nothing else.
         """
         config, size, weights = self.config.grpo, self.group_size, self.collector.scorer.weights
         rows = self.collector.train_prompts
@@ -160,11 +171,11 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
 
 
 def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
-    """Return (B, 1) the sum of the rewards, or of GDPO (B, R) each, that a group is compared by; NaN: none."""
-    rewards = rewards_of(samples).unsqueeze(1)
+    """Return (B, 1) the scores, or of GDPO (B, R) each reward, that a group is compared by; NaN: none."""
+    scores = scores_of(samples).unsqueeze(1)
     if config.reward_aggregation == "sum":
-        return rewards
-    return torch.where(rewards.isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
+        return scores
+    return torch.where(scores.isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
 
 
 def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -> list[int]:

@@ -32,6 +32,7 @@ from tinyrl.rollout.sample import (
     loss_mask,
     num_episodes,
     rewards_of,
+    scores_of,
 )
 from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method
@@ -134,7 +135,7 @@ class OnPolicy(Method):
         self.run.display.phase("sampling")
         samples = self.collector.collect(prompts, group_size=self.group_size, step=step)
         apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
-        self.sampler.look(prompts, rewards_of(samples))
+        self.sampler.look(prompts, scores_of(samples))
         self._report_failures(samples, step)
         return samples
 

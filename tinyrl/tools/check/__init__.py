@@ -25,7 +25,7 @@ from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import versions
 from tinyrl.tasks import load_splits, load_task
 from tinyrl.text import excerpt, one_line
-from tinyrl.tools.check.functions import check_environment, check_reward
+from tinyrl.tools.check.functions import check_environment, check_judges, check_reward
 from tinyrl.tools.check.offline import CheckSection, check_memory
 
 SHOWN = 400
@@ -61,6 +61,8 @@ def check(
     if config.samples:
         task = load_task(config.task.name or "rows", grading=config.task.grading)
         parts += filter(None, [check_reward(config, task, train), check_environment(config, task, train)])
+        if quick:  # a run asks its judges more questions at its start
+            parts += filter(None, [check_judges(config, task, train)])
     if quick:
         yield from (rows, *parts)
         return

@@ -17,9 +17,10 @@ from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn, tool_call
-from tinyrl.rewards.functions import FunctionReward, as_completion, call_in_process, mean
+from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process, mean
 from tinyrl.rewards.holes import find_holes
-from tinyrl.runs.findings import Rule
+from tinyrl.rewards.judge import JudgeGone, JudgeReward
+from tinyrl.runs.findings import Finding, Rule
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, format_number, one_line
@@ -128,6 +129,30 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         section.lines += [f"printed: {one_line(line, SHOWN)}" for line in list(function.printed.kept)[-2:]]
     section.findings = [rule.finding(f) for rule in REWARD if rule.when(f)]
     return section
+
+
+def check_judges(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
+    """Ask each judge one question about the first row; None without a judge."""
+    section = CheckSection("judge")
+    for function in config.reward.functions:
+        if not function.is_judge:
+            continue
+        with closing(JudgeReward(function, timeout_s=config.reward.timeout_s)) as judge:
+            judge.start()
+            try:
+                call = judge.ask_once(task, rows[0])
+                failed = next((failure.reason for failure in call.failures), "")
+            except JudgeGone as gone:
+                call, failed = RewardCall([]), str(gone)
+        section.lines += judge.notes
+        if failed:
+            section.lines.append(escape_control(failed))
+            text = f"{escape_control(failed)}."
+            change = "Correct url, model, key_env or max_tokens of the judge, or start its server."
+            section.findings.append(Finding("a judge without a score", text, change, {}))
+        else:
+            section.lines.append(f"{function.model}: {format_number(call.scores[0])} for the first row's answer")
+    return section if section.lines else None
 
 
 def _scorer(
