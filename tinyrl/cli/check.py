@@ -28,7 +28,7 @@ def check(
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
     from tinyrl.runs.findings import as_json, counted, in_words
-    from tinyrl.runs.run_dir import finite
+    from tinyrl.runs.records import json_safe
 
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
@@ -43,7 +43,7 @@ def check(
     found = [finding for section in sections for finding in section.findings]
     if json_output:
         facts = {section.name: section.facts for section in sections}
-        print(json.dumps(finite({**facts, "findings": as_json(found)}), default=str))
+        print(json.dumps(json_safe({**facts, "findings": as_json(found)}), default=str))
     else:
         what = counted(found) if found else "nothing found that would keep it from learning"
         print(f"\n{what}, in {time.perf_counter() - begun:.0f} s")

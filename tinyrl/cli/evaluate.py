@@ -11,7 +11,7 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.runs.launched import Options, launched
-from tinyrl.runs.run_dir import finite
+from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number
 
 COUNTS = ("num_prompts", "num_samples")  # not in the table
@@ -66,7 +66,7 @@ def evaluate(
 def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> str:
     """Render the result of `evaluate_target` or `compare`."""
     if as_json:
-        return json.dumps(finite(result))
+        return json.dumps(json_safe(result))
     from tinyrl.data.rows import FEW
 
     several = isinstance(result, list)
@@ -97,7 +97,7 @@ def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
     """Return lines for how a policy differs from another; `named`: each line names the policy."""
     who, difference = f"{side['target']}: " if named else "", side["difference"]
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
-    mean, interval = _shown(difference["reward_mean"], sign="+"), _shown(difference["reward_ci"], sign="+")
+    mean, interval = _shown(difference["reward_mean"], signed=True), _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         seen = f"that {other} was trained on" if not named else "that a policy was trained on"
@@ -108,10 +108,9 @@ def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
     return lines
 
 
-def _shown(value: float | list[float] | None, *, sign: str = "") -> str:
-    """Format a number, or an interval as "low to high"; sign: before a positive one."""
-    if isinstance(value, list):
-        return "unknown" if math.isnan(value[0]) else " to ".join(_shown(end, sign=sign) for end in value)
-    if value is None or math.isnan(value):
+def _shown(value: float | list[float] | None, *, signed: bool = False) -> str:
+    """Format a number, or an interval as "low to high"."""
+    ends = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and math.isnan(value[0]):
         return "unknown"
-    return (sign if value >= 0 else "") + (format_number(value) if isinstance(value, float) else str(value))
+    return " to ".join(format_number(end, signed=signed, missing="unknown") for end in ends)

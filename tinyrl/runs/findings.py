@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tinyrl.runs.metrics import REWARD_STATISTICS
-from tinyrl.runs.records import Points, RunRecords, finite, float_or, read_steps, to_float
+from tinyrl.runs.records import Points, RunRecords, float_or, json_safe, read_steps, to_float
 from tinyrl.text import escape_control, one_line
 
 FEWEST_STEPS = 12  # of training, before windows are compared
@@ -316,7 +316,8 @@ class Watch:
 
 def as_json(found: list[Finding]) -> list[dict[str, Any]]:
     return [
-        {"finding": one.name, "what": one.what, "figures": finite(one.figures), "change": one.change} for one in found
+        {"finding": one.name, "what": one.what, "figures": json_safe(one.figures), "change": one.change}
+        for one in found
     ]
 
 

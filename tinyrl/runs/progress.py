@@ -14,7 +14,7 @@ from typing import Any
 
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import messages_of, to_float
-from tinyrl.text import escape_control, mask_url, one_line
+from tinyrl.text import escape_control, format_clock, format_short, mask_url, one_line
 
 CLEAR = "\r\x1b[K"  # the line that the cursor is in
 
@@ -48,11 +48,11 @@ class Display:
         columns = {column: float(value) for column, value in found if isinstance(value, int | float)}
         if columns.get("pass@1") == columns.get("held-out"):
             columns.pop("pass@1", None)
-        parts = [f"step {step}/{self.num_steps}", *(f"{column} {_short(value)}" for column, value in columns.items())]
+        parts = [f"step {step}/{self.num_steps}"]
+        parts += [f"{column} {format_short(value)}" for column, value in columns.items()]
         if step > self._first:
             seconds = int((time.monotonic() - self._started) / (step - self._first) * (self.num_steps - step))
-            hours = f"{seconds // 3600}:" if seconds >= 3600 else ""
-            parts.append(f"{hours}{seconds % 3600 // 60:02d}:{seconds % 60:02d} left")
+            parts.append(f"{format_clock(seconds)} left")
         self._step = step
         self.note(" · ".join(parts))
 
@@ -62,7 +62,7 @@ class Display:
         if not self._live or shown is None:
             return
         turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
-        turns[-1] = (f"{turns[-1][0]} (reward {_short(to_float(shown.get('reward')))})", turns[-1][1])
+        turns[-1] = (f"{turns[-1][0]} (reward {format_short(to_float(shown.get('reward')))})", turns[-1][1])
         width = shutil.get_terminal_size().columns
         self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
 
@@ -91,7 +91,3 @@ class Display:
         with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -22,7 +22,6 @@ from tinyrl.tools.report.panels import (
     overlaid,
     panels_of,
     phase_seconds,
-    show,
     smoothed,
 )
 
@@ -130,14 +129,6 @@ def test_time_is_by_phase_the_longest_first(tmp_path: Path) -> None:
     many = {f"time/p{i}": float(i) for i in range(1, 10)} | {"time/total": 45.0, "time/evaluation": 99.0}
     phases = phase_seconds(read_run(write_run(tmp_path / "b", [{"step": 1, **many}])))
     assert [*phases] == ["evaluation", "p9", "p8", "p7", "p6", "p5", "p4", "p3"]  # as many as there are colours
-
-
-def test_numbers_are_rounded_as_people_read_them() -> None:
-    shown = {
-        0.0: "0", 1.0: "1", 0.0314: "0.0314", 0.9996: "1.00", 9.996: "10.0", -1.284: "\u22121.28", 99.96: "100",
-        4215.4: "4,215", 0.00071: "7.1e\u22124", 5e-5: "5e\u22125", -4.4e-17: "0", 2.5e12: "2.5e12", math.nan: "–",
-    }  # fmt: skip
-    assert {value: show(value) for value in shown} == shown
 
 
 # ---- several runs ----

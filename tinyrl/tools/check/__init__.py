@@ -21,8 +21,8 @@ from tinyrl.data.rows import example_rows, row_key
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.launched import Options
+from tinyrl.runs.provenance import versions
 from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import versions
 from tinyrl.tasks import load_splits, load_task
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.functions import check_environment, check_reward

@@ -38,8 +38,8 @@ from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
-from tinyrl.text import truncate
-from tinyrl.tools.check.offline import CheckSection, size
+from tinyrl.text import format_bytes, truncate
+from tinyrl.tools.check.offline import CheckSection
 from tinyrl.training.run import Run, out_of_memory_stops
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
@@ -158,7 +158,7 @@ def worst_step(trainer: Any) -> CheckSection:
     evaluation = f"; an evaluation {seconds['evaluation']:.2g} s" if "evaluation" in seconds else ""
     section.lines = [
         f"{longest}, tried and thrown away: {seconds['total']:.2g} s ({phases}){evaluation}",
-        f"peak {peak:.2f} GB; {size(room)} are there; micro-batches of {tokens} tokens",
+        f"peak {peak:.2f} GB; {format_bytes(room)} are there; micro-batches of {tokens} tokens",
     ]
     section.facts = {"seconds": seconds, "peak_gb": peak, "size": longest, "micro_batch_tokens": tokens, "room": room}
     if peak * 1e9 > room:

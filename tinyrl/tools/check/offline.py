@@ -18,7 +18,7 @@ from typing import Any
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.findings import Finding, columns
-from tinyrl.text import escape_control
+from tinyrl.text import escape_control, format_bytes
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
 LOGITS = 3 * 4  # bytes of a logit in float32: itself, its exponential and its gradient
@@ -163,23 +163,31 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
     peak = always + phases[highest]
     needed = (config.run.keep_checkpoints + 2) * (parts["updating"]["gradients"] + parts["always"]["Adam"])
     free = shutil.disk_usage(Path.cwd()).free
-    lines = [f"by arithmetic about {size(peak)} on {device}, most of it while {highest}; {size(room)} are there"]
+    most = f"most of it while {highest}; {format_bytes(room)} are there"
+    lines = [f"by arithmetic about {format_bytes(peak)} on {device}, {most}"]
     for name, of in parts.items():
-        listed = ", ".join(f"{part} {size(count)}" for part, count in sorted(of.items(), key=lambda p: -p[1]) if count)
-        lines.append(f"  {name}: {listed}")
-    lines.append(f"disk: checkpoints take about {size(needed)}; {size(free)} are free")
-    rules = (
-        ("not enough memory", peak, room, "It takes", "A smaller run.micro_batch_tokens or generation.max_new_tokens; "
-         "model.gradient_checkpointing=true; model.quantization=4bit (LoRA); a smaller model."),
-        ("not enough disk", needed, free, "Checkpoints take", "Fewer of them: run.keep_checkpoints."),
-    )  # fmt: skip
-    found = [Finding(name, f"{what} about {size(most)}, and {size(there)} are there.", change, {"needed": most})
-             for name, most, there, what, change in rules if most > there]  # fmt: skip
-    return CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts}, found)
-
-
-def size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+        largest = sorted(of.items(), key=lambda part: -part[1])
+        lines.append(f"  {name}: {', '.join(f'{part} {format_bytes(count)}' for part, count in largest if count)}")
+    lines.append(f"disk: checkpoints take about {format_bytes(needed)}; {format_bytes(free)} are free")
+    section = CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts})
+    if peak > room:
+        finding = Finding(
+            name="not enough memory",
+            what=f"It takes about {format_bytes(peak)}, and {format_bytes(room)} are there.",
+            change="A smaller run.micro_batch_tokens or generation.max_new_tokens; model.gradient_checkpointing=true; "
+            "model.quantization=4bit (LoRA); a smaller model.",
+            figures={"needed": peak},
+        )
+        section.findings.append(finding)
+    if needed > free:
+        finding = Finding(
+            name="not enough disk",
+            what=f"Checkpoints take about {format_bytes(needed)}, and {format_bytes(free)} are there.",
+            change="Fewer of them: run.keep_checkpoints.",
+            figures={"needed": needed},
+        )
+        section.findings.append(finding)
+    return section
 
 
 def bytes_of(text: str) -> float:

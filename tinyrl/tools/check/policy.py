@@ -20,14 +20,14 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped, mean, numbers
 from tinyrl.runs.findings import Rule
+from tinyrl.runs.records import json_safe
 from tinyrl.runs.records import to_float as to_number
-from tinyrl.runs.run_dir import finite, write_atomic
+from tinyrl.runs.run_dir import write_atomic
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
-from tinyrl.text import format_number, one_line
+from tinyrl.text import format_number, format_seconds, one_line
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.offline import CheckSection
-from tinyrl.tools.report.panels import show_seconds
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
@@ -85,7 +85,7 @@ def figures(
     f = SimpleNamespace(prompts=len(groups), samples=len(groups[0]), section=config.trains.own, prompts_there=0)
     f.seconds, f.rollout_seconds, f.steps = 0.0, step_seconds, config.run.num_steps
     f.run_seconds = step_seconds * f.steps
-    f.lasting = show_seconds(f.run_seconds)
+    f.lasting = format_seconds(f.run_seconds)
     rewards = numbers([answer.reward for answer in everything])
     f.reward_mean, f.reward_greedy = mean(rewards), mean([answer.reward for answer in greedy])
     f.pass_rates = [mean([answer.reward >= solved for answer in rewarded(group)]) for group in groups]
@@ -227,7 +227,7 @@ TABLE = (
 
 def section(f: SimpleNamespace) -> CheckSection:
     """Return pass rates, rewards, lengths and the answers with the highest and the lowest reward."""
-    took, rates = show_seconds(f.seconds), None
+    took, rates = format_seconds(f.seconds), None
     lines = [f"{f.prompts} of {f.prompts_there:,} prompts, {f.samples} completions each, in {took}"]
     if f.knows_right:
         edges = pairwise([-1.0, *RATES.values()])
@@ -256,6 +256,6 @@ def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
         raise ValueError("--write: rows that are made have no file to put rates into")
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
     rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
-    rated = [{**row, PASS_RATE: finite(to_number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
+    rated = [{**row, PASS_RATE: json_safe(to_number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric
 from tinyrl.runs.records import Points, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
-from tinyrl.text import one_line
+from tinyrl.text import format_seconds, one_line, typeset_number
 
 COLUMNS = 3
 MOST_RUNS = 8  # more colours cannot be told apart
@@ -105,7 +105,7 @@ def panel_of(metric: Metric, lines: list[Line], *, least: int = 1) -> list[Panel
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if len(lines) < least or (metric.skip_zero and not any(values)):
         return []
-    cut = f" (cut at {show(metric.floor)})" if min(values) < metric.floor else ""
+    cut = f" (cut at {typeset_number(metric.floor)})" if min(values) < metric.floor else ""
     return [Panel(replace(metric, unit=metric.unit + cut), lines)]
 
 
@@ -229,7 +229,6 @@ def overlaid(groups: list[RunGroup]) -> list[Panel]:
 
 # ---- the outcome ----
 
-ROUNDING_ERROR = 1e-12
 MOST_PHASES = 8  # more colours cannot be told apart
 SCORES = (  # in training, held out, and in words; the first that a run has says how it went
     ("reward/mean", "eval/reward_mean", "reward"),
@@ -237,39 +236,6 @@ SCORES = (  # in training, held out, and in words; the first that a run has says
     ("loss", "eval/loss", "loss"),
     ("preference/loss", "eval/loss", "loss"),
 )
-
-
-def show(value: float, *, share: bool = False) -> str:
-    """Format a number for people: three digits, a real minus sign, 0 for a rounding error, a dash for NaN. `share`: as
-    per cent with one decimal.
-    """
-    if not math.isfinite(value):
-        return "–"
-    if share:
-        return "< 0.1 %" if 0 < value < 0.0005 else f"{value * 100:.1f}".removesuffix(".0") + " %"
-    size = abs(value)
-    if size < ROUNDING_ERROR or (value == int(value) and size < 100_000):
-        text = f"{int(value):,}"
-    elif size < 0.001 or size >= 1e9:
-        text = short_power(f"{value:.1e}")
-    else:
-        text = f"{value:#.3g}" if size < 99.95 else f"{value:,.0f}"
-    return text.replace("-", "\u2212")
-
-
-def short_power(text: str) -> str:
-    """Write 5.0e-05 as 5e-5."""
-    digits, _, power = text.partition("e")
-    return f"{digits.removesuffix('.0')}e{int(power)}" if power else text
-
-
-def show_seconds(seconds: float) -> str:
-    """Format a duration: 8.40 s, 1 min 32 s, 2 h 05 min."""
-    if seconds < 59.95:
-        return f"{show(seconds)} s"
-    if round(seconds) < 3600:
-        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
-    return f"{round(seconds / 60) // 60} h {round(seconds / 60) % 60:02d} min"
 
 
 def subtitle(run: RunRecords) -> str:
@@ -286,22 +252,25 @@ def outcome(run: RunRecords) -> str:
             continue
         where, (first, start), (last, end) = "Held-out" if held else "Training", points[0], points[-1]
         if len(points) == 1:
-            return f"{where} {name} is {show(end)} at step {last} ({better}); it was measured once so far."
+            return f"{where} {name} is {typeset_number(end)} at step {last} ({better}); it was measured once so far."
         around, caution, paid, overlap = "", "; no held-out comparison", "", False
         if held:
             interval = f"{held_key.removesuffix('_mean')}_ci"
             before, after = (run.interval(interval, step) for step in (first, last))
             if pair := after or run.interval(f"{held_key} range", last):
-                around = f"{'95 % interval' if after else 'seeds from'} {show(pair[0])} to {show(pair[1])}; "
+                kind = "95 % interval" if after else "seeds from"
+                around = f"{kind} {typeset_number(pair[0])} to {typeset_number(pair[1])}; "
             overlap = bool(before and after and before[0] <= after[1] and after[0] <= before[1])
             caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
             if kl := run.finite("eval/kl") or run.finite("objective/kl"):
-                paid = f", at a KL of {show(kl[-1][1])} nats per response"
+                paid = f", at a KL of {typeset_number(kl[-1][1])} nats per response"
         elif (window := min(5, len(points) // 2)) > 1:
             start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
             around = f"means of the first and last {window} steps; "
         verb = "went" if overlap else "rose" if end > start else "fell"
-        change = f"stayed at {show(end)}" if start == end else f"{verb} from {show(start)} to {show(end)}"
+        change = f"{verb} from {typeset_number(start)} to {typeset_number(end)}"
+        if start == end:
+            change = f"stayed at {typeset_number(end)}"
         return f"{where} {name} {change} in {_steps(last - first)} ({around}{better}){caution}{paid}."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
@@ -323,11 +292,11 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str, str]]:
         if key != "eval/pass@1" or not reward_is_pass(run):
             found.append((label, *first_to_last(run, key, share=metric.share), metric.unit))
     if seconds := [value for _, value in run.finite("time/total") if value > 0]:
-        found.append(("Time in steps", "", show_seconds(sum(seconds)), f"{show_seconds(median(seconds))} a step"))
+        found.append(("Time in steps", "", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
     if rates := [value for _, value in run.finite("tokens_per_second")]:
-        found.append(("Speed", "", show(median(rates)), "tokens a second"))
+        found.append(("Speed", "", typeset_number(median(rates)), "tokens a second"))
     if memory := [value for _, value in run.finite("memory/peak_gb")]:
-        found.append(("Peak memory", "", show(max(memory)), "GB"))
+        found.append(("Peak memory", "", typeset_number(max(memory)), "GB"))
     return found
 
 
@@ -346,7 +315,7 @@ def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
 def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """Return the first and the last value of a key figure; the first is empty where both look the same."""
     points = run.finite(key) or [(0, math.nan)]
-    first, last = (show(value, share=share) for _, value in (points[0], points[-1]))
+    first, last = (typeset_number(value, share=share) for _, value in (points[0], points[-1]))
     return "" if first == last else first, last
 
 
