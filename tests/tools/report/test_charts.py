@@ -60,6 +60,12 @@ def test_rewards_by_function_have_one_colour_in_training_and_held_out_beside_the
     assert [*one] == ["Reward", "Spread of rewards", "Rewards dropped"]
 
 
+def test_statistics_of_rewards_are_not_drawn_as_functions(tmp_path: Path) -> None:
+    statistics = {f"reward/{name}": 0.5 for name in ("slowest_seconds", "known_prompts", "zero_spread_kept")}
+    found = panels(tmp_path / "a", [{"step": 1, **statistics, "reward/a": 0.5, "reward/b": 0.25}])
+    assert labels(found["Reward by function"]) == ["a", "b"]
+
+
 def test_smoothing_is_a_weighted_mean_of_neighbours() -> None:
     assert smoothed([0.0, 1.0] * 9) == [0.0, 1.0] * 9  # few points stay as they are
     # half = 2, weights 1 2 3 2 1: a spike of 9 at 10 is 9 * 3/9 there, beside it 9 * 2/9 and 9 * 1/9
