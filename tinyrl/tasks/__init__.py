@@ -62,6 +62,7 @@ class Task:
     summary: str = ""  # one line, for `tinyrl list tasks`
     rows: Callable[[str], list[Row]] = no_rows  # rows("train" | "eval"): its own, the same every time, disjoint
     prompt: Callable[[Row], Prompt] = lambda row: prompt_of(row["prompt"])
+    compares_with: str = ""  # optional column that `verify` needs to give a row a score
     check_reference: Callable[[Row], None] | None = None  # checks what `verify` needs of a row, if it is the reward
     answer: Callable[[str], Hashable | None] | None = None  # a completion's answer (None: none), for majority@k
     can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics

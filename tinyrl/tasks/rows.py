@@ -53,6 +53,7 @@ TASK = Task(
     summary="your own rows: prompt, and an answer to compare with (or bring a reward function)",
     verify=by_row(score),
     gold=gold,
+    compares_with="answer",
     check_reference=check_reference,
     answer=answer,
     can_grade_math=True,
