@@ -74,7 +74,7 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     first, names = sides[0], [side["target"] for side in sides]  # the end of a name says which checkpoint
     lines = [" " * 18 + "".join(f"{name if len(name) < 24 else f'…{name[-22:]}':>24}" for name in names)]
     rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
-    there = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float | list))
+    there = dict.fromkeys(key for row in rows for key, value in row.items() if _is_known(value))
     rewards = [key for key in there if key.startswith("reward/")]
     for key in there:
         if key not in COUNTS and (key not in rewards or len(rewards) > 1):
@@ -96,6 +96,8 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
 def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
     """Return lines for how a policy differs from another; `named`: each line names the policy."""
     who, difference = f"{side['target']}: " if named else "", side["difference"]
+    if math.isnan(difference["reward_mean"]):
+        return [f"{who}no reward on both sides, so there is nothing to compare"]
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
     mean, interval = _shown(difference["reward_mean"], signed=True), _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
@@ -106,6 +108,13 @@ def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
     tied = f", {rate['ties']:.0%} ties" if rate["ties"] > 0 else ""
     lines.append(f"{who}win rate {_shown(rate['mean'])} (95 % interval {_shown(rate['ci'])}{tied})")
     return lines
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether a value is a number, or an interval; an unknown one is NaN."""
+    if isinstance(value, list):
+        return bool(value) and not math.isnan(value[0])
+    return isinstance(value, int | float) and not math.isnan(value)
 
 
 def _shown(value: float | list[float] | None, *, signed: bool = False) -> str:

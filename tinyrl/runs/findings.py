@@ -29,12 +29,13 @@ FEWEST_STEPS = 12  # of training, before windows are compared
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: `what` is a sentence with figures, `change` one thing to change."""
+    """`what` is a sentence with figures, `change` one thing to change; is_harmless: the run learns all the same."""
 
     name: str
     what: str
     change: str
     figures: dict[str, float] = field(default_factory=dict)
+    is_harmless: bool = False
 
 
 # ---- windows ----

@@ -6,6 +6,7 @@ A terminal that is gone (a closed window, a broken pipe) never stops a run: metr
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -43,9 +44,11 @@ class Display:
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.silent
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Print the line of a finished step; pass@1 is left out where it equals the held-out reward."""
-        found = [(metric.column, metrics.get(metric.key)) for metric in TABLE if metric.column]
-        columns = {column: float(value) for column, value in found if isinstance(value, int | float)}
+        """Print the line of a finished step, without metrics that are unknown; pass@1 is left out where it equals the
+        held-out reward.
+        """
+        found = {metric.column: to_float(metrics.get(metric.key)) for metric in TABLE if metric.column}
+        columns = {column: value for column, value in found.items() if math.isfinite(value)}
         if columns.get("pass@1") == columns.get("held-out"):
             columns.pop("pass@1", None)
         parts = [f"step {step}/{self.num_steps}"]

@@ -60,10 +60,9 @@ def summary(run: RunDir) -> str:
     if len(lines) >= 2:
         text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")
         for metric in TABLE:
-            if metric.row and metric.key in lines[0] and metric.key in lines[-1]:
-                values = [line[metric.key] for line in (lines[0], lines[-1])]
-                values = " -> ".join(map(format_number, values))
-                text.append(f"  {metric.row:26} {values}")
+            first, last = (to_float(line.get(metric.key)) for line in (lines[0], lines[-1]))
+            if metric.row and not (math.isnan(first) and math.isnan(last)):
+                text.append(f"  {metric.row:26} {format_number(first)} -> {format_number(last)}")
     there = [
         name for name in ("report.html", "report.png", "metrics.jsonl", "samples.jsonl") if (run.path / name).exists()
     ]
@@ -71,7 +70,10 @@ def summary(run: RunDir) -> str:
     if newest := list_checkpoints(run.checkpoints)[-1:]:
         text.append(f"{'adapter' if config.lora.enabled else 'model':8} {newest[0]}/")
     if config.samples:
+        without_reward = bool(lines) and all(BEST in line and math.isnan(to_float(line[BEST])) for line in lines)
         command = ["tinyrl", "eval", str(run.path), "--vs", "base"]
+        if without_reward:  # there is nothing to compare by
+            command = ["tinyrl", "show", str(run.path), "--samples"]
         text.append(f"next     {shlex.join(command)}")
     elif not config.trains.policy:  # of a text model only its owner knows the next step
         base = "MODEL" if config.model.random_init else config.model.path

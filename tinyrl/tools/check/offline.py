@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.findings import Finding, columns
-from tinyrl.text import escape_control, format_bytes
+from tinyrl.runs.findings import Finding
+from tinyrl.text import format_bytes
+from tinyrl.tools.check.section import CheckSection
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
 LOGITS = 3 * 4  # bytes of a logit in float32: itself, its exponential and its gradient
@@ -196,29 +196,3 @@ def bytes_of(text: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f"--memory {text}: an amount such as 24GB")
     return float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
-
-
-# ---- the page ----
-
-INDENT, MOST_LINES = 13, 20
-
-
-@dataclass
-class CheckSection:
-    """A part of the page: lines to read, the same as facts for --json, and what was found wrong."""
-
-    name: str
-    lines: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-    def render(self) -> str:
-        """Return the section as at most MOST_LINES lines of the terminal, its name on the left."""
-        wrapped = list[str]()
-        for line in "\n".join(filter(None, self.lines)).split("\n"):
-            indent = " " * (2 + len(line) - len(line.lstrip()))
-            wrap = textwrap.TextWrapper(columns() - INDENT, subsequent_indent=indent, break_on_hyphens=False)
-            wrapped += wrap.wrap(escape_control(line))
-        if len(wrapped) > MOST_LINES:
-            wrapped = [*wrapped[: MOST_LINES - 1], f"... {len(wrapped) - MOST_LINES + 1} more lines"]
-        return "\n".join(f"{self.name if i == 0 else '':{INDENT}}{line}" for i, line in enumerate(wrapped or ["-"]))
