@@ -8,8 +8,8 @@ import pytest
 from tests import running
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
+from tinyrl.data.writers import write_rows
 from tinyrl.rollout import load
-from tinyrl.starter import write_rows
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 

@@ -14,9 +14,9 @@ from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.data.writers import write_rows
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_method
-from tinyrl.starter import write_rows
 from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
 from tinyrl.tools.check.offline import KNOWN_SHAPES, bytes_of, check_memory, estimate, read_shapes

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tinyrl.cli.train import config_of
+from tinyrl.data.writers import write_rows
 from tinyrl.runs.findings import found_by
 from tinyrl.runs.launched import Options
-from tinyrl.starter import starter_path, write_rows
+from tinyrl.starter import starter_path
 from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code
 from tinyrl.tools.check.reward import FINDINGS, Trial, lines_of
