@@ -1,5 +1,6 @@
 """Resuming with changed settings: refused with both values, unless it is asked for."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.recipe import load_config
-from tinyrl.training.launch import changed_settings, check_changes
+from tinyrl.config.schema import Config
+from tinyrl.training.launch import changed_settings, check_changes, check_schedule
 
 
 def test_changed_settings_are_shown_with_both_values_and_the_first_three_named() -> None:
@@ -55,3 +57,51 @@ def test_a_finished_run_is_made_longer(model: Path, tmp_path: Path) -> None:
     assert running.lasting(run) == running.lasting(whole)
     ours, theirs = running.weights(run, 5), running.weights(whole, 5)
     assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def scheduled(schedule: str, num_steps: int, *, warmup_steps: int = 0) -> Config:
+    optim = {"learning_rate": 5e-4, "schedule": schedule, "warmup_steps": warmup_steps}
+    return Config.model_validate({"method": "grpo", "optim": optim, "run": {"num_steps": num_steps}})
+
+
+# Rates of a linear schedule of 5e-4 over 20 steps: the 20th step has 1/20 of it. Over 25 steps the 21st has 5/25. A
+# cosine over 20 steps has (1 + cos(0.95 pi)) / 2 of it in the 20th; over 40 the 21st has a half.
+JUMPS = [("linear", 20, 25, "2.5e-05", "0.0001"), ("cosine", 20, 40, "3.08e-06", "0.00025")]
+
+
+@pytest.mark.parametrize(("schedule", "then", "now", "rate_before", "rate_after"), JUMPS)
+def test_a_falling_schedule_is_stretched_only_where_it_is_allowed_and_with_both_rates(
+    schedule: str, then: int, now: int, rate_before: str, rate_after: str
+) -> None:
+    before, config = scheduled(schedule, then).written(), scheduled(schedule, now)
+    both = rf"step 20 was {rate_before}, that of step 21 is {rate_after}\b"
+    with pytest.raises(ValueError, match=both):
+        check_schedule(before, config, step=20, allowed=False)
+    [note] = check_schedule(before, config, step=20, allowed=True)
+    assert re.search(both, note)
+
+
+def test_a_longer_run_whose_rate_does_not_jump_is_no_stretched_schedule() -> None:
+    """A constant rate, the warm-up of a falling one, and its first step."""
+    for schedule, warmup_steps, step in (("constant", 0, 20), ("linear", 8, 7), ("cosine", 0, 0)):
+        before = scheduled(schedule, 20, warmup_steps=warmup_steps).written()
+        config = scheduled(schedule, 400, warmup_steps=warmup_steps)
+        assert check_schedule(before, config, step=step, allowed=False) == []
+
+
+def test_a_run_under_a_stretched_schedule_has_the_rates_of_its_note(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optim = {"schedule": "linear", "learning_rate": 1e-2}
+    _, run, _ = running.train(running.config("grpo", model, optim=optim, run={"num_steps": 2}), tmp_path)
+    longer = run.read_config(["run.num_steps=3"])
+    records = run.lengths()
+    with pytest.raises(ValueError, match=r"was 0\.005, that of step 3 is 0\.00333"):
+        running.go_on(run, config=longer)
+    assert run.lengths() == records
+    assert run.read_config().run.num_steps == 2
+    capsys.readouterr()
+    assert running.go_on(run, config=longer, allow_config_change=True) == 0
+    assert "was 0.005, that of step 3 is 0.00333" in capsys.readouterr().err
+    rates = [line["optim/learning_rate"] for line in running.metrics(run)[1:]]
+    assert rates == pytest.approx([1e-2, 5e-3, 1e-2 / 3])

@@ -28,6 +28,7 @@ def said(content: str) -> dict[str, Any]:
 
 
 A, X, Y = user("a"), said("x"), said("y")
+SYSTEM, OTHER = ({"role": "system", "content": text} for text in ("short", "long"))
 TALK = [user("hi"), said("ho"), user("more"), said("no")]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
@@ -68,6 +69,19 @@ PAIRS: list[tuple[dict[str, Any], Scored | str]] = [
     ({"chosen": [*TALK[:3], X], "rejected": [*TALK[:3], Y]}, Scored(TALK[:3], ([X], [Y]))),
     # both: as UltraFeedback has it, and as messages
     ({"prompt": "a", "chosen": [A, X], "rejected": [A, Y]}, Scored([A], ([X], [Y]))),
+    ({"prompt": "hi\n", "chosen": [*TALK[:3], X], "rejected": [*TALK[:3], Y]}, Scored(TALK[:3], ([X], [Y]))),
+    ({"prompt": TALK[:1], "chosen": [*TALK[1:3], X], "rejected": [*TALK[1:3], Y]}, Scored(TALK[:3], ([X], [Y]))),
+    ({"prompt": "a", "chosen": [A, X, A, Y], "rejected": [A, Y, A, Y]}, Scored([A], ([X, A, Y], [Y, A, Y]))),
+    # a system turn in one of them, or the same in both
+    ({"prompt": [SYSTEM, A], "chosen": [A, X], "rejected": [A, Y]}, Scored([SYSTEM, A], ([X], [Y]))),
+    ({"prompt": [SYSTEM], "chosen": [A, X], "rejected": [A, Y]}, Scored([SYSTEM, A], ([X], [Y]))),
+    ({"prompt": "a", "chosen": [SYSTEM, A, X], "rejected": [SYSTEM, A, Y]}, Scored([SYSTEM, A], ([X], [Y]))),
+    ({"prompt": [SYSTEM, A], "chosen": [SYSTEM, A, X], "rejected": [SYSTEM, A, Y]}, Scored([SYSTEM, A], ([X], [Y]))),
+    # conversations that begin otherwise than with the prompt
+    ({"prompt": "b", "chosen": [A, X], "rejected": [A, Y]}, "`prompt`"),
+    ({"prompt": [A, X, A], "chosen": [A, X], "rejected": [A, Y]}, "`prompt`"),
+    ({"prompt": [said("a")], "chosen": [A, X], "rejected": [A, Y]}, "`prompt`"),
+    ({"prompt": [SYSTEM, A], "chosen": [OTHER, A, X], "rejected": [OTHER, A, Y]}, "`prompt`"),
     # nothing to learn from, whatever the prompt is
     ({"chosen": "a b", "rejected": "a b"}, Scored(None, ("a b", "a b"))),
     ({"prompt": "p", "chosen": None, "rejected": "a"}, Scored("p", ("", "a"))),

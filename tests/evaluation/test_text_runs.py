@@ -1,6 +1,8 @@
 """`tinyrl eval` of runs trained on text or pairs: measured by their trainer, sampled where something judges."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.compare import evaluate_target
+from tinyrl.data.rows import prompt_key
+from tinyrl.evaluation.compare import _trained_on, evaluate_target
 from tinyrl.evaluation.evaluate import evaluate
-from tinyrl.evaluation.targets import Asked
+from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
@@ -146,3 +149,68 @@ def test_a_reward_model_of_a_run_judges_runs_of_text(folder: Path, tmp_path: Pat
     assert result["difference"]["left_out"] == 0
     with pytest.raises(ValueError, match="is a reward model, which writes nothing"):
         ask(folder, "sft", settings=settings, vs=str(folder / "judge"))
+
+
+# ---- rows that a run was trained on ----
+
+
+@pytest.fixture(scope="module")
+def known(folder: Path) -> list[dict[str, Any]]:
+    """Rows of the file that every run here is trained on: 20 that none of them holds out."""
+    seen = trained_on(str(folder / "sft"))
+    return [row for row in ROWS if prompt_key(row["prompt"]) in seen][:20]
+
+
+def fresh(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"new {n}:", "completion": "zz", "chosen": "yes", "rejected": "no"} for n in range(count)]
+
+
+def test_rows_of_a_file_that_the_run_was_trained_on_are_counted(
+    folder: Path, known: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Sampled, and measured; its own held-out rows are none of them."""
+    judged = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
+    rows = str(write_rows(tmp_path / "rows.jsonl", known[:3] + fresh(2)))
+    assert ask(folder, "sft", settings=judged, data=rows)["trained_on"] == 3
+    assert ask(folder, "sft", data=rows)["trained_on"] == 3
+    assert ask(folder, "sft", data=rows, num_prompts=2)["trained_on"] == 2
+    assert ask(folder, "judge", data=rows)["trained_on"] == 3
+    assert "trained_on" not in ask(folder, "sft")
+    assert (
+        ask(folder, "sft", settings=judged, data=str(write_rows(tmp_path / "new.jsonl", fresh(4))))["trained_on"] == 0
+    )
+
+
+def test_a_comparison_leaves_out_rows_that_a_side_was_trained_on(
+    folder: Path, known: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """They are measured and sampled as the new rows alone are."""
+    judged = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
+    rows = str(write_rows(tmp_path / "rows.jsonl", known + fresh(12)))
+    new = str(write_rows(tmp_path / "new.jsonl", fresh(12)))
+    sampled = ask(folder, "sft", settings=judged, data=rows, vs="base")
+    assert (sampled["num_prompts"], sampled["difference"]["left_out"]) == (12, 20)
+    measured = ask(folder, "sft", data=rows, vs=str(folder / "full"))
+    assert measured["left_out"] == 20
+    assert measured["held_out"] == ask(folder, "sft", data=new)["held_out"]
+    assert measured["other"]["held_out"]["num_rows"] == 12
+    assert ask(folder, "sft", vs="base")["left_out"] == 0
+    few = str(write_rows(tmp_path / "few.jsonl", known + fresh(9)))
+    for settings in (judged, []):
+        with pytest.raises(ValueError, match="was trained on 20 of the 29"):
+            ask(folder, "sft", settings=settings, data=few, vs="base")
+
+
+def test_a_run_whose_training_rows_are_gone_is_evaluated_on_others(folder: Path, tmp_path: Path) -> None:
+    """Without a word on how many it knows; a comparison needs that."""
+    run = Path(shutil.copytree(folder / "sft", tmp_path / "moved"))
+    written = run / "config.yaml"
+    written.write_text(written.read_text().replace(str(folder / "rows.jsonl"), str(tmp_path / "gone.jsonl")))
+    judged = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
+    asked = Asked(task="rows", data=str(write_rows(tmp_path / "new.jsonl", fresh(12))), settings=tuple(judged))
+    target = find(str(run), asked)
+    assert target.sampled is not None
+    alone = replace(target, measured=None)
+    assert _trained_on(alone, asked, []) == {"trained_on": None}
+    with pytest.raises(ValueError, match=r"gone\.jsonl"):
+        seen_in_training(alone, ["base"], asked)

@@ -19,8 +19,9 @@ from tests import running
 from tests.faults.children import Child, resumed, train
 from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
-from tinyrl.runs.checkpoint import list_checkpoints, newest_sound, problem_with
+from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, newest_sound, problem_with
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.training.run import CheckpointState
 
 STEPS, BATCH = 6, 16
 DISK = 6_000_000  # bytes; three checkpoints of the tiny model take two
@@ -30,7 +31,7 @@ NO_MOUNT = 77  # an exit code
 REWARD = """
     import ctypes, os
 
-    DISK, FULL_AT, ROOM_AT, READ_ONLY = {disk!r}, {full_at}, {room_at}, {read_only}
+    DISK, FULL_AT, ROOM_AT, READ_ONLY, LEFT = {disk!r}, {full_at}, {room_at}, {read_only}, {left}
     batches = 0
 
     def variety(prompts, completions, **columns):
@@ -53,7 +54,7 @@ REWARD = """
                     while True:
                         file.write(bytes(4096))
                 except OSError:
-                    pass
+                    file.truncate(file.tell() - LEFT)
         elif batches == ROOM_AT:
             os.unlink(filler)
 """
@@ -78,9 +79,11 @@ def mount_small_disk(folder: Path) -> None:
 
 
 def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
-    """Settings of a run on `disk`; at the training batch `full_at` the disk is full, at `room_at` it no longer is."""
+    """Settings of a run on `disk`; at the training batch `full_at` the disk is full but for `left` bytes, at `room_at`
+    it no longer is.
+    """
     file = disk.with_name("rewards.py")
-    known = {"full_at": 0, "room_at": 0, "read_only": False, "batch": BATCH, "disk": str(disk)}
+    known = {"full_at": 0, "room_at": 0, "read_only": False, "left": 0, "batch": BATCH, "disk": str(disk)}
     file.write_text(textwrap.dedent(REWARD).format(**{**known, **trouble}))
     return running.config(
         "grpo",
@@ -138,6 +141,22 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
     assert said.count("could not save step 4: ") == said.count("could not save") == 1, said
     assert said.count("cannot write to") == 1, said
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000", "step-000002", "step-000006"]
+    assert [problem_with(p) for p in list_checkpoints(run.checkpoints)] == [None] * 3
+    assert_same(whole, run, STEPS)
+
+
+def test_on_a_disk_without_room_for_one_more_checkpoint_the_oldest_gives_way(
+    model: Path, disk: Path, whole: RunDir
+) -> None:
+    """There is room for the lines of records, and the checkpoints of steps 0, 2 and 4 are there."""
+    code, run, said = on_small_disk(settings_for(model, disk, full_at=5, left=200_000), disk)
+    assert code == 0, said
+    assert "could not save" not in said
+    best = CheckpointState.read(run.checkpoints / "step-000006").run.best
+    assert best is not None
+    freed = 2 if best.step == 0 else 0
+    assert said.count(f"step-{freed:06d} was deleted") == said.count("was deleted") == 1, said
+    assert [checkpoint_step(p) for p in list_checkpoints(run.checkpoints)] == sorted({0, 2, 4, 6} - {freed})
     assert [problem_with(p) for p in list_checkpoints(run.checkpoints)] == [None] * 3
     assert_same(whole, run, STEPS)
 

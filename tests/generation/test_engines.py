@@ -17,10 +17,11 @@ from transformers import (
 )
 
 from tests.generation.sampling import CPU, PROMPTS, assert_same, make_engine, requests, sample, scored, stir, tokens_of
-from tests.tiny_models import TinyModels
+from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation import engines
 from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import FusedEngine, LibraryScheduler, select_engine
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import supports_fused_layers
@@ -66,6 +67,23 @@ def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind:
         ids = torch.tensor([prompt])
         out = engine.policy.causal.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         assert completion.tokens == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("look_every", [1, 16])
+def test_no_row_is_decoded_beyond_learned_positions(tiny: TinyModels, look_every: int):
+    """Prompts that fill all positions but a few, one of which ends ten tokens before the others; the samples are those
+    of each alone, token by token.
+    """
+    engine = make_engine(tiny("gpt2"), "hf")
+    engine.eos = set()
+    prompts = [[(7 * i) % 250 + 2 for i in range(length)] for length in (POSITIONS - 2, *[POSITIONS - 12] * 9)]
+    limits = [POSITIONS - len(prompt) for prompt in prompts]
+    asked = [Request(p, i, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    alone = [engine.sample([one], 1, seed=0, step=0)[0][0] for one in asked]
+    engine.look_every = look_every
+    together = [group[0] for group in engine.sample(asked, 1, seed=0, step=0)]
+    assert [len(one.tokens) for one in together] == limits
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
 
 
 @pytest.mark.parametrize("name", ["fused", "hf"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from tests.models.building import CPU, lora, lora_roles
+from tests.models.building import CPU, lora, lora_roles, stir
 from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import layers, packing
 from tinyrl.models.batch import examples
@@ -49,6 +49,21 @@ def test_a_bfloat16_model_computes_in_float32_and_is_itself_again(tiny: TinyMode
         assert float((halved(input_ids=IDS).logits.float() - widened).abs().mean()) > 1e-3
     assert {name: p.data_ptr() for name, p in halved.named_parameters()} == before
     assert {p.dtype for p in halved.parameters()} == {torch.bfloat16}
+
+
+def test_experts_and_router_with_adapters_compute_in_float32(tiny: TinyModels) -> None:
+    """PEFT wraps their bare parameters, and adds its branches in the dtype of these before their layer runs."""
+    loaded = [load_causal_lm(str(tiny("qwen3-moe")), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    halved, whole = (wrap_in_lora(model, lora()) for model in loaded)
+    stir({name: p for name, p in halved.named_parameters() if "lora_" in name})
+    whole.load_state_dict(halved.state_dict())
+    dtypes = {name: p.dtype for name, p in halved.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if ".mlp." in name and "lora_" not in name} == {torch.bfloat16}
+    with torch.no_grad():
+        with in_float32(halved):
+            widened = halved(input_ids=IDS).logits
+        torch.testing.assert_close(widened, whole(input_ids=IDS).logits, rtol=0, atol=1e-5)
+    assert {name: p.dtype for name, p in halved.named_parameters()} == dtypes
 
 
 # ---- heads ----

@@ -1,15 +1,25 @@
 """Reward models of their own and on the shared base: which score, of which text, whatever else is in the batch."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForSequenceClassification,
+)
 
+from tests import running
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora_roles, stir
 from tests.tiny_models import TinyModels, tiny_tokenizer
+from tests.training.rows import loaded
 from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.build import attach_reward_adapter
 from tinyrl.models.loading import load_tokenizer
@@ -79,6 +89,36 @@ def test_one_label_of_several_and_a_language_model_has_none(tiny: TinyModels):
             load(folder, wrong)
     with pytest.raises(ValueError, match=r"is no reward model: its weights have no score.weight"):
         load(tiny("llama"))
+
+
+def test_a_score_that_its_head_does_not_give_is_refused(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """As a reward model and as a critic, which both take the head alone."""
+    folder = str(tiny.reward("llama"))
+    forward = LlamaForSequenceClassification.forward
+
+    def threefold(self: Any, *args: Any, **named: Any) -> Any:
+        output: Any = forward(self, *args, **named)
+        output.logits = output.logits * 3
+        return output
+
+    settings = {
+        "reward": running.config("grpo", tiny("llama"), reward={"functions": [], "model": folder}),
+        "critic": running.config("ppo", tiny("llama"), critic={"path": folder, "kind": "separate"}),
+    }
+    for config in settings.values():
+        loaded(config).close()
+    monkeypatch.setattr(LlamaForSequenceClassification, "forward", threefold)
+    for config in settings.values():
+        with pytest.raises(ValueError, match="LlamaForSequenceClassification changes its logits"):
+            loaded(config)
+
+
+def test_a_padding_token_among_the_compared_ones_changes_no_score(tiny: TinyModels, tmp_path: Path):
+    """The library scores a text at its last token that is no padding."""
+    shutil.copytree(tiny.reward("llama"), tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "pad_token_id": 8}))
+    assert load(tmp_path)
 
 
 # ---- an adapter and a head on the shared base ----

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tinyrl.runs.checkpoint import (
     MANIFEST,
     check_room,
     checkpoint_step,
+    free_oldest,
     list_checkpoints,
     newest_sound,
     problem_with,
@@ -79,6 +81,12 @@ def flip_a_bit(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(content)
 
 
+def rewrite(folder: Path, **values: object) -> None:
+    """Lay values over those of MANIFEST.json."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | values))
+
+
 DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
     ("state.json", lambda f: (f / "state.json").unlink()),
     ("critic/adapter_model.safetensors", lambda f: os.truncate(f / "critic/adapter_model.safetensors", 3)),
@@ -86,6 +94,9 @@ DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
     (MANIFEST, lambda f: (f / MANIFEST).unlink()),
     (MANIFEST, lambda f: os.truncate(f / MANIFEST, 40)),
     (MANIFEST, lambda f: (f / MANIFEST).write_text("[" * 99_999)),
+    (MANIFEST, lambda f: rewrite(f, files={})),
+    (MANIFEST, lambda f: rewrite(f, step=5)),
+    (MANIFEST, lambda f: rewrite(f, step="10")),
 ]
 
 
@@ -97,6 +108,11 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     folder, [warning] = newest_sound(root)
     assert folder == root / "step-000005"
     assert warning.startswith(f"step-000010: {place}")
+
+
+def test_a_copy_of_a_checkpoint_under_a_name_of_its_own_is_sound(root: Path):
+    copy = (root / "step-000010").rename(root / "best-so-far")
+    assert problem_with(copy) is None
 
 
 # renames: the old one aside, the new one in; fsyncs: three files, the manifest, critic/, the folder, and the root last
@@ -189,6 +205,32 @@ def test_pruning_keeps_the_newest_and_the_protected(root: Path):
     prune(root, keep=2, protected=[root / "step-000010", root / "step-000099"])
     assert {p.name for p in root.iterdir()} == {"step-000010", "step-000020", "step-000025", "notes.txt"}
     assert problem_with(root / "step-000025") is None
+
+
+def test_a_full_disk_frees_the_oldest_checkpoint_but_the_best(root: Path):
+    for step in (15, 20):
+        write_checkpoint(root, step, write=fill)
+    assert free_oldest(root, best=root / "step-000005") == root / "step-000010"
+    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000015", "step-000020"}
+    assert free_oldest(root, best=root / "step-000005") == root / "step-000015"
+    assert free_oldest(root, best=root / "step-000005") is None  # one sound one would remain
+    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000020"}
+
+
+def test_a_damaged_checkpoint_is_freed_and_is_none_of_those_that_remain(root: Path):
+    write_checkpoint(root, 15, write=fill)
+    (root / "step-000010" / MANIFEST).unlink()
+    assert free_oldest(root, best=root / "step-000015") is None  # without step 5 there would be one sound one
+    assert free_oldest(root, best=root / "step-000005") == root / "step-000010"
+
+
+def test_nothing_is_freed_that_makes_no_room(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """The newest checkpoint has half a million bytes, the oldest a few, and the disk has none."""
+    write_checkpoint(root, 15, write=lambda folder: fill(folder, bytes(500_000)))
+    before, disk = tree(root), shutil.disk_usage(root)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: disk._replace(free=0))
+    assert free_oldest(root, best=root) is None
+    assert tree(root) == before
 
 
 def test_a_pruner_that_is_killed_is_finished_by_the_next_one(root: Path):

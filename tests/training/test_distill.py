@@ -20,6 +20,7 @@ from tests.training.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion
+from tinyrl.models import build
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
 from tinyrl.rollout.sample import Sample, fill, loss_mask, padded
@@ -254,6 +255,105 @@ def test_every_response_is_learnt_from_without_a_reward(model: Path, other: Path
     settings = config(model, other, **own, run={"num_steps": 5})  # in five batches a guard of GRPO's would stop it
     run = trained(settings, tmp_path)
     assert all(line["optim/grad_norm"] > 0 for line in running.metrics(run)[1:])
+
+
+def test_kl_is_of_every_sampled_token_with_or_without_a_reward(model: Path, other: Path) -> None:
+    """And of no token of a given answer, which has no log-probability; nor has it an advantage in the records."""
+    trainer = loaded(config(model, other))
+    prompts = trainer.collector.train_prompts[:3]
+    unrewarded, rewarded = trainer.collector.collect(prompts[:2], group_size=1, step=0)
+    unrewarded.reward = float("nan")
+    given_answer = trainer.given(prompts[2])
+    samples = [unrewarded, rewarded, given_answer]
+    found = trainer.teacher.score(samples)
+    gaps = [
+        ours - theirs
+        for sample in (unrewarded, rewarded)
+        for ours, theirs in zip(sample.logprobs, sample.teacher.tolist(), strict=True)
+    ]
+    assert found["teacher/kl"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+    assert trainer.teacher.score([given_answer]).keys() == {"teacher/logprob"}
+
+
+def test_a_given_answer_has_no_advantage_in_the_records(model: Path, other: Path, tmp_path: Path) -> None:
+    own = {"num_prompts": 4, "group_size": 2, "on_policy_fraction": 0.5}
+    settings = config(model, other, distill=own, run={"num_steps": 1})
+    lines = map(json.loads, trained(settings, tmp_path).samples.read_text().splitlines())
+    advantages = [line["advantage"] for line in lines if line["kind"] == "train"]
+    assert [value != 0.0 for value in advantages] == [True] * 4 + [False] * 2
+
+
+def with_positions(source: Path, folder: Path, positions: int) -> Path:
+    """Copy a model of rotary positions; its config.json names this many."""
+    shutil.copytree(source, folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["max_position_embeddings"] = positions
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def longest_sampled(model: Path, **sections: Any) -> int:
+    trainer = loaded(config(model, model, **sections))
+    return max(len(p.tokens) for p in trainer.collector.train_prompts) + trainer.collector.longest_response
+
+
+@pytest.mark.parametrize("method", ["distill", "grpo"])
+def test_a_teacher_with_too_few_positions_for_a_sampled_text_is_refused(
+    method: str, model: Path, other: Path, tmp_path: Path
+) -> None:
+    longest = longest_sampled(model)
+    own = {} if method == "distill" else {"kl_coef": 0.5}
+    for positions in (longest, longest - 1):
+        teacher = with_positions(other, tmp_path / str(positions), positions)
+        settings = running.config(method, model, teacher={"path": str(teacher), **own})
+        if positions == longest:
+            assert loaded(settings).teacher.positions == longest
+        else:
+            with pytest.raises(ValueError, match=rf"teacher\.path=.* {positions} positions.* {longest} tokens"):
+                loaded(settings)
+
+
+def test_a_server_with_too_few_positions_is_refused(model: Path, other: Path) -> None:
+    """It answers a prompt with one token behind it."""
+    longest = longest_sampled(model)
+    with StandIn(other, max_model_len=longest + 1) as serving:
+        assert loaded(config(model, serving.url)).teacher.positions == longest
+    with StandIn(other, max_model_len=longest) as serving, pytest.raises(ValueError, match=f"{longest - 1} positions"):
+        loaded(config(model, serving.url))
+
+
+def test_a_teacher_whose_head_is_not_known_is_refused(model: Path, tiny: TinyModels) -> None:
+    """HyperCLOVAX multiplies its logits by the number that Granite divides them by."""
+    trainer = loaded(config(model, granite := tiny("granite")))
+    samples = given(trainer)
+    targets = torch.cat([torch.tensor(sample.response) for sample in samples])
+    expected = plain_logprobs(granite, samples).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(padded(samples, "teacher")[loss_mask(samples)], expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="HyperCLOVAXForCausalLM changes its logits"):
+        loaded(config(model, tiny("hyperclovax")))
+
+
+def test_a_given_answer_beyond_the_teachers_positions_is_refused(model: Path, other: Path, tmp_path: Path) -> None:
+    answers = ["x" * 40, "y" * 41]  # of prompts of ten tokens, through EOS
+    rows = write_rows(tmp_path / "rows.jsonl", ({"prompt": "z" * 10, "completion": text} for text in answers))
+    task = {"name": "rows", "data": str(rows), "eval_data": str(rows)}
+    sections: dict[str, Any] = {"task": task, "reward": {"functions": []}, "run": {"eval_prompts": 0}}
+    enough = with_positions(other, tmp_path / "enough", 52)
+    loaded(config(model, enough, **sections, distill={"on_policy_fraction": 0.5}))
+    short = with_positions(other, tmp_path / "short", 51)
+    loaded(config(model, short, **sections))
+    with pytest.raises(ValueError, match=r"row 2 has 52 tokens.* 51 positions"):
+        loaded(config(model, short, **sections, distill={"on_policy_fraction": 0.5}))
+
+
+def test_more_of_a_teachers_tokens_than_there_are_is_refused_before_weights(
+    model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loaded(config(model, other, teacher={"top_k": 258})).teacher
+    monkeypatch.setattr(build, "load_causal_lm", lambda *_, **__: pytest.fail("weights were loaded"))
+    for who in (other, "http://127.0.0.1:9"):
+        with pytest.raises(ValueError, match=r"teacher\.top_k=259.* 258 tokens"):
+            loaded(config(model, who, teacher={"top_k": 259}))
 
 
 def test_a_server_that_is_gone_stops_a_run_that_can_be_resumed(model: Path, other: Path, tmp_path: Path) -> None:

@@ -195,26 +195,53 @@ CHAT = (
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_the_last_of_several_messages_is_learnt(packs: bool, tmp_path: Path) -> None:
-    """Its log-probability behind the messages before it, which may differ, by the library's own logits."""
+def test_every_turn_of_the_assistant_behind_the_common_beginning_is_learnt(packs: bool, tmp_path: Path) -> None:
+    """The log-probability of each behind the messages before it, by the library's own logits."""
     model = chat_model(tmp_path / "chat", CHAT)
     lines = [
         {"chosen": talk("a", "b", "c", "dd"), "rejected": talk("a", "e", "c", "f")},
         {"prompt": talk("a"), "chosen": talk("a", "b", "c", "dd")[1:], "rejected": [assistant("g")]},
+        {"chosen": talk("a", "b", "c", "d", "e", "ff"), "rejected": talk("a", "b", "c", "g", "h", "i")},
+        {"chosen": talk("a", "b", "c", "d"), "rejected": talk("a", "b", "c", "e")},
     ]
+    learnt = [([1, 3], [1, 3]), ([1, 3], [1]), ([3, 5], [3, 5]), ([3], [3])]  # places of turns
     method = on_all("dpo", model, tmp_path, lines)
     method.policy.packs = packs
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     how: dict[str, Any] = {"chat": "auto", "system_prompt": None, "variables": {}}
     wanted, lengths = [], []
-    for line in lines:
-        sides = [line.get("prompt", []) + line[name] for name in ("chosen", "rejected")]
-        answers = [render_answer(method.policy.tokenizer, side[:-1], side[-1:], **how) for side in sides]
-        wanted.append([plain_logprobs(plain, Example(prompt, ()), answer).item() for prompt, answer in answers])
-        lengths.append([len(answer) for _, answer in answers])
+    for line, places in zip(lines, learnt, strict=True):
+        sums, counts = [], []
+        for name, turns in zip(("chosen", "rejected"), places, strict=True):
+            side = line.get("prompt", []) + line[name]
+            answers = [render_answer(method.policy.tokenizer, side[:i], [side[i]], **how) for i in turns]
+            sums.append(sum(plain_logprobs(plain, Example(prompt, ()), answer).item() for prompt, answer in answers))
+            counts.append(sum(len(answer) for _, answer in answers))
+        wanted.append(sums)
+        lengths.append(counts)
     found = logprobs_of(method.policy, "policy", pairs_of(method))
     torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=1e-4)
     assert [pair.learnt for pair in pairs_of(method)] == lengths
+
+
+def test_turns_that_the_template_writes_otherwise_later_are_read(tmp_path: Path) -> None:
+    """A template that strips the thoughts of earlier turns: the last turn is learnt, and a note says so."""
+    strips = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('/')[-1] }}")
+    turns = talk("a", "b/c", "d", "e/f")
+    lines = [{"chosen": turns, "rejected": talk("a", "g/h", "d", "i")}]
+    method = on_all("dpo", chat_model(tmp_path / "chat", strips), tmp_path, lines)
+    (pair,) = pairs_of(method)
+    end = len("e/f") + 1
+    assert pair.learnt == [end, len("i") + 1]
+    assert method.policy.tokenizer.decode(pair.texts[0][:-end]).endswith("assistant:c<eos>user:d<eos>assistant:")
+    assert dpo.REWRITTEN in method.notes
+    whole = on_all("dpo", chat_model(tmp_path / "whole", CHAT), tmp_path, lines)
+    assert dpo.REWRITTEN not in whole.notes
+
+
+def test_a_prompt_that_its_chats_do_not_begin_with_is_refused_by_its_line(model: Path, tmp_path: Path) -> None:
+    good = {"prompt": "a", "chosen": talk("a", "b"), "rejected": talk("a", "c")}
+    refused(model, tmp_path, [good, {**good, "prompt": "aa"}], r"rows\.jsonl.*2: `prompt` has 'aa'")
 
 
 def test_pairs_that_are_too_long_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """PPO: A2C's gradient by hand, text beside the rewards (PPO-ptx), critics that start from a run or a reward model."""
 
-from collections.abc import Iterator, Sequence
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -260,6 +262,38 @@ def test_a_run_goes_on_with_the_critic_of_another(name: str, tiny: TinyModels, t
     assert begun.policy.critic_kind == kind
     torch.testing.assert_close(values(begun), end, rtol=1e-5, atol=1e-6)
     begun.close()
+
+
+def with_vocabulary(source: Path, folder: Path, order: Callable[[list[str]], list[str]]) -> Path:
+    """Copy a model; its tokenizer has the same tokens in another order."""
+    shutil.copytree(source, folder)
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = facts["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    added = len(facts["added_tokens"])
+    facts["model"]["vocab"] = {t: i for i, t in enumerate([*tokens[:added], *order(tokens[added:])])}
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.mark.parametrize("of_run", [False, True], ids=["model", "run"])
+def test_a_critic_of_other_tokens_is_refused(of_run: bool, tiny: TinyModels, tmp_path: Path) -> None:
+    """Of as many tokens, shifted by one or in another order; a model of another kind with the same tokens is taken."""
+    models = {
+        "same": tiny("qwen2"),
+        "shifted": with_vocabulary(tiny("qwen2"), tmp_path / "shifted", lambda tokens: [*tokens[1:], tokens[0]]),
+        "reversed": with_vocabulary(tiny("qwen2"), tmp_path / "reversed", lambda tokens: tokens[::-1]),
+    }
+    for name, path in models.items():
+        if of_run:
+            run = trained(ppo(path, critic={"kind": "separate"}, run={"num_steps": 1}), tmp_path, name=f"run-{name}")
+            path = run.path
+        settings = resolve(ppo(tiny("llama"), critic={"path": str(path), "kind": "separate"}))
+        if name == "same":
+            loaded(settings).close()
+        else:
+            with pytest.raises(ValueError, match=r"critic\.path=.* another tokenizer"):
+                loaded(settings)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

@@ -28,6 +28,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import launch as launching
+from tinyrl.training import run as training_run
 from tinyrl.training.launch import fork, started_with
 from tinyrl.training.run import STATE, Best, CheckpointState, Controllers, InputHashes, RunState
 from tinyrl.training.step import Updater
@@ -124,9 +125,51 @@ def test_a_run_without_its_checkpoints_is_refused_unless_it_is_at_the_beginning(
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
         running.go_on(run)
     assert contents(run) == before
-    run.metrics.write_text(run.metrics.read_text().splitlines()[0] + "\n")
+    for record in run.path.glob("*.jsonl"):
+        lines = record.read_text().splitlines(keepends=True)
+        record.write_text("".join(line for line in lines if json.loads(line)["step"] == 0))
     assert running.go_on(run) == 0
     assert_same(whole, run, STEPS)
+
+
+@pytest.mark.parametrize("steps", [STEPS, STEPS + 1])
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(steps: int, first: RunDir, tmp_path: Path) -> None:
+    """Finished, or not: one byte more in each."""
+    run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
+    run.write_config(run.read_config([f"run.num_steps={steps}"]))
+    for checkpoint in checkpoints.list_checkpoints(run.checkpoints):
+        with (checkpoint / "adapter_model.safetensors").open("ab") as file:
+            file.write(b"\0")
+    before = contents(run)
+    with pytest.raises(ValueError, match=r"(?s)step-000003: adapter_model.safetensors.*--overwrite"):
+        running.go_on(run, allow_config_change=True)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("record", ["metrics", "samples"])
+def test_a_record_that_is_gone_is_said(
+    record: str, first: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints / "step-000003")
+    file: Path = getattr(run, record)
+    file.unlink()
+    lost = CheckpointState.read(run.checkpoints / "step-000002").records[file.name]
+    assert running.go_on(run) == 0
+    assert f"warning: {file.name}: the file is gone, {lost:,} of" in capsys.readouterr().err
+    assert {json.loads(line)["step"] for line in file.read_text().splitlines()} == {3}
+
+
+@pytest.mark.parametrize("record", ["samples", "prompts"])
+def test_a_run_without_checkpoints_and_metrics_is_known_by_its_other_records(
+    record: str, first: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    for name in ("config.yaml", f"{record}.jsonl"):
+        shutil.copyfile(first.path / name, run.path / name)
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+        running.go_on(run)
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -147,6 +190,52 @@ def test_a_run_whose_last_save_failed_says_how_to_get_the_last_step(
     assert code == 4
     assert f"tinyrl train --resume {run.path}" in capsys.readouterr().out
     assert running.go_on(run) == 0
+
+
+def on_full_disk(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, refusals: int, number: int = errno.ENOSPC
+) -> tuple[int, list[str]]:
+    """(exit code, checkpoints) of a run that saves each step; the disk refuses the last one so many times. The best
+    evaluation is that of step 0.
+    """
+    plain, left = training_run.save_file, [refusals]
+
+    def write(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if file.parent.name.endswith(f"step-{steps:06d}") and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        plain(tensors, file)
+
+    monkeypatch.setattr(training_run, "save_file", write)
+    run = {"num_steps": steps, "save_every": 1, "keep_checkpoints": 9, "eval_every": 0}
+    settings = running.config("grpo", model, run=run, optim={"learning_rate": 1e-9})
+    code, made, _ = running.train(settings, folder)
+    found = checkpoints.list_checkpoints(made.checkpoints)
+    assert [checkpoints.problem_with(checkpoint) for checkpoint in found] == [None] * len(found)
+    return code, [checkpoint.name for checkpoint in found]
+
+
+def test_on_a_full_disk_the_oldest_checkpoint_but_the_best_gives_way(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 0 to 3 are there."""
+    code, left = on_full_disk(model, tmp_path, monkeypatch, steps=4, refusals=1)
+    assert (code, left) == (0, ["step-000000", "step-000002", "step-000003", "step-000004"])
+
+
+def test_one_checkpoint_gives_way_and_no_second_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, left = on_full_disk(model, tmp_path, monkeypatch, steps=4, refusals=9)
+    assert (code, left) == (4, ["step-000000", "step-000002", "step-000003"])
+
+
+@pytest.mark.parametrize(("steps", "number"), [(2, errno.ENOSPC), (4, errno.EIO)])
+def test_no_checkpoint_gives_way_where_few_are_left_or_the_disk_is_not_full(
+    steps: int, number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, left = on_full_disk(model, tmp_path, monkeypatch, steps=steps, refusals=1, number=number)
+    assert (code, left) == (4, [f"step-{step:06d}" for step in range(steps)])
 
 
 @pytest.mark.slow
@@ -249,6 +338,45 @@ def test_a_refused_fork_leaves_no_folder(at: str, override: str, problem: str, f
     with pytest.raises(ValueError, match=problem):
         forked(f"{first.path}{at}", override, output_dir=tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def with_best(first: RunDir, folder: Path, *, step: int) -> RunDir:
+    """A copy of the run whose checkpoint of step 2 says that the best evaluation was after `step`."""
+    run = RunDir(shutil.copytree(first.path, folder / "of-best"))
+    checkpoint = run.checkpoints / "step-000002"
+    state = CheckpointState.read(checkpoint)
+    state.run.best = Best(step=step, value=1e6)
+    state.write(checkpoint)
+    checkpoints.seal(checkpoint, 2)
+    return run
+
+
+def test_a_fork_has_the_best_checkpoint_too_and_keeps_it(first: RunDir, tmp_path: Path) -> None:
+    old = with_best(first, tmp_path, step=0)
+    new = forked(f"{old.path}@2", "run.keep_checkpoints=1", output_dir=tmp_path)
+    assert [p.name for p in checkpoints.list_checkpoints(new.checkpoints)] == [
+        "step-000000",
+        "step-000002",
+        "step-000003",
+    ]
+    copied = running.weights(new, 0)
+    assert copied.keys() == running.weights(old, 0).keys()
+    assert all(torch.equal(tensor, running.weights(old, 0)[name]) for name, tensor in copied.items())
+
+
+@pytest.mark.parametrize("lack", ["gone", "damaged"])
+def test_a_fork_forgets_a_best_checkpoint_that_it_cannot_have(lack: str, first: RunDir, tmp_path: Path) -> None:
+    """Its own best one is then kept."""
+    old = with_best(first, tmp_path, step=0)
+    of_best = old.checkpoints / "step-000000"
+    if lack == "gone":
+        shutil.rmtree(of_best)
+    else:
+        (of_best / "adapter_model.safetensors").write_bytes(b"")
+    new = forked(f"{old.path}@2", output_dir=tmp_path)
+    assert [p.name for p in checkpoints.list_checkpoints(new.checkpoints)] == ["step-000002", "step-000003"]
+    best = CheckpointState.read(new.checkpoints / "step-000003").run.best
+    assert best == Best(step=3, value=running.metrics(new)[3]["eval/reward_mean"])
 
 
 def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number
 
-COUNTS = ("num_prompts", "num_samples")  # not in the table
+COUNTS = ("num_prompts", "num_samples", "trained_on", "left_out")  # not in the table
 
 
 def evaluate(
@@ -87,13 +87,21 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
         lines.append(f"(greedy in brackets; {first['num_prompts']} prompts x {first['num_samples']}{kl})")
     for side in sides:
         if "difference" in side:
-            lines += _against(side, first["target"] if several else first["other"]["target"], named=several)
+            lines += _against(side, named=several)
+    if first.get("left_out"):
+        lines.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
+    if (seen := first.get("trained_on", 0)) is None:
+        lines.append(
+            f"warning: the rows that {first['target']} was trained on cannot be read; it may know some of these"
+        )
+    elif seen:
+        lines.append(f"warning: {first['target']} was trained on {seen} of these rows")
     if first.get("num_prompts", FEW) < FEW:
         lines.append(f"warning: fewer than {FEW} prompts say little")
     return "\n".join(lines)
 
 
-def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
+def _against(side: dict[str, Any], *, named: bool) -> list[str]:
     """Return lines for how a policy differs from another; `named`: each line names the policy."""
     who, difference = f"{side['target']}: " if named else "", side["difference"]
     if math.isnan(difference["reward_mean"]):
@@ -102,8 +110,7 @@ def _against(side: dict[str, Any], other: str, *, named: bool) -> list[str]:
     mean, interval = _shown(difference["reward_mean"], signed=True), _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
-        seen = f"that {other} was trained on" if not named else "that a policy was trained on"
-        lines.append(f"{who}left out: {difference['left_out']} held-out prompts {seen}")
+        lines.append(f"{who}left out: {difference['left_out']} held-out prompts that a policy was trained on")
     rate = side["win_rate"]
     tied = f", {rate['ties']:.0%} ties" if rate["ties"] > 0 else ""
     lines.append(f"{who}win rate {_shown(rate['mean'])} (95 % interval {_shown(rate['ci'])}{tied})")

@@ -135,23 +135,13 @@ class PpoConfig(PolicyGradientSection):
 class DistillConfig(Section):
     num_prompts: NumPrompts = Field(default=32, description="prompts per step")
     group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=1, description="completions per prompt")
-    objective: Literal["divergence", "sampled"] = Field(
-        default="divergence", description="distance of the distributions, or a policy gradient on sampled tokens"
-    )
     on_policy_fraction: Share = Field(
         default=1.0, description="share of prompts with sampled answers; others use given ones"
     )
-    preset: ClassVar[str] = ""
-    clip_eps: ClassVar[float] = 0.2
-    clip_eps_high: ClassVar[None] = None
-    aggregation: ClassVar[Aggregation] = "token"
-    importance_correction: ClassVar[Mismatch] = "token"
-    entropy_coef: ClassVar[float] = 0.0
-    kl_coef: ClassVar[float] = 0.0
-    kl_estimator: ClassVar[str] = "k3"
-    kl_in_reward: ClassVar[bool] = False
     num_epochs: ClassVar[int] = 1
     minibatch_size: ClassVar[None] = None
+    kl_coef: ClassVar[float] = 0.0
+    kl_in_reward: ClassVar[bool] = False
 
     @property
     def batch_size(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
+from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain
@@ -148,5 +149,5 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml, with overrides laid over it."""
-    return build_config(read_recipe(path), overrides, source=str(path))
+    """Read a run's config.yaml, of this version or an earlier one, with overrides laid over it."""
+    return build_config(ignore_neutral(read_recipe(path)), overrides, source=str(path))

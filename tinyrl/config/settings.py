@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinyrl.config.aliases import ALIASES
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
+from tinyrl.config.removed import REMOVED
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
 from tinyrl.text import did_you_mean, truncate
@@ -58,8 +59,13 @@ def _sentence(problem: Any, method: object) -> tuple[str, str]:
 
 
 def _unknown(path: KeyPath, value: Any, method: object) -> tuple[str, str]:
-    """Answer an unknown key with its name here if another library has it, the section that has it, or a near one."""
+    """Answer an unknown key with what replaced it if it was removed, its name here if another library has it, the
+    section that has it, or a near one.
+    """
     *parents, key = path
+    if removed := REMOVED.get(_dotted(path)):
+        name = _dotted(path)
+        return name, f"`{name}` is {truncate(repr(value))}, and this setting was removed: {removed.instead}"
     whole = path
     while isinstance(value, dict) and value:  # of verl's dotted names the end is known
         name, value = next(iter(value.items()))

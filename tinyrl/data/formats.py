@@ -199,11 +199,13 @@ def two_labels(values: Iterable[float]) -> tuple[float, float]:
 
 
 def preference(row: Row) -> Scored:
-    """Parse a row's `chosen` and `rejected` behind their prompt: the column `prompt`, or their common beginning.
+    """Parse a row's `chosen` and `rejected` behind their prompt: the column `prompt`, and their common beginning.
 
-    Messages share whole messages, and each side keeps one at least. The shared beginning of texts ends after the last
-    "Assistant:" of a transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal
-    need not hold a prompt.
+    Messages share whole messages, and each side keeps one at least. Sides that begin with a turn of the assistant are
+    answers to `prompt`; others are whole conversations, which have to begin with it (a system turn may be in either).
+    Texts behind a `prompt` share nothing more. The shared beginning of others ends after the last "Assistant:" of a
+    transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal need not hold a
+    prompt.
     """
     for column in ("chosen", "rejected"):
         if column not in row:
@@ -220,16 +222,49 @@ def preference(row: Row) -> Scored:
         return Scored(prompt_of(chosen[:at]), (chosen[at:], rejected[at:]), margin)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise ValueError("`chosen` and `rejected` must both be text or both be chat messages")
-    if given is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        most = min(len(chosen), len(rejected)) - 1
-        at = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-        if not at:
-            raise ValueError("`chosen` and `rejected` have no first message in common, which would be their prompt")
-        given, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+    most = min(len(chosen), len(rejected)) - 1
+    at = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    shared = chosen[:at]
+    are_answers = chosen[0]["role"] == rejected[0]["role"] == "assistant"
+    prompt: Prompt
+    if given is not None and are_answers:
+        prompt = [*as_messages(given), *shared] if shared else given
+    elif shared:
+        prompt = shared if given is None else _as_begun(as_messages(given), shared)
+    else:
+        raise ValueError("`chosen` and `rejected` have no first message in common, which would be their prompt")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
-            raise ValueError(f"`{name}` must end with a turn of the assistant, not {roles_of(side)}")
-    return Scored(given, (chosen, rejected), margin)
+            raise ValueError(f"`{name}` must end with a turn of the assistant, not {roles_of(side[at:])}")
+    return Scored(prompt, (chosen[at:], rejected[at:]), margin)
+
+
+def _as_begun(prompt: list[Message], shared: list[Message]) -> list[Message]:
+    """Return the common beginning of two conversations, with the system turn of `prompt` if only that has one. Raises
+    ValueError unless the conversations begin with `prompt`, system turns apart.
+    """
+    system, asked = _system_apart(prompt)
+    own_system, begun = _system_apart(shared)
+    ours, theirs = _texts([*(system or own_system), *asked]), _texts([*(own_system or system), *begun])
+    if ours != theirs[: len(ours)]:
+        at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+        there = f"{theirs[at][1]!r:.60}" if at < len(theirs) else "nothing that both have"
+        raise ValueError(
+            f"`prompt` has {ours[at][1]!r:.60} where `chosen` and `rejected` have {there}; they are to begin with it "
+            "(task.columns.unused=prompt leaves the column out)"
+        )
+    return [*(own_system or system), *begun]
+
+
+def _system_apart(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Split messages into a first system turn, if there is one, and the others."""
+    count = int(bool(messages) and messages[0]["role"] == "system")
+    return messages[:count], messages[count:]
+
+
+def _texts(messages: list[Message]) -> list[tuple[str, str, Any]]:
+    """Return what two ways to write the same messages have in common."""
+    return [(message["role"], message["content"].strip(), message.get("tool_calls")) for message in messages]
 
 
 def _shared_text(chosen: str, rejected: str) -> int:

@@ -15,10 +15,21 @@ from typing import Any, NamedTuple
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.rows import prompt_key
+from tinyrl.data.formats import shared_prompt
+from tinyrl.data.rows import example_rows, prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.evaluation.statistics import paired_difference, win_rate
-from tinyrl.evaluation.targets import A_JUDGE, Asked, Target, find, judged_by, locate, measured_by, trained_on
+from tinyrl.evaluation.targets import (
+    A_JUDGE,
+    Asked,
+    Target,
+    find,
+    judged_by,
+    locate,
+    measured_by,
+    seen_in_training,
+    trained_on,
+)
 from tinyrl.generation.engine import SampledRole
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
@@ -49,19 +60,23 @@ class Side(NamedTuple):
 
 def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options: Options) -> dict[str, Any]:
     """Evaluate `target` on the rows asked for; with `vs` also "other", "difference" (ours less the other) and
-    "win_rate". "held_out" is what a trainer measures (of sft, dpo and reward runs).
+    "win_rate". "held_out" is what a trainer measures (of sft, dpo and reward runs), and "left_out" beside it how many
+    rows that measure leaves out, since a side was trained on their prompts. "trained_on", of rows that the run does not
+    hold out itself: how many of them it was trained on; None where its training rows cannot be read.
     """
     first, others = locate(find(target, asked)), [] if vs is None else [vs]
     result: dict[str, Any] = {"target": first.name}
     if first.sampled is not None:
-        (ours, *theirs), left_out = _sides(first, others, asked, options=options)
+        (ours, *theirs), prompts, left_out = _sides(first, others, asked, options=options)
         result |= ours.metrics
         for other in theirs:
             result |= _difference(ours, other, left_out) | {"other": other.metrics}
+        if not others:
+            result |= _trained_on(first, asked, [prompt_key(p.prompt) for p in prompts])
     if first.measured is not None:
-        result["held_out"] = _measure(first.measured, first.checkpoint, asked, options=options)
-        if vs is not None:
-            result["other"] = _measure_other(first.measured, vs, asked, options=options) | result.get("other", {})
+        measured = _measured(first, vs, asked, options=options)
+        both = measured.get("other", {}) | result.get("other", {})
+        result |= measured | ({"other": both} if both else {})
     return result
 
 
@@ -72,30 +87,26 @@ def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[
     first = locate(find(targets[0], asked))
     if first.sampled is None:
         raise ValueError(f"{targets[0]}: nothing says what samples are judged by; name {A_JUDGE}")
-    (baseline, *others), left_out = _sides(first, targets[1:], asked, options=options)
+    (baseline, *others), _, left_out = _sides(first, targets[1:], asked, options=options)
     return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in others)]
 
 
 # ---- sampled and judged ----
 
 
-def _sides(first: Target, others: list[str], asked: Asked, *, options: Options) -> tuple[list[Evaluation], int]:
-    """Sample the first target, then the others one after another, on its prompts. Held-out prompts that an other was
-    trained on are left out; with split "train" none is: no side need be new to them. Returns the evaluations, named,
-    and how many prompts were left out; raises ValueError where too few remain.
+def _sides(
+    first: Target, others: list[str], asked: Asked, *, options: Options
+) -> tuple[list[Evaluation], list[PreparedPrompt], int]:
+    """Sample the first target, then the others one after another, on its prompts without those that a side was trained
+    on. Returns the evaluations, named, the prompts, and how many were left out; raises ValueError where too few remain.
     """
     ours = _load(first, options=options)
     with closing(ours.collector):
         available = ours.prompts(asked.split)
-        seen = frozenset[str]() if asked.split == "train" else frozenset[str]().union(*map(trained_on, others))
+        seen = seen_in_training(first, others, asked)
         prompts = [p for p in available if prompt_key(p.prompt) not in seen]
         left_out = len(available) - len(prompts)
-        if left_out and len(prompts) < min(FEWEST_LEFT, asked.num_prompts):
-            raise ValueError(
-                f"{' or '.join(others)} was trained on {left_out} of the {len(available)} held-out prompts of "
-                f"{ours.name}, and {len(prompts)} others are too few. Hold out the same rows in all runs "
-                "(task.eval_data), or compare on training prompts: --split train"
-            )
+        _check_enough(first, others, asked, left_out=left_out, remaining=len(prompts))
         prompts = prompts[: asked.num_prompts]
         sides = [_evaluated(ours, prompts, asked)]
         for path in others:
@@ -108,7 +119,29 @@ def _sides(first: Target, others: list[str], asked: Asked, *, options: Options) 
         lines = [{"target": side.metrics["target"], **line} for side in sides for line in side.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in json_safe(lines))
-    return sides, left_out
+    return sides, prompts, left_out
+
+
+def _check_enough(first: Target, others: list[str], asked: Asked, *, left_out: int, remaining: int) -> None:
+    """Raise ValueError where a comparison has too few prompts that no side was trained on."""
+    if left_out and remaining < min(FEWEST_LEFT, asked.num_prompts):
+        sides = [*([first.path] if asked.other_rows else []), *others]
+        raise ValueError(
+            f"{' or '.join(sides)} was trained on {left_out} of the {left_out + remaining} held-out prompts of "
+            f"{first.name}, and {remaining} others are too few. Hold out the same rows in all runs "
+            "(task.eval_data), or compare on training prompts: --split train"
+        )
+
+
+def _trained_on(target: Target, asked: Asked, prompts: list[str]) -> dict[str, int | None]:
+    """Count those of the prompts, by their keys, that a run was trained on; {} where it holds them out itself."""
+    if target.run is None or not asked.other_rows or asked.split == "train":
+        return {}
+    try:
+        seen = trained_on(target.path)
+    except (OSError, ValueError):  # moved, or changed: evaluating on other rows does not need them
+        return {"trained_on": None}
+    return {"trained_on": sum(prompt in seen for prompt in prompts)}
 
 
 def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
@@ -164,10 +197,34 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
 # ---- measured by a trainer ----
 
 
-def _measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
-    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
+def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) -> dict[str, Any]:
+    """Measure the first target by its trainer, and `vs` on the same rows: without those that a side was trained on."""
+    config = first.measured
+    assert config is not None
+    if first.sampled is not None:  # other rows are for its samples
+        asked = replace(asked, task=None, data=None, settings=())
+    others = [] if vs is None else [vs]
+    seen = seen_in_training(first, others, asked)
+    keys = list[str]()
+    if asked.split == "eval" and (seen or asked.other_rows):
+        keys = [prompt_key(shared_prompt(row)) for row in example_rows(config)[1]]
+    new = [key for key in keys if key not in seen]
+    _check_enough(first, others, asked, left_out=len(keys) - len(new), remaining=len(new))
+    found = {"held_out": _measure(config, first.checkpoint, asked, without=seen, options=options)}
+    if vs is None:
+        return found | _trained_on(first, asked, new[: asked.num_prompts])
+    other = _measure_other(config, vs, asked, without=seen, options=options)
+    return found | {"other": other, "left_out": len(keys) - len(new)}
+
+
+def _measure(
+    config: Config, checkpoint: Path | None, asked: Asked, *, without: frozenset[str], options: Options
+) -> dict[str, Any]:
+    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from).
+    without: keys of the prompts whose held-out rows are left out.
+    """
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
-    with closing(load_method(config.model_copy(update={"run": run}), options=options)) as trainer:
+    with closing(load_method(config.model_copy(update={"run": run}), options=options, without=without)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             trainer.policy.load(checkpoint, only="policy")
         elif checkpoint is not None:
@@ -179,13 +236,16 @@ def _measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: 
         return trainer.evaluate().metrics
 
 
-def _measure_other(config: Config, vs: str, asked: Asked, *, options: Options) -> dict[str, Any]:
+def _measure_other(
+    config: Config, vs: str, asked: Asked, *, without: frozenset[str], options: Options
+) -> dict[str, Any]:
+    how: dict[str, Any] = {"without": without, "options": options}
     if vs in ("base", "start"):
         if not config.trains.policy:
             raise ValueError(f"--vs {vs}: a reward model starts from nothing; name another `tinyrl train reward` run")
         if vs == "base":
             config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None})})
-        return {"target": vs, "held_out": _measure(config, None, asked, options=options)}
+        return {"target": vs, "held_out": _measure(config, None, asked, **how)}
     other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
-    found = _measure(measured_by(config, other), other.checkpoint, asked, options=options)
+    found = _measure(measured_by(config, other), other.checkpoint, asked, **how)
     return {"target": other.name, "held_out": found}

@@ -25,6 +25,7 @@ from tinyrl.text import truncate
 
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
+ROWS = ("data", "eval_data", "revision", "columns", "max_samples")  # task settings that say which rows there are
 RENDERING = ("chat", "system_prompt", "chat_template_kwargs")  # task settings that belong to the model
 OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is sampled
 
@@ -45,6 +46,11 @@ class Asked:
     def as_it_is(self) -> bool:
         """Return whether a run is evaluated with its own configuration."""
         return self.task is None and self.data is None and not self.settings
+
+    @property
+    def other_rows(self) -> bool:
+        """Return whether the rows are not those that a run holds out itself."""
+        return self.task is not None or self.data is not None or any(map(_names_rows, self.settings))
 
     @property
     def other_reward(self) -> bool:
@@ -153,6 +159,18 @@ def trained_on(path: str) -> frozenset[str]:
     return frozenset(prompt_key(shared_prompt(row)) for row in example_rows(config)[0])
 
 
+def seen_in_training(first: Target, others: list[str], asked: Asked) -> frozenset[str]:
+    """Return the keys of prompts that a comparison leaves out: those that one of its sides was trained on. The first
+    side's own held-out rows are new to it. With split "train" none is left out: no side need be new to them; and none
+    where nothing is compared.
+    """
+    if asked.split == "train" or not others:
+        return frozenset()
+    runs = [first.path] if asked.other_rows else []
+    runs += [path for path in others if path not in ("base", "start", "teacher")]
+    return frozenset[str]().union(*map(trained_on, runs))
+
+
 def judged_by(first: Config, config: Config) -> Config:
     """Return the other side's configuration with the first one's rows, reward, environment and sampling."""
     values = config.model_dump()
@@ -179,6 +197,11 @@ def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, 
     for setting in settings:
         if setting.partition(".")[0] not in sections:
             raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*sections])}")
+
+
+def _names_rows(setting: str) -> bool:
+    key = setting.partition("=")[0]
+    return key == "task" or any(f"{key}.".startswith(f"task.{name}.") for name in ROWS)
 
 
 def _a_model(path: str) -> dict[str, Any]:

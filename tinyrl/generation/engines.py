@@ -154,11 +154,13 @@ class LibraryScheduler(BatchScheduler):
         """Decode every row by one token, or on a GPU by a few; return the sequences that have ended."""
         if not self.busy:
             return []
-        look, begins = self.engine.look_every, not self.rows
+        begins = not self.rows
         if begins:
             self.rows = [self.waiting.popleft() for _ in range(min(self.capacity, len(self.waiting)))]
             self.params = row_params([s.params for s in self.rows], self.device)
+            self.last_position = max(s.room for s in self.rows) - 1
         going = [s for s in self.rows if not s.over]
+        look = min(self.engine.look_every, max((s.limit - len(s.tokens) for s in going), default=1))
         keys, counts = np.array([s.key for s in self.rows], dtype=np.uint64), [len(s.tokens) for s in self.rows]
         u = to_device(uniforms(advanced(keys, np.array(counts)), num_tokens=look), self.device)
         drawn = [self._draw(self._prefill() if begins and t == 0 else self._next(), u[:, t]) for t in range(look)]
@@ -202,7 +204,9 @@ class LibraryScheduler(BatchScheduler):
         return self._forward(self.token.unsqueeze(-1))
 
     def _forward(self, ids: Tensor) -> Tensor:
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = self.mask.cumsum(-1) - 1
+        # A row that has ended is decoded on beside the others; learned positions have a last one.
+        positions = positions.clamp(min=0, max=self.last_position)[:, -ids.shape[1] :]
         output = self.backbone(
             input_ids=ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         )

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.checks import few_tokens
-from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_tokenizer
+from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_model_config, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
@@ -56,6 +56,8 @@ def build_policy(
     config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False, teacher: bool = False
 ) -> Policy:
     """Load the base and put policy, reference, critic and teacher on it. LoRA's A is drawn from torch's generator."""
+    if teacher and config.learns_from_teacher:
+        _check_top_k(config, trust_remote_code)
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None:
         model = load_start_adapter(model, config.model.adapter, dropout=config.lora.dropout)
@@ -104,6 +106,19 @@ def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str
 # ---- teacher and reward model ----
 
 
+def _check_top_k(config: Config, trust_remote_code: bool) -> None:
+    """Raise ValueError where teacher.top_k is more than all tokens of student or teacher, by their config.json."""
+    top_k, base = config.teacher.top_k, config.model
+    if top_k is None:
+        return
+    configs = [load_model_config(base.path, revision=base.revision, trust_remote_code=trust_remote_code)]
+    if config.teacher.kind == "model":
+        configs.append(load_model_config(str(config.teacher.path), trust_remote_code=trust_remote_code))
+    tokens = min(each.get_text_config().vocab_size for each in configs)
+    if top_k > tokens:
+        raise ValueError(f"teacher.top_k={top_k} is more than the {tokens} tokens of the vocabulary; null takes all")
+
+
 def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, trust_remote_code: bool) -> None:
     """Give the policy the teacher that is an adapter on this base, or a model of its own. Raises ValueError where it
     does not fit, or has other tokens.
@@ -112,19 +127,30 @@ def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, 
         folder = starter_path(path) or Path(path).expanduser()
         _add_frozen_adapter(policy, "teacher", folder, setting=f"teacher.path={path}")
     elif config.teacher.kind == "model":
-        quantization, base, trust = config.teacher.quantization, config.model, trust_remote_code
-        model = load_causal_lm(path, dtype=dtype, quantization=quantization, trust_remote_code=trust)
-        tokenizer = load_tokenizer(path, trust_remote_code=trust)
-        theirs = tokenizer.get_vocab()
-        ours = load_tokenizer(base.path, revision=base.revision, trust_remote_code=trust).get_vocab()
-        if ours != theirs:
-            token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
-            raise ValueError(
-                f"teacher.path={path} has another tokenizer ({truncate(repr(token))} is token "
-                f"{theirs.get(token)} there and {ours.get(token)} here), so it cannot score the policy's tokens"
-            )
+        tokenizer = _with_our_tokens(config, path, setting=f"teacher.path={path}", trust_remote_code=trust_remote_code)
+        quantization = config.teacher.quantization
+        model = load_causal_lm(path, dtype=dtype, quantization=quantization, trust_remote_code=trust_remote_code)
         check_vocabulary(tokenizer, model, path=path)
         policy.add_teacher(model)
+
+
+def _with_our_tokens(
+    config: Config, path: str, *, setting: str, trust_remote_code: bool, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of another model that reads the policy's tokens. Raises ValueError where a token of either
+    has another id, or none, in the other.
+    """
+    base, options = config.model, {"trust_remote_code": trust_remote_code, "needs_eos": False}
+    tokenizer = load_tokenizer(path, revision=revision, **options)
+    theirs = tokenizer.get_vocab()
+    ours = load_tokenizer(base.path, revision=base.revision, **options).get_vocab()
+    if ours != theirs:
+        token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
+        raise ValueError(
+            f"{setting} has another tokenizer ({truncate(repr(token))} is token {theirs.get(token)} there and "
+            f"{ours.get(token)} here), so it cannot read the policy's tokens"
+        )
+    return tokenizer
 
 
 def build_reward_model(
@@ -161,6 +187,11 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
     """
     kind, run, folder = config.critic.kind, critic_run(config), Path(config.critic.path or "")
     assert kind is not None, "config/schema.py fills it in"
+    if config.critic.path is not None:
+        # The critic of a run reads the tokens of that run's policy; its checkpoint may be of adapters alone.
+        path, revision = (config.critic.path, None) if run is None else (run.model.path, run.model.revision)
+        how: Any = {"setting": f"critic.path={config.critic.path}", "trust_remote_code": trust_remote_code}
+        _with_our_tokens(config, path, revision=revision, **how)
     model: Any = _separate_model(config, dtype, trust_remote_code) if kind == "separate" else None
     adapter = _fresh_adapter(config, dropout=0.0)
     if run is not None and run.lora.enabled and kind in ("adapter", "separate"):

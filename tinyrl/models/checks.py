@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
@@ -54,20 +55,20 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     originals: dict[nn.Parameter, Tensor] = {}
 
     def widen(layer: nn.Module, _: object) -> None:
-        for parameter in layer.parameters(recurse=False):
+        for parameter in _read_by(layer):
             if parameter.dtype in HALVES:
                 originals[parameter] = parameter.data
                 parameter.data = parameter.data.float()
 
     def restore(layer: nn.Module, *_: object) -> None:
-        for parameter in layer.parameters(recurse=False):
+        for parameter in _read_by(layer):
             if parameter in originals:
                 parameter.data = originals.pop(parameter)
 
     four_bit: dict[Any, torch.dtype] = {m: m.compute_dtype for m in model.modules() if hasattr(m, "compute_dtype")}  # pyright: ignore
     for layer in four_bit:
         layer.compute_dtype = torch.float32
-    layers = [m for m in model.modules() if any(p.dtype in HALVES for p in m.parameters(recurse=False))]
+    layers = [m for m in model.modules() if any(p.dtype in HALVES for p in _read_by(m))]
     hooks = [h for m in layers for h in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))]
     try:
         yield
@@ -78,6 +79,14 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             layer.compute_dtype = dtype
         for parameter, data in originals.items():  # of a layer that raised
             parameter.data = data
+
+
+def _read_by(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a layer reads when it runs. PEFT's wrapper of bare parameters (experts, a router) reads
+    those of the layer inside it, to add its branches in their dtype, before that layer runs.
+    """
+    owner = layer.get_base_layer() if isinstance(layer, ParamWrapper) else layer
+    return owner.parameters(recurse=False)
 
 
 # ---- the head ----
@@ -99,22 +108,27 @@ def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
 
 
 def _few_ids(model: PreTrainedModel) -> Tensor:
-    return torch.arange(1, 9, device=next(model.parameters()).device).unsqueeze(0) % embedding_rows(model)
+    """Return eight ids (1, 8) without padding: a classifier is scored at its last token that is none."""
+    padding = model.config.get_text_config().pad_token_id
+    ids = [number for number in range(1, 10) if number != padding][:8]
+    return torch.tensor([ids], device=next(model.parameters()).device) % embedding_rows(model)
 
 
 def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
-    """Raise ValueError unless head(states) are the model's own logits on a few tokens: a model that changes its logits
-    in an unknown way would silently train on wrong probabilities.
+    """Raise ValueError unless head(states) are the model's own logits on a few tokens (a classifier's at the last one):
+    a model that changes its logits in an unknown way would silently train on wrong probabilities, or on wrong scores.
     """
-    own = few_tokens(model, path=str(model.config.name_or_path))
+    path = str(model.config.name_or_path)
+    own = few_tokens(model, path=path)
     with torch.no_grad():
         ours = head.logits(backbone(input_ids=_few_ids(model)).last_hidden_state[0])
+    ours = ours if own.dim() == 2 else ours[-1]
     tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
     there = own.isfinite()  # a bias of -inf rules a token out
     gap = (own - ours)[there].abs().max().item() / max(1.0, own[there].abs().max().item())
     if not (gap < tolerance and torch.equal(there, ours.isfinite())):
         unknown = f"changes its logits in a way tinyrl does not know (relative difference {gap:.2g})"
-        raise ValueError(f"{type(model).__name__} {unknown}")
+        raise ValueError(f"{path!r}: {type(model).__name__} {unknown}")
 
 
 # ---- packed rows and our layers ----

@@ -3,12 +3,18 @@
 Weights are read from safetensors files only, because unpickling others runs code. The library fills missing weights
 with random numbers and goes on, so they are refused. A few models (Gemma-3 1B) have special tokens without a row in the
 embedding; only rows of data that hold one are refused.
+
+transformers may rebuild a tokenizer by the class that tokenizer_config.json names: with the vocabulary of
+tokenizer.json and another pre-tokenizer, so other ids for the same text, and no error. Both are compared on a few
+texts, and where they differ the file is read as it is (tests/models/test_tokenizer_files.py).
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +22,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +40,19 @@ from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
 from tinyrl.text import truncate
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TRIED_TEXTS = (  # on which a tokenizer is compared with its file: what pre-tokenizers and normalizers treat differently
+    "what is 650841823 plus 2023",
+    "  12  345   6789 0",
+    "x=10+200-3.14",
+    "It's what I'LL say, isn't it?  They've",
+    "日本語のテキスト、你好，世界。 한국어 123年",
+    "def f(x):\n\tif x >= 10:\n        return x**2  # ok\n\n\n",
+    "naïve cafe\u0301 \ufb01ne ½ Привет мир ١٢٣",
+    " \t leading and trailing \r\n ",
+    "https://a.b/c?d=e&f=1_000 🙂👍🏽",
+)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The library then reports weights that are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
@@ -49,9 +69,12 @@ def load_tokenizer(
     resolved = resolve_model_path(path)
     with reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved):
         # Beside some architectures (Qwen2) the library would put any vocabulary into the architecture's own tokenizer.
-        named = get_tokenizer_config(resolved, **options).get("tokenizer_class")
-        kind = PreTrainedTokenizerFast if named in PLAIN_TOKENIZERS else AutoTokenizer
+        named = get_tokenizer_config(resolved, **options)
+        plain = named.get("tokenizer_class") in PLAIN_TOKENIZERS
+        kind = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer = kind.from_pretrained(resolved, trust_remote_code=trust_remote_code, **options)
+        if not plain and "auto_map" not in named:
+            tokenizer = _as_its_file_reads(tokenizer, resolved, options)
         if tokenizer.model_max_length < 1:
             raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}; it must be at least 1")
         tokenizer.decode(tokenizer("a b")["input_ids"])
@@ -62,20 +85,66 @@ def load_tokenizer(
     return tokenizer
 
 
+def _as_its_file_reads(
+    tokenizer: PreTrainedTokenizerBase, resolved: str, options: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or tokenizer.json as it is where that gives other tokens for one of TRIED_TEXTS; then the
+    special tokens that only the class knows are kept, if the file has them.
+    """
+    file = _local_file(resolved, TOKENIZER_FILE, options)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if file is None or backend is None:
+        return tokenizer
+    written = Tokenizer.from_file(file)
+    written.no_truncation()
+    written.no_padding()
+
+    def differs(text: str) -> bool:
+        ids = written.encode(text, add_special_tokens=False).ids
+        theirs: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return theirs != ids or backend.decode(ids) != written.decode(ids)
+
+    first = next(filter(differs, TRIED_TEXTS), None)
+    if first is None:
+        return tokenizer
+    own: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(resolved, **options)
+    vocabulary = own.get_vocab()
+    for name in SPECIAL_TOKENS:
+        token = getattr(tokenizer, name)
+        if getattr(own, name) is None and token in vocabulary:
+            setattr(own, name, token)
+    warnings.warn(
+        f"the tokenizer of {resolved!r} is read from its {TOKENIZER_FILE}: as {type(tokenizer).__name__} (by "
+        f"{TOKENIZER_CONFIG}) it would have other tokens for {truncate(repr(first), 40)}",
+        stacklevel=3,
+    )
+    return own
+
+
+def _local_file(resolved: str, name: str, options: dict[str, Any]) -> str | None:
+    """Return the path of a file of a model's folder, or of the hub's cache; None where there is none."""
+    here = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    return cached_file(resolved, name, **options, **here, _raise_exceptions_for_connection_errors=False)
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision: str | None = None) -> None:
     """Save a tokenizer of `load_tokenizer` as the files that it was loaded from: older versions of the library cannot
-    read those that this one writes.
+    read those that this one writes. Where their class would read tokenizer.json otherwise, another is named.
     """
     tokenizer.save_pretrained(folder)
     names = {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *tokenizer.vocab_files_names.values()}
-    options: dict[str, Any] = {
-        "revision": revision or HUB_DEFAULT, "local_files_only": True,
-        "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False,
-    }  # fmt: skip
     for name in sorted(names) if tokenizer.name_or_path else ():
-        own = cached_file(tokenizer.name_or_path, name, **options)
+        own = _local_file(tokenizer.name_or_path, name, {"revision": revision or HUB_DEFAULT})
         if own is not None:
             shutil.copyfile(own, folder / name)
+    written = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    if type(tokenizer) is PreTrainedTokenizerFast and written.get("tokenizer_class") not in PLAIN_TOKENIZERS:
+        written["tokenizer_class"] = PLAIN_TOKENIZERS[0]
+        for name in SPECIAL_TOKENS:  # those that the class knew without being told
+            token = getattr(tokenizer, name)
+            if name != "pad_token" and token is not None and written.get(name) is None:
+                written[name] = token
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:

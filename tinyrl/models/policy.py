@@ -178,6 +178,7 @@ class Policy:
         """Add a frozen model of its own to learn from, with the policy's vocabulary."""
         placed = model if getattr(model, "is_loaded_in_8bit", False) else model.to(self.device)  # pyright: ignore
         self.teacher_model = placed.eval().requires_grad_(False)
+        check_head(self.teacher_model, self.head("teacher"), self.backbone("teacher"))
         self.packs = self.packs and packs_exactly(self.backbone("teacher"))
 
     def train_score_head(self, *, bias: bool = True) -> None:

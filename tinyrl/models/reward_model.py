@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tinyrl.models.batch import batch_of, examples
-from tinyrl.models.checks import few_tokens
+from tinyrl.models.checks import check_head, few_tokens
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
@@ -31,6 +31,7 @@ from tinyrl.models.loading import (
     load_tokenizer,
     resolve_model_path,
 )
+from tinyrl.models.logprobs import Head
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.reading import ADAPTER_FILES, reading
@@ -67,8 +68,8 @@ class SequenceRewardModel:
 
         def run(rows: list[int]) -> None:
             batch = batch_of([items[i] for i in rows], device=self.device)
-            head = getattr(self.model, "score", None)
-            if isinstance(head, nn.Linear):  # in float32: bfloat16 scores of different completions may be equal
+            head = score_head_of(self.model)
+            if head is not None:  # in float32: bfloat16 scores of different completions may be equal
                 bias = None if head.bias is None else head.bias.float()
                 states = last_states(backbone_of(self.model), batch).float()
                 logits = nn.functional.linear(states, head.weight.float(), bias)
@@ -105,9 +106,15 @@ def find_label(config: Any, label: int | str | None) -> int:
     raise ValueError(f"reward.model_label={label!r} is not one of {names}")
 
 
+def score_head_of(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the layer by which a decoder scores the state of the last token; None for an encoder, called as it is."""
+    score = getattr(model, "score", None)
+    return score if isinstance(score, nn.Linear) else None
+
+
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a sequence-classification model. Raises ValueError when it cannot be read or is incomplete, and its subclass
-    NoHead when the folder holds a language model.
+    """Load a sequence-classification model. Raises ValueError when it cannot be read, is incomplete or scores otherwise
+    than by its score head, and its subclass NoHead when the folder holds a language model.
     """
     resolved, loaded = resolve_model_path(path), None
     with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
@@ -123,6 +130,10 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
     if missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
         raise NoHead(f"{path!r} is no reward model: its weights have no {missing[-1]} (is it a language model?)")
     check_weights(model, found, path=path)
+    if (score := score_head_of(model)) is None:
+        few_tokens(model, path=path)
+    else:
+        check_head(model, Head(score.weight, score.bias), backbone_of(model))
     return model
 
 
@@ -132,9 +143,7 @@ def load_reward_model(
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)
-    reward_model = SequenceRewardModel(model, tokenizer, label=label, device=device)
-    few_tokens(model, path=path)
-    return reward_model
+    return SequenceRewardModel(model, tokenizer, label=label, device=device)
 
 
 def is_reward_adapter(path: str) -> bool:

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
+from tinyrl.data.formats import shared_prompt
 from tinyrl.data.readers import Placed, placed_rows
-from tinyrl.data.rows import example_rows, fingerprints
+from tinyrl.data.rows import example_rows, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -168,12 +169,15 @@ def method_of(name: str) -> Any:
     return getattr(importlib.import_module(module), kind)
 
 
-def load_method(config: Config, *, options: Options) -> Any:
-    """Load a method (training/method.py) with all that it works on. Raises ValueError for what a user can fix."""
+def load_method(config: Config, *, options: Options, without: frozenset[str] = frozenset()) -> Any:
+    """Load a method (training/method.py) with all that it works on. Raises ValueError for what a user can fix.
+    without: keys of prompts whose rows are not held out, of a method that learns from rows.
+    """
     method = method_of(config.method)
     if not METHODS[config.method].samples:
         notes: list[str] = []
         rows, held_out = example_rows(config, notes)
+        held_out = [row for row in held_out if not without or prompt_key(shared_prompt(row)) not in without]
         return method(load_policy(config, options=options), rows, held_out, notes)
     text = text_rows(config)
     return make_method(load_collector(config, options=options, teacher=True), text)

@@ -41,6 +41,7 @@ class Sample:
     comment: str = ""  # text that rewards gave beside their scores
     failures: list[str] = field(default_factory=list)  # why rewards failed
     in_loss: bool = True  # it has a reward and is not left out as truncated
+    sampled: bool = True  # by the policy; an answer of the data has no log-probabilities (they are 0)
     played: Episode | None = None  # what an environment recorded; None: one turn
     further: list[Sample] = field(default_factory=list)  # an agent's other conversations, until `conversations`
     old: Tensor | None = None  # under the policy before the update, the ratio's denominator; None: the pass's own
@@ -108,6 +109,11 @@ def fill(samples: Sequence[Sample], name: str, values: Tensor) -> None:
     """Set a field of each sample from a (B,) or (B, T) tensor."""
     for sample, row in zip(samples, values, strict=True):
         setattr(sample, name, row[: len(sample.response)] if row.dim() else row)
+
+
+def sampled_rows(samples: Sequence[Sample]) -> Tensor:
+    """Return (B, 1) bool: the samples that the policy wrote; the others are answers of the data."""
+    return torch.tensor([sample.sampled for sample in samples]).unsqueeze(1)
 
 
 def rewards_of(samples: Sequence[Sample]) -> Tensor:

@@ -21,6 +21,7 @@ from pathlib import Path
 MANIFEST = "MANIFEST.json"
 _ASIDE, _WRITING, _DELETING = ".aside-", ".writing-", ".deleting-"
 _NAME = re.compile(rf"(?:{re.escape(_ASIDE)})?step-([0-9]+)")
+LEAST_SOUND = 2  # checkpoints that a full disk leaves, besides the one that gives way
 
 
 def checkpoint_name(step: int) -> str:
@@ -82,9 +83,15 @@ def seal(folder: Path, step: int) -> None:
 
 
 def problem_with(folder: Path) -> str | None:
-    """Return why a checkpoint is unusable (a file missing, truncated or altered, an unfinished save), or None."""
+    """Return why a checkpoint is unusable (a file missing, truncated or altered, an unfinished save, another step than
+    its name says), or None.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not manifest["files"]:
+            return f"{MANIFEST} lists no files"
+        if _NAME.fullmatch(folder.name) and manifest["step"] != checkpoint_step(folder):  # a copy may have another name
+            return f"{MANIFEST} is of step {manifest['step']!r:.20}"
         for name, entry in manifest["files"].items():
             path = folder / name
             if not path.is_file():
@@ -131,7 +138,7 @@ def checkpoint_of(path: Path) -> Path:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if folder is None:
-        raise ValueError(f"{path} has no checkpoint yet")
+        raise ValueError(f"{path} has no checkpoint {'that verifies' if warnings else 'yet'}")
     return folder
 
 
@@ -150,6 +157,25 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def free_oldest(root: Path, *, best: Path) -> Path | None:
+    """Delete the oldest checkpoint that is not the best, so that a full disk has room for the next one, and return it.
+    Return None, with nothing deleted, where fewer than LEAST_SOUND sound ones would remain, or too little room for one
+    of the newest one's size.
+    """
+    there = list_checkpoints(root)
+    oldest = next((folder for folder in there if folder != best), None)
+    if oldest is None:
+        return None
+    sound = [folder for folder in there if folder != oldest and problem_with(folder) is None]
+    room = shutil.disk_usage(root).free + _bytes_of(oldest)
+    if len(sound) < LEAST_SOUND or room < _bytes_of(there[-1]):
+        return None
+    doomed = root / f"{_DELETING}{oldest.name}"
+    oldest.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+    return oldest
+
+
 def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
     """Raise OSError (ENOSPC) if the file system of `folder` has no room for so many checkpoints of `needed` bytes."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -157,6 +183,10 @@ def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
     if free < copies * needed:
         sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB, there are {copies} at a time, and "
         raise OSError(errno.ENOSPC, f"{sentence}{free / 1e6:,.1f} MB are free", str(there))
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _digest(path: Path) -> str:

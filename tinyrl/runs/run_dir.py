@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import json_safe
+from tinyrl.runs.records import json_lines, json_safe
 from tinyrl.text import did_you_mean, one_line
 
 LOCK = ".lock"
@@ -142,19 +142,26 @@ class RunDir:
 
     def cut(self, lengths: dict[str, int]) -> list[str]:
         """Truncate the records to their lengths at a checkpoint, so that no step is recorded twice, and to whole lines.
-        Return a warning for each that had lost lines.
+        Return a warning for each that is gone or had lost lines.
         """
         self._unwritten.clear()
         notes = list[str]()
-        for file in filter(Path.exists, self._records if self.writes else ()):
+        for file in self._records if self.writes else ():
             length = lengths.get(file.name, 0)
-            with file.open("rb") as record:
-                kept = record.read(length).rfind(b"\n") + 1
-            os.truncate(file, kept)
+            kept = 0
+            if file.exists():
+                with file.open("rb") as record:
+                    kept = record.read(length).rfind(b"\n") + 1
+                os.truncate(file, kept)
             if length > kept:
                 lost = f"{length - kept:,} of its {length:,} bytes at the checkpoint are lost"
-                notes.append(f"warning: {file.name}: {lost}; the run goes on with the rest")
+                gone = "" if file.exists() else "the file is gone, "
+                notes.append(f"warning: {file.name}: {gone}{lost}; the run goes on with the rest")
         return notes
+
+    def last_step(self) -> int:
+        """Return the last step in any of the records; 0 where there is none."""
+        return max((line["step"] for file in self._records for line in json_lines(file, [])), default=0)
 
 
 def _length(file: Path) -> int:

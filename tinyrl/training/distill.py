@@ -3,12 +3,11 @@
     for each step:
         1. sample responses to prompts (for a share of them: take given ones)
         2. the teacher reads them
-        3. for each minibatch: mean distance of the student's next-token distributions to the teacher's, optimizer step
+        3. an optimizer step on the mean distance of the student's next-token distributions to the teacher's
 
 What differs from the paper: the distance is the reverse KL by default (teacher.divergence), which on-policy keeps a
-small student to what it can do. As in the paper no gradient goes through the sampling. Under distill.objective=sampled
-only the log-probability of the token that came is used, as the advantage in a clipped policy gradient: weaker, and all
-that some servers tell. Rewards are scored and shown, and not learnt from.
+small student to what it can do. As in the paper no gradient goes through the sampling. Rewards are scored and shown,
+and not learnt from.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import torch
 
 from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.models.batch import padded
-from tinyrl.rollout.sample import Sample, conversations, fill, loss_mask
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.sample import Sample, conversations, fill, loss_mask, sampled_rows
+from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.method import Pass
@@ -26,8 +27,12 @@ from tinyrl.training.run import Run
 
 
 class Distill(OnPolicy):
+    def __init__(self, collector: Collector) -> None:
+        super().__init__(collector)
+        if self.config.distill.on_policy_fraction < 1:
+            self.check_given_answers()
+
     def train(self, run: Run) -> None:
-        config = self.config.distill
         self.begin(run)
         for step in run.steps():
             # 1. Responses to the step's prompts.
@@ -35,24 +40,21 @@ class Distill(OnPolicy):
                 samples = conversations(self.responses(step))
             # 2. Log-probabilities of their tokens under the teacher.
             taught = self.ask_teacher(samples)
-            if config.objective == "sampled":
-                with run.timed("reference"):
-                    self.compute_logprobs(samples)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
             run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
-            before = padded(samples, "logprobs" if samples[0].old is None else "old")
-            advantages = token_advantages(before, padded(samples, "teacher"), loss_mask(samples))
+            # How much likelier than the student the teacher finds each sampled token: for the records only.
+            advantages = token_advantages(
+                padded(samples, "logprobs"), padded(samples, "teacher"), loss_mask(samples) & sampled_rows(samples)
+            )
             fill(samples, "advantage", advantages)
-            # 3. An optimizer step for each minibatch.
+            # 3. One optimizer step on all of them.
             with run.timed("update"):
-                for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
+                for minibatch in run.minibatches(samples, num_epochs=1, size=None):
                     run.metrics.add(run.updater.step(self.passes(minibatch), train=["policy"]))
             self.record(samples, advantages, step)
             run.end_step(**self.count_flat())
 
     def passes(self, minibatch: list[Sample], *, kl_coef: float = 0.0) -> list[Pass]:
-        if self.config.distill.objective == "sampled":
-            return super().passes(minibatch, kl_coef=kl_coef)
         assert self.teacher is not None
         distance = self.teacher.distance_loss(minibatch)
         return self.passes_over(minibatch, policy=lambda batch: distance(batch, self.policy.policy_states(batch)))
@@ -66,6 +68,18 @@ class Distill(OnPolicy):
             sample.in_loss = not (sample.truncated and self.config.reward.truncated == "mask")
         return samples + [self.given(prompt) for prompt in prompts[count:]]
 
+    def check_given_answers(self) -> None:
+        """Raise ValueError for the first row whose answer is absent, or too long for student or teacher."""
+        assert self.teacher is not None
+        most = self.teacher.positions
+        for prompt in watched(self.collector.train_prompts):
+            length = len(prompt.tokens) + len(self.given(prompt).response)
+            if length > most:
+                raise ValueError(
+                    f"row {prompt.index + 1} has {length} tokens, prompt and given answer, and student and teacher "
+                    f"have {most} positions; leave the row out, or take distill.on_policy_fraction=1"
+                )
+
     def given(self, prompt: PreparedPrompt) -> Sample:
         """Take a row's `completion`, or the task's gold answer. Raises ValueError for a row that has none."""
         where, text = self.config.task, prompt.row.get("completion", self.collector.task.gold(prompt.row))
@@ -73,5 +87,13 @@ class Distill(OnPolicy):
             raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
         how = {"chat": where.chat, "variables": where.chat_template_kwargs}
         tokens = answer_tokens(self.policy.tokenizer, prompt, text, **how)
-        none, count = [torch.nan] * len(self.collector.scorer.names), len(tokens)
-        return Sample(prompt.tokens, tokens, [True] * count, [0.0] * count, prompt.index, scores=none)
+        count = len(tokens)
+        return Sample(
+            prompt=prompt.tokens,
+            response=tokens,
+            mask=[True] * count,
+            logprobs=[0.0] * count,
+            sampled=False,
+            row=prompt.index,
+            scores=[torch.nan] * len(self.collector.scorer.names),
+        )

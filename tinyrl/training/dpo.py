@@ -6,10 +6,11 @@ DPO (2305.18290) Eq. 7. IPO, KTO, ORPO and SimPO are other losses of the same lo
     for each step: a batch of pairs; log-probabilities of both answers under the reference, at a pair's first use,
     and under the policy; the loss; an optimizer step
 
-Both answers share one prompt, which is read once. The reference is the start of training: the base with adapters off, a
-frozen copy of the start adapter, or of the model. Its log-probabilities of a row are computed at first use and saved in
-the checkpoint. KTO is learnt from pairs here, each a desirable and an undesirable example; rows with a single labelled
-answer are not read.
+Both answers share one prompt, which is read once. Of conversations every turn of the assistant behind their common
+beginning is learnt, and what is between the turns is read. The reference is the start of training: the base with
+adapters off, a frozen copy of the start adapter, or of the model. Its log-probabilities of a row are computed at first
+use and saved in the checkpoint. KTO is learnt from pairs here, each a desirable and an undesirable example; rows with a
+single labelled answer are not read.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
-from tinyrl.data.formats import preference
-from tinyrl.data.messages import as_messages
+from tinyrl.data.formats import Side, preference
+from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
-from tinyrl.training.rows import BatchLoss, RowMethod, rendered
+from tinyrl.training.rows import BatchLoss, RowMethod, joined, rendered
 from tinyrl.training.run import Run
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
+REWRITTEN = (
+    "warning: the chat template writes an earlier turn of the assistant otherwise than it is sampled; of conversations "
+    "with such turns only those behind the last one are learnt"
+)
 Split = Literal["training", "held-out"]
 
 
@@ -60,20 +65,32 @@ class Dpo(RowMethod):
         return (most, f"dpo.max_tokens={most}") if most and most <= self.policy.positions else super().limit
 
     def examples(self, row: Row) -> list[Example]:
-        """Put both sides behind what their prompts have in common: all, unless a side begins with other messages. The
-        last message of each is learnt.
-        """
-        pair, sides, system_prompt = preference(row), list[Example](), self.config.task.system_prompt
-        for answer in pair.answers:
-            prompt = pair.prompt
-            if not isinstance(answer, str) and len(answer) > 1:
-                prompt, answer = [*as_messages(prompt), *answer[:-1]], answer[-1:]
-            sides.append(rendered(self.policy, prompt, answer, system_prompt=system_prompt))
+        """Put both sides behind the tokens that their prompts have in common. Every turn of the assistant is learnt."""
+        pair = preference(row)
+        sides = [self.side(pair.prompt, answer) for answer in pair.answers]
         at = common_length([side.prompt for side in sides])
-        between = [len(side.prompt) - at for side in sides]
         answers = tuple(side.texts[0][at:] for side in sides)
-        masks = tuple([False] * n + [True] * (len(answer) - n) for n, answer in zip(between, answers, strict=True))
-        return [Example(sides[0].prompt[:at], answers, masks if any(between) else None)]
+        masks = tuple([False] * (len(side.prompt) - at) + side.listed()[0] for side in sides)
+        return [Example(sides[0].prompt[:at], answers, None if all(map(all, masks)) else masks)]
+
+    def side(self, prompt: Prompt | None, answer: Side) -> Example:
+        """Tokenise an answer, or the turns of the assistant in a conversation, each behind all before it. Where the
+        template writes a turn otherwise once others follow (it strips its thinking), only the turns behind the last
+        such one are learnt, which is noted.
+        """
+        system_prompt = self.config.task.system_prompt
+        if isinstance(answer, str):
+            return rendered(self.policy, prompt, answer, system_prompt=system_prompt)
+        messages = as_messages(prompt)
+        turns: list[Example] = []
+        for place, message in enumerate(answer):
+            if message["role"] == "assistant":
+                before = [*messages, *answer[:place]]
+                turns.append(rendered(self.policy, before, [message], system_prompt=system_prompt))
+        parts = joined(turns)
+        if len(parts) > 1 and REWRITTEN not in self.notes:
+            self.notes.append(REWRITTEN)
+        return parts[-1]
 
     def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
         # 1. Log-probabilities under the reference; for KTO, how far the policy is from it elsewhere.

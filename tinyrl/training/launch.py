@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.recipe import as_override, build_config
+from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
@@ -30,12 +32,12 @@ from tinyrl.rollout.load import load_method, resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
-from tinyrl.runs.records import read_steps
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.method import Method
 from tinyrl.training.run import OF_A_RUN, CheckpointState, InputHashes, Run, SourceFile, out_of_memory_stops
+from tinyrl.training.step import rate_factor
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -123,17 +125,15 @@ def resume(
     with contextlib.ExitStack() as undo:
         undo.enter_context(folder.lock)
         checkpoint, warnings = checkpoints.newest_sound(folder.checkpoints)
-        if checkpoint is None and not warnings and max(read_steps(folder.metrics, []), default=0) > 0:
-            raise ValueError(
-                f"{folder.path} has steps on record and no checkpoint to go on from in {folder.checkpoints}.\n"
-                "Was it moved, or is its disk not mounted? To begin again: `tinyrl train` with --name and --overwrite"
-            )
+        if checkpoint is None:
+            refuse_to_begin_again(folder, warnings)
         kept, since = (CheckpointState.read(checkpoint), checkpoint.name) if checkpoint else (None, "it was made")
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
+        stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         options = started_with(folder, options)
-        notes = [f"warning: {w}; using {checkpoint.name if checkpoint else 'the start'} instead" for w in warnings[:1]]
+        notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]]
         method = _load(config, options=options, undo=undo, also=since)
         known = kept.sources if kept else InputHashes()
         sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
@@ -153,7 +153,7 @@ def resume(
                 notes.append(f"warning: {what}: {', '.join(others)}")
             if any(not line.startswith(("optim.", "run.")) or line.startswith("run.seed:") for line in changes):
                 method.forget()
-            notes += [f"changed since {since}: {change}" for change in changes]
+            notes += [f"changed since {since}: {change}" for change in changes] + stretched
             notes.append(f"resuming {folder.path} at step {run.state.step} of {config.run.num_steps} from {since}")
         if run.finished:
             return None
@@ -165,6 +165,22 @@ def resume(
             run.display.note(note)
         undo.pop_all()
         return run
+
+
+def refuse_to_begin_again(folder: RunDir, problems: list[str]) -> None:
+    """Raise ValueError where a run without a sound checkpoint has something to lose: steps on record, or checkpoints,
+    of which `problems` says why they do not verify.
+    """
+    again = "To begin again: `tinyrl train` with --name and --overwrite"
+    if problems:
+        lines = [f"none of the checkpoints in {folder.checkpoints} verifies:"]
+        lines += [f"  {problem}" for problem in problems[:MOST_SHOWN]]
+        raise ValueError("\n".join([*lines, f"Put sound ones back. {again}"]))
+    if folder.last_step() > 0:
+        raise ValueError(
+            f"{folder.path} has steps on record and no checkpoint to go on from in {folder.checkpoints}.\n"
+            f"Was it moved, or is its disk not mounted? {again}"
+        )
 
 
 def started_with(folder: RunDir, given: Options) -> Options:
@@ -202,14 +218,16 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
-    config = build_config(kept.config, [*overrides, origin], source=f"{checkpoint.name} of {old.path}")
+    config = build_config(ignore_neutral(kept.config), [*overrides, origin], source=f"{checkpoint.name} of {old.path}")
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
         new.write_config(config)
-        shutil.copytree(checkpoint, new.checkpoints / checkpoints.checkpoint_name(step))
+        copy = new.checkpoints / checkpoints.checkpoint_name(step)
+        shutil.copytree(checkpoint, copy)
+        copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
         run = resume(new, options=options, config=config, allow_config_change=True)
@@ -219,6 +237,23 @@ def fork(
         write_environment(new, run.method, options=options, command=command)
         undo.pop_all()
         return run
+
+
+def copy_best(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> None:
+    """Copy the checkpoint of the best evaluation into a fork. Where there is none that verifies, forget the best in the
+    `copy` of the checkpoint that it goes on from, whose state is `kept`: the fork's own best is then kept.
+    """
+    best = kept.run.best
+    if best is None or best.step == kept.run.step:
+        return
+    name = checkpoints.checkpoint_name(best.step)
+    of_best = old.checkpoints / name
+    if of_best.is_dir() and checkpoints.problem_with(of_best) is None:
+        shutil.copytree(of_best, new.checkpoints / name)
+    else:
+        kept.run.best = None
+        kept.write(copy)
+        checkpoints.seal(copy, kept.run.step)
 
 
 # ---- settings that have changed ----
@@ -232,11 +267,34 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     if method != config.method:
         raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
     changes = changed_settings(without_secrets(before), config.written())
+    changes += [f"{name}: {json.dumps(value)} then, removed now" for name, value in given_removed(before).items()]
     steps = before.get("run", {}).get("num_steps")
     longer = isinstance(steps, int) and steps < config.run.num_steps
     refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
     refuse("settings have changed", refused, since=since, allowed=allowed)
     return changes
+
+
+def check_schedule(before: dict[str, Any], config: Config, *, step: int, allowed: bool) -> list[str]:
+    """Return a note where a schedule is stretched, so that the learning rate jumps behind `step` finished steps. Raises
+    ValueError, with the rate before and after, where that is not `allowed`.
+    """
+    then = before["optim"]
+    now = config.optim
+    schedule_then = {"num_steps": before["run"]["num_steps"], "warmup_steps": then["warmup_steps"]}
+    schedule_now = {"num_steps": config.run.num_steps, "warmup_steps": now.warmup_steps}
+    planned = rate_factor(then["schedule"], step, **schedule_then)
+    factor = rate_factor(now.schedule, step, **schedule_now)
+    if math.isclose(planned, factor):
+        return []
+    rate_before = then["learning_rate"] * rate_factor(then["schedule"], max(0, step - 1), **schedule_then)
+    rate_after = (now.learning_rate or 0.0) * factor
+    steps = f"{config.run.num_steps} steps"
+    what = f"optim.schedule={now.schedule} over {steps}, {then['schedule']} over {schedule_then['num_steps']} before"
+    rates = f"the learning rate of step {step} was {rate_before:.3g}, that of step {step + 1} is {rate_after:.3g}"
+    if not allowed:
+        raise ValueError(f"{what}: {rates}. Put run.num_steps back, or go on like that: --allow-config-change")
+    return [f"{what}: {rates}"]
 
 
 MOST_SHOWN = 3  # changes in an error

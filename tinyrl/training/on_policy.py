@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
+from tinyrl.config.method_sections import DistillConfig
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
@@ -216,10 +217,13 @@ class OnPolicy(Method):
         Before the first optimizer step on the samples the policy is the one that sampled them, so its log-probabilities
         show how far sampling and training differ, at no cost.
         """
-        config, first = self.config, self.run.update == 0
-        section, counts = config.on_policy, Counts.of(loss_mask(minibatch))
+        config = self.config
+        section = config.on_policy
+        assert not isinstance(section, DistillConfig), "distillation has a loss of its own"
+        first = self.run.update == 0
+        counts = Counts.of(loss_mask(minibatch))
         kl_coef = 0.0 if section.kl_in_reward or not self.policy.has_reference else kl_coef
-        teacher_coef = config.teacher.kl_coef if config.method != "distill" else 0.0
+        teacher_coef = config.teacher.kl_coef
         distance = self.teacher.distance_loss(minibatch) if self.teacher and teacher_coef > 0 else None
         how: Any = {"max_new_tokens": config.generation.max_new_tokens, "inexact": not self.samples_exactly}
 

@@ -18,7 +18,7 @@ from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_policy_loss, e
 from tinyrl.algorithms.masking import Aggregation, masked_sum
 
 if TYPE_CHECKING:
-    from tinyrl.config.method_sections import DistillConfig, GrpoConfig, PpoConfig
+    from tinyrl.config.method_sections import GrpoConfig, PpoConfig
     from tinyrl.models.batch import Batch
 
 MISMATCH_CAP = 2.0  # of the weights for inexact sampling (Yao et al. 2025)
@@ -49,7 +49,7 @@ def policy_loss(
     entropy: Tensor,
     batch: Batch,
     counts: Counts,
-    config: GrpoConfig | PpoConfig | DistillConfig,
+    config: GrpoConfig | PpoConfig,
     *,
     kl_coef: float,
     max_new_tokens: int,

@@ -10,6 +10,7 @@ of the update.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import sys
@@ -111,6 +112,9 @@ class CheckpointState(BaseModel):
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "it"
             raise ValueError(f"{folder / STATE} is not what this tinyrl writes: {place}: {first['msg']}") from None
+
+    def write(self, folder: Path) -> None:
+        (folder / STATE).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
 
 
 # ---- a step ----
@@ -360,28 +364,46 @@ class Run:
         """Write a checkpoint, on rank 0; when the disk refuses, warn and go on: older ones are intact."""
         if not self.world.is_main:
             return
-        step, best = self.state.step, self.state.best
-
-        def write(folder: Path) -> None:
-            self.method.save(folder)
-            save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
-            save_file(rng_tensors(), folder / RANDOM)
-            at: dict[str, Any] = {"run": self._state_now(), "micro_batch_tokens": self.policy.micro_batches.tokens}
-            files: dict[str, Any] = {"sources": self.sources(), "records": self.folder.lengths()}
-            state = CheckpointState(**at, **files, config=self.config.written(), python_random=python_rng())
-            (folder / STATE).write_text(json.dumps(state.model_dump(), indent=1), encoding="utf-8")
-
         root = self.folder.checkpoints
+        step = self.state.step
+        best = self.state.best
+        of_best = root / checkpoints.checkpoint_name(best.step if best else step)
         try:
             with stop_held():
-                checkpoints.write_checkpoint(root, step, write=write)
+                self._write_checkpoint(root, step, best=of_best)
             self.saved, self._saved_step = True, step
-            protected = [step, self._resumed_step, best.step if best else step]
-            names = map(checkpoints.checkpoint_name, protected)
-            checkpoints.prune(root, keep=self.config.run.keep_checkpoints, protected=map(root.joinpath, names))
+            own = [root / checkpoints.checkpoint_name(at) for at in (step, self._resumed_step)]
+            checkpoints.prune(root, keep=self.config.run.keep_checkpoints, protected=[*own, of_best])
         except OSError as error:
             self.display.note(f"warning: could not save step {step}: {error}. Older checkpoints are intact.")
             self.saved = False
+
+    def _write_checkpoint(self, root: Path, step: int, *, best: Path) -> None:
+        """Write a checkpoint; on a full disk an older one than the newest, but not the best, gives way once."""
+        try:
+            checkpoints.write_checkpoint(root, step, write=self._write_files)
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            freed = checkpoints.free_oldest(root, best=best) if is_full else None
+            if freed is None:
+                raise
+            self.display.note(f"warning: the disk is full, so {freed.name} was deleted to save step {step}")
+            checkpoints.write_checkpoint(root, step, write=self._write_files)
+
+    def _write_files(self, folder: Path) -> None:
+        """Write the files of a checkpoint of the run as it is."""
+        self.method.save(folder)
+        save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
+        save_file(rng_tensors(), folder / RANDOM)
+        state = CheckpointState(
+            run=self._state_now(),
+            micro_batch_tokens=self.policy.micro_batches.tokens,
+            sources=self.sources(),
+            config=self.config.written(),
+            records=self.folder.lengths(),
+            python_random=python_rng(),
+        )
+        state.write(folder)
 
     def _state_now(self) -> RunState:
         """Copy the state, with that of metrics and updater."""

@@ -21,6 +21,7 @@ from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.errors import Interrupted
+from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example, padded
 from tinyrl.models.device import to_device
@@ -30,7 +31,7 @@ from tinyrl.models.micro_batches import Work
 from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
-from tinyrl.rollout.sample import Sample, fill, loss_mask, rewards_of
+from tinyrl.rollout.sample import Sample, fill, loss_mask, sampled_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 
 if TYPE_CHECKING:
@@ -63,8 +64,23 @@ class Teacher:
 
     def __init__(self, trainer: OnPolicy) -> None:
         self.trainer, self.config = trainer, trainer.config.teacher
-        self.temperature, self.positions = trainer.config.generation.temperature, trainer.policy.positions
+        self.temperature = trainer.config.generation.temperature
+        self.positions = trainer.policy.positions  # most tokens of a prompt with its response; a subclass lowers it
         self.hint = PrivilegedPrompt(self.config.hint, trainer) if self.config.hint else None
+
+    def check_room(self) -> None:
+        """Raise ValueError where a sampled text of the run may have more tokens than the teacher has positions."""
+        collector = self.trainer.collector
+        if isinstance(collector.runner, AgentRunner):  # its agent writes the prompts
+            longest = self.trainer.policy.positions
+        else:
+            prompt = max((len(prompt.tokens) for prompt in collector.train_prompts), default=0)
+            longest = prompt + collector.longest_response
+        if longest > self.positions:
+            raise ValueError(
+                f"teacher.path={self.config.path} has {self.positions} positions, and a prompt with its response may "
+                f"have {longest} tokens here: lower generation.max_new_tokens or generation.max_prompt_tokens"
+            )
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
         """Set `teacher` and `teaching` of the samples, for tokens in the loss; returns metrics.
@@ -137,6 +153,7 @@ class LocalTeacher(Teacher):
         if self.own is not None:
             self.positions = min(self.positions, positions_of(self.own.config.get_text_config()))
             check_ids((prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.own)
+        self.check_room()
 
     @property
     def head(self) -> Head:
@@ -199,9 +216,13 @@ class ServerTeacher(Teacher):
         try:
             models = read_as(Models, self.client.get("/v1/models"), server=self.client, path="/v1/models")
             self.model = models.data[0].id
+            served = models.data[0].max_model_len
+            if served is not None:
+                self.positions = min(self.positions, served - 1)  # a request asks for one token behind the text
             check_tokenizer(self.client, self.model, self.trainer.policy.tokenizer)
         except ServerError as error:
             raise ValueError(f"teacher.path: {error}") from None
+        self.check_room()
 
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
@@ -305,7 +326,7 @@ def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
     taught = torch.tensor([sample.taught for sample in samples]).unsqueeze(1)
     mask, logprobs = loss_mask(samples) & taught, padded(samples, "teacher")
     out = {"teacher/logprob": float(masked_mean(logprobs, mask))}
-    mask = mask & ~rewards_of(samples).isnan().unsqueeze(1)
+    mask = mask & sampled_rows(samples)
     if mask.any():
         apart = padded(samples, "logprobs") - logprobs
         out["teacher/kl"] = float(masked_mean(apart, mask))

@@ -1,0 +1,44 @@
+"""Settings that were removed, so that run folders of earlier versions stay readable.
+
+A run's config.yaml and its checkpoints hold every setting there was when they were written. One that is gone is ignored
+there at its neutral value: the one under which that version did what this one always does. Any other value is refused
+by name, and so is the setting in a recipe or on the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A setting that is gone. instead: what replaced it, or what happens now, for an error."""
+
+    neutral: Any
+    instead: str
+
+
+REMOVED: dict[str, Removed] = {
+    "distill.objective": Removed("divergence", "distillation always minimises the divergence (teacher.divergence)"),
+}
+
+
+def ignore_neutral(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the settings of a run or checkpoint without the removed ones that have their neutral value."""
+    values = {name: {**section} if isinstance(section, dict) else section for name, section in values.items()}
+    for setting, removed in REMOVED.items():
+        section, _, name = setting.partition(".")
+        fields = values.get(section)
+        if isinstance(fields, dict) and name in fields and fields[name] == removed.neutral:
+            del fields[name]
+    return values
+
+
+def given_removed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the removed settings in the settings of a run or checkpoint that have another value, by section.name."""
+    found = {}
+    for setting in REMOVED:
+        section, _, name = setting.partition(".")
+        fields = ignore_neutral(values).get(section)
+        if isinstance(fields, dict) and name in fields:
+            found[setting] = fields[name]
+    return found
