@@ -9,7 +9,7 @@ token: logprobs and kl (B, T), a mask (B, T) of the steps that count, scores (B,
 
     logprobs = torch.stack([flow_sde_step(x[t], v[t], ...)[1] for t in steps], dim=1)
     advantages = group_advantages(scores, group_size=G, scale="std")
-    loss, metrics = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps=...)
+    loss, metrics = clipped_surrogate(logprobs, old_logprobs, advantages, mask, clip_eps=...)
 
 What differs from the authors' code: log-density and KL are the exact ones of an image, sums over its D numbers; theirs
 are means over them, so that their ratio is the D-th root of this one and is clipped much closer to 1. A step that is to

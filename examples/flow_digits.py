@@ -24,7 +24,7 @@ from sklearn.svm import SVC
 from torch import Tensor, nn
 
 from tinyrl.algorithms.advantages import group_advantages
-from tinyrl.algorithms.losses import clipped_policy_loss, kl_loss
+from tinyrl.algorithms.losses import clipped_surrogate, kl_loss
 
 NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 20, 16, 10  # digits asked for in an update, drawings of each, denoising steps
 NOISE_LEVEL, CLIP_EPS, KL_COEF, LEARNING_RATE = 0.7, 0.2, 0.03, 8e-4
@@ -115,7 +115,7 @@ def finetune(model: Velocity, data: Data, *, kl_coef: float, num_updates: int = 
         # 3. One update: the clipped surrogate over all steps, and the exact KL to the model before.
         mask = torch.ones_like(old_logprobs, dtype=torch.bool)
         logprobs, mean, std = score(model, path, digits)
-        loss, _ = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps=CLIP_EPS)
+        loss, _ = clipped_surrogate(logprobs, old_logprobs, advantages, mask, clip_eps=CLIP_EPS)
         if kl_coef:
             kl = flow_step_kl(mean, score(reference, path, digits)[1], std)
             loss = loss + kl_coef * kl_loss(kl.reshape(mask.shape), mask)[0]

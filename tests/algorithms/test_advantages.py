@@ -18,17 +18,6 @@ from tinyrl.algorithms.advantages import (
 NAN = math.nan
 
 
-def test_a_final_value_is_what_a_cut_off_response_goes_on_to() -> None:
-    """Row 0 goes on to 3, row 1 ended; the last token of either is not in the last column."""
-    rewards = torch.tensor([[0.0, 1.0, NAN], [0.0, 1.0, NAN]])
-    values = torch.tensor([[2.0, 4.0, NAN], [2.0, 4.0, NAN]])
-    mask = torch.tensor([[True, True, False]] * 2)
-    advantages, returns = gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5, final_values=torch.tensor([3.0, 0.0]))
-    # last: 1 + 0.5 * 3 - 4 = -1.5 and 1 - 4 = -3; first: 0 + 0.5 * 4 - 2 = 0, and a quarter of the last
-    assert advantages.tolist() == [[-0.375, -1.5, 0.0], [-0.75, -3.0, 0.0]]
-    assert returns[:, :2].tolist() == [[1.625, 2.5], [1.25, 1.0]]
-
-
 def test_gae_by_hand_with_a_tool_span() -> None:
     rewards = torch.tensor([[0.0, NAN, 1.0, 2.0, 7.0], [NAN, 1.0, NAN, NAN, NAN]])
     values = torch.tensor([[1.0, NAN, 2.0, 4.0, math.inf], [NAN, 0.25, NAN, math.inf, NAN]])

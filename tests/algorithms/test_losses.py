@@ -131,11 +131,10 @@ def weights_of(ratios: list[list[float]], mask: list[list[int]], **settings: Any
     [
         ({"mode": "token", "cap": 2.0}, [0.5, 1.5, 2.0, 0.25], [0, 0, 1, 0]),
         ({"mode": "token-mask", "cap": 2.0}, [0.5, 1.5, 0.0, 0.25], [0, 0, 1, 0]),
-        ({"mode": "token-mask", "cap": 5.0, "floor": 0.4}, [0.5, 1.5, 4.0, 0.0], [0, 0, 0, 1]),
         ({"mode": "sequence", "cap": 5.0}, [3.0, 3.0, 3.0, 0.25], [0, 0, 0, 0]),
         ({"mode": "sequence", "cap": 2.0}, [2.0, 2.0, 2.0, 0.25], [1, 1, 1, 0]),
         ({"mode": "sequence-mask", "cap": 5.0}, [3.0, 3.0, 3.0, 0.25], [0, 0, 0, 0]),
-        ({"mode": "sequence-mask", "cap": 2.0, "floor": 0.3}, [0.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]),
+        ({"mode": "sequence-mask", "cap": 2.0}, [0.0, 0.0, 0.0, 0.25], [1, 1, 1, 0]),
     ],
 )
 def test_mismatch_weights_by_hand(settings: dict[str, Any], weights: list[float], bounded: list[int]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.losses import clipped_policy_loss, importance_ratio
+from tinyrl.algorithms.losses import clipped_surrogate, importance_ratio
 
 NAN, INF = math.nan, math.inf
 
@@ -32,13 +32,12 @@ def by_loop(
     *,
     clip_eps: float,
     clip_eps_high: float | None = None,
-    dual_clip: float | None = None,
     ratio_level: str = "token",
     aggregation: str = "token",
     denominator: float | None = None,
 ) -> dict[str, float]:
     """PPO's clipped objective written as the paper does: minus min(r A, clip(r) A), token by token."""
-    names = ["loss", "clipfrac", "approx_kl", "ratio", *(["dual_clipfrac"] if dual_clip else [])]
+    names = ["loss", "clipfrac", "approx_kl", "ratio"]
     terms: dict[str, list[list[float]]] = {name: [] for name in names}
     high = clip_eps if clip_eps_high is None else clip_eps_high
     for b in range(6):
@@ -52,9 +51,6 @@ def by_loop(
             ratio = math.exp(sum(log_ratios) / len(log_ratios) if ratio_level != "token" else own)
             objective = min(ratio * advantage, min(max(ratio, 1 - clip_eps), 1 + high) * advantage)
             found = {"clipfrac": float(objective != ratio * advantage)}
-            if dual_clip is not None:
-                found["dual_clipfrac"] = float(advantage < 0 and dual_clip * advantage > objective)
-                objective = max(objective, dual_clip * advantage) if advantage < 0 else objective
             weight = float(batch["token_weights"][b, t]) if "token_weights" in batch else 1.0
             found |= {"loss": -weight * objective, "ratio": ratio, "approx_kl": math.exp(own) - 1 - own}
             for name, value in found.items():
@@ -74,12 +70,10 @@ def by_loop(
     [
         {"clip_eps": 0.2},
         {"clip_eps": 0.2, "clip_eps_high": 0.28},
-        {"clip_eps": 0.2, "dual_clip": 1.3},
         {"clip_eps": 0.2, "aggregation": "sequence"},
         {"clip_eps": 0.2, "aggregation": "constant", "denominator": 96.0},
         {"clip_eps": 0.03, "clip_eps_high": 0.04, "ratio_level": "sequence", "aggregation": "sequence"},
-        {"clip_eps": 0.03, "ratio_level": "sequence", "aggregation": "token", "dual_clip": 1.1},
-        {"clip_eps": 0.03, "clip_eps_high": 0.04, "ratio_level": "sequence-token", "aggregation": "sequence"},
+        {"clip_eps": 0.03, "ratio_level": "sequence", "aggregation": "token"},
     ],
 )
 def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool) -> None:
@@ -89,7 +83,7 @@ def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool
         del batch["token_weights"]
         batch["advantages"] = batch["advantages"][:, 0]
     want = by_loop(batch, **settings)
-    loss, metrics = clipped_policy_loss(**batch, **settings)
+    loss, metrics = clipped_surrogate(**batch, **settings)
     assert loss.item() == pytest.approx(want["policy/loss"], rel=1e-5)
     assert {k: v.item() for k, v in metrics.items()} == pytest.approx(want, rel=1e-5)
     assert 0.0 < metrics["policy/clipfrac"].item() < 1.0  # the batch does exercise the clip
@@ -98,7 +92,7 @@ def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool
 def policy_gradient(log_ratio: float, advantage: float, **settings: Any) -> float:
     """d loss / d logprob of one token."""
     logprobs = torch.tensor([[log_ratio - 1.0]], requires_grad=True)
-    loss, _ = clipped_policy_loss(
+    loss, _ = clipped_surrogate(
         logprobs,
         torch.tensor([[-1.0]]),
         torch.tensor([advantage]),
@@ -119,9 +113,6 @@ def test_where_the_clip_stops_the_gradient() -> None:
     assert policy_gradient(down, -2.0) == 0.0  # bad and already less likely
     assert policy_gradient(up, 2.0, clip_eps_high=0.6) == pytest.approx(-3.0)  # the upper clip alone is wider
     assert policy_gradient(down, -2.0, clip_eps_high=0.6) == 0.0
-    assert policy_gradient(math.log(4.0), -2.0, dual_clip=3.0) == 0.0  # the loss is 3 |A| there, not 4 |A|
-    assert policy_gradient(up, -2.0, dual_clip=3.0) == pytest.approx(3.0)
-    assert policy_gradient(down, 2.0, dual_clip=1.01) == pytest.approx(-1.0)  # only negative advantages
 
 
 def test_log_ratio_is_clamped_before_exp() -> None:
@@ -130,51 +121,46 @@ def test_log_ratio_is_clamped_before_exp() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     ratio = importance_ratio(logprobs, old_logprobs, mask)
     assert ratio[0].tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(-20)], rel=1e-5)
-    loss, metrics = clipped_policy_loss(logprobs, old_logprobs, torch.tensor([-1.0]), mask, clip_eps=0.2)
+    loss, metrics = clipped_surrogate(logprobs, old_logprobs, torch.tensor([-1.0]), mask, clip_eps=0.2)
     loss.backward()
     assert logprobs.grad is not None
     assert torch.isfinite(logprobs.grad).all()
     assert metrics["policy/approx_kl"].item() == pytest.approx((math.exp(20) - 21 + 2 * 19) / 3, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ratio_level", "advantages"),
-    [("sequence", [[-3.0] * 3, [2.0] * 3]), ("sequence-token", [[-3.0, NAN, -1.0], [2.0, NAN, NAN]])],
-)
-def test_gspo_value_and_gradient_by_hand(ratio_level: Any, advantages: list[list[float]]) -> None:
+def test_gspo_value_and_gradient_by_hand() -> None:
     # Row 0: log ratios 0.1 and 0.3 around a tool token: s = exp(0.2). Row 1: one token, log ratio -0.1.
     logprobs = torch.tensor([[-0.9, NAN, -0.7], [-1.1, -5.0, INF]], requires_grad=True)
     old_logprobs = torch.tensor([[-1.0, 0.0, -1.0], [-1.0, -1.0, -1.0]])
     mask = torch.tensor([[True, False, True], [True, False, False]])
     s, t = math.exp(0.2), math.exp(-0.1)
-    ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level=ratio_level)
+    ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level="sequence")
     assert ratio.flatten().tolist() == pytest.approx([s, 1.0, s, t, 1.0, 1.0])
-    loss, _ = clipped_policy_loss(
-        logprobs, old_logprobs, torch.tensor(advantages), mask, clip_eps=0.15, ratio_level=ratio_level,
+    loss, _ = clipped_surrogate(
+        logprobs,
+        old_logprobs,
+        torch.tensor([-3.0, 2.0]),
+        mask,
+        clip_eps=0.15,
+        ratio_level="sequence",
         aggregation="sequence",
-    )  # fmt: skip
+    )
     loss.backward()
     # d loss / d logprob[t] = -(1 / sequences) s A[t] / |y|, where the clip does not bind (the paper's Eq. 10)
-    first, third, fourth = (-a for a in (advantages[0][0], advantages[0][2], advantages[1][0]))
-    assert loss.item() == pytest.approx(((first + third) / 2 * s + fourth * t) / 2)
+    assert loss.item() == pytest.approx((3.0 * s - 2.0 * t) / 2)
     assert logprobs.grad is not None
-    want = [first * s / 4, 0.0, third * s / 4, fourth * t / 2, 0.0, 0.0]
+    want = [3.0 * s / 4, 0.0, 3.0 * s / 4, -2.0 * t / 2, 0.0, 0.0]
     assert logprobs.grad.flatten().tolist() == pytest.approx(want)
 
 
-def test_an_advantage_of_one_token_moves_all_of_a_sequence_under_gspo_alone() -> None:
-    old, mask = torch.tensor([[-0.9, -0.7]]), torch.ones(1, 2, dtype=torch.bool)
-    levels: list[tuple[Any, list[float]]] = [("sequence", [1.0, 1.0]), ("sequence-token", [1.5, 0.5])]
-    for level, want in levels:
-        logprobs = old.clone().requires_grad_()
-        loss, _ = clipped_policy_loss(
-            logprobs, old, torch.tensor([[-3.0, -1.0]]), mask, clip_eps=0.2, ratio_level=level
-        )
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        assert gradient[0].tolist() == pytest.approx(want)
-    impossible = torch.tensor([[-0.9, -INF]], requires_grad=True)
-    ratio = importance_ratio(impossible, old, mask, ratio_level="sequence-token")
-    assert torch.isfinite(torch.autograd.grad(ratio.sum(), impossible)[0]).all()
+def test_an_advantage_of_one_token_moves_all_of_a_sequence_under_gspo() -> None:
+    old = torch.tensor([[-0.9, -0.7]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    logprobs = old.clone().requires_grad_()
+    advantages = torch.tensor([[-3.0, -1.0]])
+    loss, _ = clipped_surrogate(logprobs, old, advantages, mask, clip_eps=0.2, ratio_level="sequence")
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert gradient[0].tolist() == pytest.approx([1.0, 1.0])  # token by token it would be 1.5 and 0.5
 
 
 def test_refusals() -> None:
@@ -183,9 +169,8 @@ def test_refusals() -> None:
         ("aggregation", "constant"),
         ("aggregation", "mean"),
         ("ratio_level", "word"),
-        ("dual_clip", 1),
     ):
         with pytest.raises(AssertionError, match=name):
-            clipped_policy_loss(zeros, zeros, zeros, mask, **{"clip_eps": 0.2, name: value})  # pyright: ignore[reportArgumentType]
+            clipped_surrogate(zeros, zeros, zeros, mask, **{"clip_eps": 0.2, name: value})  # pyright: ignore[reportArgumentType]
     with pytest.raises(AssertionError, match="advantages"):
-        clipped_policy_loss(zeros, zeros, torch.zeros(3), mask, clip_eps=0.2)
+        clipped_surrogate(zeros, zeros, torch.zeros(3), mask, clip_eps=0.2)

@@ -167,17 +167,19 @@ def test_lines_of_a_checkpoint_that_are_lost_are_warned_of(tmp_path: Path):
     assert [row["step"] for row in read(run.samples)] == [1]
 
 
-def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run, flushed = RunDir(tmp_path), []
+def test_a_flush_puts_what_was_written_on_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, flushed = RunDir(tmp_path), list[str]()
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.readlink(f"/proc/self/fd/{number}")))
     run.append_metrics(1, {})
-
-    def flush(number: int) -> None:
-        flushed.append(os.readlink(f"/proc/self/fd/{number}"))
-        run.append_metrics(2, {})  # a line that is counted is counted after the flush
-
-    monkeypatch.setattr(os, "fsync", flush)
+    run.append_metrics(2, {})
     assert run.lengths()["metrics.jsonl"] == 2 * len('{"step": 1}\n')
+    assert flushed == []
+    run.flush()
+    run.flush()
     assert flushed == [str(run.metrics)]
+    run.append(run.samples, [{"a": 1}])
+    run.flush()
+    assert flushed == [str(run.metrics), str(run.samples)]
 
 
 def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(

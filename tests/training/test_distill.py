@@ -25,6 +25,8 @@ from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
 from tinyrl.rollout.sample import Sample, fill, loss_mask, padded
 from tinyrl.training.launch import read_sources
+from tinyrl.training.policy_loss import Counts
+from tinyrl.training.run import RunState
 
 SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}
 
@@ -50,7 +52,7 @@ def distance(trainer: Any, minibatch: list[Sample], rows: list[Sample] | None = 
     """(loss, metrics) of a micro-batch of some rows of a minibatch (None: all)."""
     rows = minibatch if rows is None else rows
     batch = trainer.policy.batch_of(rows)
-    return trainer.teacher.distance_loss(minibatch)(batch, trainer.policy.policy_states(batch))
+    return trainer.teacher.distance(batch, trainer.policy.policy_states(batch), Counts.of(minibatch))
 
 
 def plain_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
@@ -147,7 +149,7 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
     the teacher was shown something for.
     """
     trainer: Any = loaded(running.config("grpo", model, teacher={**ONE_RIGHT, "kl_coef": 1e-9}))
-    trainer.run = SimpleNamespace(update=0)
+    trainer.run = SimpleNamespace(state=RunState(), update=0)
     samples = hinted(trainer, [True, False, False, False])
     assert [sample.in_loss for sample in samples] == [True] * 4
     samples[0].teaching = samples[1].teaching  # of a row that the teacher was shown nothing for
@@ -155,8 +157,8 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
     gradients, metrics = [], dict[str, Any]()
     for coef in (0.0, 1e-9):
         trainer.config.teacher.kl_coef = coef
-        (one,) = trainer.passes(samples, kl_coef=0.0)
-        loss, metrics = one.loss(trainer.policy.batch_of(samples))
+        batch = trainer.policy.batch_of(samples)
+        loss, metrics = trainer.loss(batch, counts=Counts.of(samples), kl_coef=0.0, measure_gap=True)
         gradients.append(torch.autograd.grad(loss, list(trainer.policy.parameters["policy"].values())))
     for theirs, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)

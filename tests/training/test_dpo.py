@@ -61,7 +61,7 @@ def plain_logprobs(model: Any, pair: Example, answer: list[int]) -> Tensor:
 def gradients(method: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradient of a step on all pairs, in micro-batches of so many tokens."""
     run: Any = SimpleNamespace(timed=nullcontext)
-    one_pass, _ = method.batch([*range(len(method.train_rows))], run)
+    one_pass, _ = method.make_pass(pairs_of(method), [*range(len(method.train_rows))], run)
     method.policy.micro_batches = MicroBatches(torch.device("cpu"), tokens)
     updater = Updater(method.policy, role_optimizers(method.config.optim, method.policy.parameters), max_grad_norm=1e9)
     metrics = updater._accumulate([one_pass])

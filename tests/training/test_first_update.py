@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from tests.training.rows import loaded, trained, write_rows
 from tinyrl.models.micro_batches import SequenceLengths
 from tinyrl.rollout.sample import fill, padded
 from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import Ppo
+from tinyrl.training.run import RunState
 from tinyrl.training.step import Pass, Updater, role_optimizers
 
 
@@ -62,6 +65,28 @@ def test_experts_and_their_router_learn_in_bfloat16(tiny: TinyModels, tmp_path: 
         assert all(moved), part
 
 
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_in_bfloat16_a_policy_that_does_not_move_has_ratio_1_in_every_epoch(
+    method: str, sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities before the update come from the update's own micro-batches."""
+    monkeypatch.setattr("tinyrl.training.run.role_optimizers", running.optimizers_with(learning_rate=0.0))
+    sections: dict[str, Any] = {
+        "model": {"dtype": "bfloat16"},
+        "generation": {"max_new_tokens": 16},
+        "run": {"num_steps": 1, "eval_prompts": 0, "eval_every": 0, "micro_batch_tokens": 128},
+        "critic": {"warmup_steps": 0},
+        "grpo": {"preset": "gspo", "num_prompts": 8, "group_size": 4, "num_epochs": 2, "minibatch_size": 8},
+        "ppo": {"num_prompts": 32, "num_epochs": 2, "minibatch_size": 8},
+    }
+    run = trained(running.config(method, sharp, **sections), tmp_path)
+    first = next(line for line in running.metrics(run) if "policy/ratio" in line)
+    assert first["policy/ratio"] == 1.0
+    assert first["policy/clipfrac"] == 0.0
+    assert first["policy/approx_kl"] == 0.0
+    assert first["policy/sampling_gap"] > 1e-3  # the sampler rounds otherwise
+
+
 @pytest.mark.parametrize(("kind", "method", "lora"), [("llama", "ppo", True), ("gpt2", "grpo", False)])
 def test_the_first_update_and_what_it_moves(
     kind: str, method: str, lora: bool, tiny: TinyModels, tmp_path: Path
@@ -102,7 +127,8 @@ def passes_of(trainer: Any) -> list[Pass]:
     """Of rows; or of samples with advantages from -1 to 1, one of which is left out."""
     if not isinstance(trainer, OnPolicy):
         run: Any = SimpleNamespace(timed=nullcontext)
-        return [trainer.batch([*range(8)], run)[0]]
+        rows = [*range(8)]
+        return [trainer.make_pass([example for row in rows for example in trainer.train_rows[row]], rows, run)[0]]
     samples = trainer.collector.collect(trainer.collector.train_prompts[:4], group_size=2, step=0)
     fill(samples, "advantage", torch.linspace(-1.0, 1.0, len(samples)))
     sampled = padded(samples, "logprobs")
@@ -114,8 +140,12 @@ def passes_of(trainer: Any) -> list[Pass]:
         fill(samples, "old", sampled - 0.1)
         trainer.predict_values(samples)
         fill(samples, "returns", padded(samples, "values") + 0.5)
-    trainer.run = SimpleNamespace(update=0)  # pyright: ignore[reportAttributeAccessIssue]
-    return trainer.passes(samples, kl_coef=0.1)
+    trainer.run = SimpleNamespace(state=RunState(), update=0)  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(trainer, Ppo):
+        return trainer.passes(samples, kl_coef=0.1, warming_up=False)
+    more = {} if trainer.config.method == "distill" else {"kl_coef": 0.1, "measure_gap": True}
+    own: Any = trainer
+    return [Pass("policy", samples, partial(own.loss, counts=Counts.of(samples), **more))]
 
 
 SPLIT: dict[str, tuple[str, dict[str, Any]]] = {

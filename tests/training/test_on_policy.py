@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from tests import running
 from tests.training.rows import trained
 from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.generation.engines import FusedEngine
 from tinyrl.rollout.sample import Sample, kl_per_response
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -33,6 +36,10 @@ LENGTHS = 8
 def batch_with(mask: torch.Tensor, **fields: torch.Tensor) -> Any:
     """A batch whose samples have these fields (b, T); `old` stays None where it is not given."""
     return SimpleNamespace(mask=mask, items=[SimpleNamespace(old=fields.get("old"))], padded=fields.__getitem__)
+
+
+def counted(tokens: int, sequences: int, rows: int) -> Counts:
+    return Counts(tokens=tokens, sequences=sequences, rows=rows, taught=0)
 
 
 def loss_of(
@@ -78,7 +85,7 @@ def test_rloo_has_the_gradient_of_the_expected_reward() -> None:
     batch = batch_with(mask, logprobs=logprobs.detach(), advantage=weights * (rewards - expected.detach()))
     gradients = {}
     for preset in ("rloo", "grpo"):
-        loss, _ = loss_of(logprobs, batch, Counts.of(mask), preset)
+        loss, _ = loss_of(logprobs, batch, counted(int(mask.sum()), LENGTHS, LENGTHS), preset)
         (gradients[preset],) = torch.autograd.grad(-loss, theta, retain_graph=True)
     assert gradients["rloo"].item() == pytest.approx(truth.item(), rel=1e-5)
     assert gradients["grpo"].item() < 0.5 * truth.item()
@@ -104,12 +111,12 @@ def test_the_mismatch_is_corrected_as_configured(
     sampled = old - torch.tensor([[2 / 3, 1.5, 4.0]]).log()
     mask = torch.ones(1, 3, dtype=torch.bool)
     batch = batch_with(mask, old=old, logprobs=sampled, advantage=torch.ones(1, 3))
-    loss, metrics = loss_of(logprobs, batch, Counts(3, 1, 1), **{"preset": "dapo", "aggregation": "token", **fields})
+    loss, metrics = loss_of(logprobs, batch, counted(3, 1, 1), **{"preset": "dapo", "aggregation": "token", **fields})
     loss.backward()
     assert logprobs.grad is not None
     assert (-3 * logprobs.grad[0]).tolist() == pytest.approx(weights)
     assert metrics.get("policy/capped_weights") == (None if capped is None else pytest.approx(capped))
-    gap = sampling_gap(logprobs, batch, Counts(3, 1, 1))["policy/sampling_gap"]
+    gap = sampling_gap(logprobs, batch, counted(3, 1, 1))["policy/sampling_gap"]
     assert gap.item() == pytest.approx((math.log(1.5) * 2 + math.log(4)) / 3)
 
 
@@ -120,7 +127,7 @@ def test_an_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation(preset:
     entropy = torch.rand(2, 3, requires_grad=True)
     zeros = torch.zeros(2, 3)
     batch = batch_with(mask, logprobs=zeros, advantage=zeros)
-    loss, _ = loss_of(zeros, batch, Counts(12, 5, 6), preset, entropy=entropy, entropy_coef=0.3)
+    loss, _ = loss_of(zeros, batch, counted(12, 5, 6), preset, entropy=entropy, entropy_coef=0.3)
     loss.backward()
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, torch.where(mask, -0.3 / 12, 0.0))
@@ -228,18 +235,30 @@ def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:
 
 
 def test_minibatches_are_of_episodes_with_all_their_conversations() -> None:
-    """Eight episodes, some with further conversations of an agent: two minibatches of four in each of two epochs."""
+    """Eight episodes, some with further conversations of an agent: two minibatches of four."""
     episodes = samples_of([0.0] * 8, [[0.0, 0.0]] * 8)
     samples = episodes + [dataclasses.replace(episodes[i], row=1) for i in (0, 0, 3, 5, 5)]
     run: Any = object.__new__(Run)
     run.config, run.state, run.update = running.config("ppo", Path("m")), RunState(), 0
-    made = [(run.update, minibatch) for minibatch in run.minibatches(samples, num_epochs=2, size=4)]
-    assert [number for number, _ in made] == [0, 1, 2, 3]
-    for (_, first), (_, second) in ((made[0], made[1]), (made[2], made[3])):
-        assert len(first) + len(second) == 13
-        assert len({sample.episode for sample in first}) == len({sample.episode for sample in second}) == 4
-        assert {sample.episode for sample in first + second} == {*range(8)}
-    assert [s.episode for s in made[0][1]] != [s.episode for s in made[2][1]]  # another order in each epoch
+    partition = run.partition(samples, size=4)
+    first, second = partition
+    assert len(first) + len(second) == 13
+    assert len({sample.episode for sample in first}) == len({sample.episode for sample in second}) == 4
+    assert {sample.episode for sample in first + second} == {*range(8)}
+    assert first != samples[:4]  # shuffled
+
+
+def test_an_epoch_takes_the_same_minibatches_in_an_order_of_its_own() -> None:
+    samples = samples_of([0.0] * 8, [[0.0, 0.0]] * 8)
+    run: Any = object.__new__(Run)
+    run.config, run.state, run.update = running.config("ppo", Path("m")), RunState(), 0
+    partition = run.partition(samples, size=2)
+    made = [(run.update, partition.index(minibatch)) for minibatch in run.minibatches(partition, num_epochs=3)]
+    assert [number for number, _ in made] == [*range(12)]
+    epochs = [[place for _, place in made[start : start + 4]] for start in (0, 4, 8)]
+    assert epochs[0] == [0, 1, 2, 3]
+    assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 3
+    assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
 def varied_at_first(folder: Path) -> dict[str, object]:
@@ -253,6 +272,104 @@ def varied_at_first(folder: Path) -> dict[str, object]:
 
 def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
     return [load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in steps]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_the_times_of_a_step_add_up_to_all_of_it(method: str, model: Path, tmp_path: Path) -> None:
+    run = trained(running.config(method, model), tmp_path)
+    for line in running.metrics(run)[1:]:
+        phases = {n: v for n, v in line.items() if n.startswith("time/") and n not in ("time/total", "time/evaluation")}
+        assert sum(phases.values()) == pytest.approx(line["time/total"])
+        assert line["time/other"] > 0
+        assert line["tokens_per_second"] == pytest.approx(line["completion/tokens"] / line["time/total"])
+
+
+def test_records_are_flushed_by_a_checkpoint_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each of metrics, samples, tokens and prompts, at the end; not in the three steps."""
+    flushed, fsync = Counter[str](), os.fsync
+
+    def noted(number: int) -> None:
+        flushed[Path(os.readlink(f"/proc/self/fd/{number}")).name] += 1
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    trained(running.config("grpo", model, run={"save_every": 0}), tmp_path)
+    assert {name: count for name, count in flushed.items() if name.endswith(".jsonl")} == {
+        "metrics.jsonl": 1,
+        "samples.jsonl": 1,
+        "tokens.jsonl": 1,
+        "prompts.jsonl": 1,
+    }
+
+
+def always_the_same(folder: Path) -> dict[str, object]:
+    """A reward that tells no completions apart."""
+    (folder / "same.py").write_text("def score(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
+    return {"functions": [{"use": f"{folder / 'same.py'}:score"}]}
+
+
+def test_rounding_of_a_kl_that_is_0_moves_nothing(model: Path, tmp_path: Path) -> None:
+    """Advantages are 0, and the policy is its reference: the KL's gradient is some 1e-8, of which Adam would make a
+    full step. With advantages the first step does move.
+    """
+    often = {"save_every": 1, "keep_checkpoints": 9, "eval_prompts": 0, "num_steps": 1}
+    with_kl = {"grpo": {"preset": "grpo", "minibatch_size": 4}, "run": often}  # the reference has other micro-batches
+    still = trained(running.config("grpo", model, reward=always_the_same(tmp_path), **with_kl), tmp_path, name="still")
+    start, end = adapters(still, range(2))
+    assert all(torch.equal(start[name], end[name]) for name in start)
+    assert running.metrics(still)[-1]["optim/flat_steps"] == 1
+    assert "policy/kl_loss" in running.metrics(still)[-1]
+    moving = trained(running.config("grpo", model, **with_kl), tmp_path, name="moving")
+    start, end = adapters(moving, range(2))
+    assert any(not torch.equal(start[name], end[name]) for name in start)
+
+
+def test_a_kl_that_is_not_0_pulls_without_advantages(model: Path, tmp_path: Path) -> None:
+    """Rewards vary in the first step alone; after it the policy is away from its reference."""
+    often = {"eval_prompts": 0}
+    settings = running.config("grpo", model, grpo={"preset": "grpo"}, reward=varied_at_first(tmp_path), run=often)
+    lines = running.metrics(trained(settings, tmp_path))[1:]
+    assert [line["optim/flat_steps"] for line in lines] == [0, 0, 0]
+    assert lines[1]["optim/grad_norm"] > 1e-4
+
+
+def test_sampling_that_is_measured_to_be_inexact_is_corrected_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that calls itself exact records log-probabilities that are 0.01 too low. From the second step on they
+    are no longer taken for the policy's, and a resume goes on like that, to the same bits.
+    """
+    sample = FusedEngine.sample
+
+    def shifted(self: FusedEngine, *args: Any, **options: Any) -> Any:
+        groups = sample(self, *args, **options)
+        for completion in (one for group in groups for one in group):
+            completion.logprobs[:] = [logprob - 0.01 for logprob in completion.logprobs]
+        return groups
+
+    monkeypatch.setattr(FusedEngine, "sample", shifted)
+    twice = {"grpo": {"num_epochs": 2}, "run": {"num_steps": 4, "save_every": 1, "keep_checkpoints": 9}}
+    run = trained(running.config("grpo", model, **twice), tmp_path)
+    lines = running.metrics(run)[1:]
+    assert ["policy/capped_weights" in line for line in lines] == [False, True, True, True]
+    assert [line["policy/sampling_gap"] for line in lines] == pytest.approx([0.01] * 4, abs=1e-4)
+    states = [json.loads((run.checkpoints / f"step-{step:06d}" / "state.json").read_text()) for step in (0, 1, 4)]
+    assert [state["run"]["controllers"]["inexact_sampling"] for state in states] == [False, True, True]
+
+    whole = running.weights(run, 4)
+    for step in (2, 3, 4):
+        shutil.rmtree(run.checkpoints / f"step-{step:06d}")
+    assert running.go_on(run) == 0
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in running.weights(run, 4).items())
+
+
+def test_exact_sampling_stays_exact(model: Path, tmp_path: Path) -> None:
+    run = trained(running.config("grpo", model, grpo={"num_epochs": 2}), tmp_path)
+    for line in running.metrics(run)[1:]:
+        assert "policy/capped_weights" not in line
+        assert line["policy/sampling_gap"] < 1e-5
 
 
 def test_a_step_without_a_gradient_moves_nothing(model: Path, tmp_path: Path) -> None:

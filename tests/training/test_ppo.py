@@ -26,7 +26,7 @@ from tinyrl.rollout.sample import Sample
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.ppo import Ppo, ptx_pass
+from tinyrl.training.ppo import Ppo
 from tinyrl.training.rows import Example
 from tinyrl.training.run import Run, RunState
 from tinyrl.training.step import Pass, Updater
@@ -77,9 +77,10 @@ def test_a2c_is_the_gradient_of_a2c(model: Path, tmp_path: Path, monkeypatch: py
     norms: list[float] = []
     minibatches, accumulate = Run.minibatches, Updater._accumulate
 
-    def watched(self: Run, samples: list[Sample], **how: Any) -> Iterator[list[Sample]]:
+    def watched(self: Run, partition: list[list[Sample]], **how: Any) -> Iterator[list[Sample]]:
+        (samples,) = partition
         steps.append(samples)
-        return minibatches(self, samples, **how)
+        return minibatches(self, partition, **how)
 
     def compared(self: Updater, passes: Sequence[Pass]) -> dict[str, float]:
         said = accumulate(self, passes)
@@ -131,7 +132,7 @@ def method(model: Path) -> Iterator[Ppo]:
 def drawn(method: Ppo, *, step: int, update: int) -> list[int]:
     """The rows of one optimizer step."""
     run: Any = SimpleNamespace(state=RunState(step=step), update=update)
-    chosen: Any = ptx_pass(method, run).items
+    chosen = method.text_batch(run)
     return [method.text.index([one]) for one in chosen]
 
 

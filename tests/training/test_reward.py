@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.training.rows import Example
-from tinyrl.training.run import Run
 
 CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]
 REJECTED = [[10, 11, 60, 61], [20, 70, 71, 72, 73, 74], [10, 11, 40, 45], [30, 31, 50, 52]]
@@ -79,9 +78,8 @@ def test_loss_and_gradient_are_those_of_trl(name: str, tiny: TinyModels, tmp_pat
     for chosen, rejected, margin in zip(CHOSEN, REJECTED, margins, strict=True):
         at = common_length([chosen, rejected])
         examples.append(Example(chosen[:at], (chosen[at:], rejected[at:]), value=margin))
-    loss_of, _ = method.loss(examples, [], cast(Run, None))
     with method.policy.acting("policy"):
-        loss, _ = loss_of(method.policy.batch_of(examples, last_tokens=True))
+        loss, _ = method.loss(method.policy.batch_of(examples, last_tokens=True), count=len(examples))
         loss.backward()
     wanted, of_head, norms = TRL[name]
     found = method.policy.parameters["policy"]

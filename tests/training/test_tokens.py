@@ -40,8 +40,8 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     two.append(Sample.of([4], second, row=0, episode=1, reward=3.0, played=turns[1]))
     fill(two, "ref", torch.full((2, 6), -1.5))
     assert loss_mask(two).tolist() == MASK
-    counts = Counts.of(loss_mask(two))
-    assert (counts.tokens, counts.sequences, counts.rows) == (7, 2, 2)
+    counts = Counts.of(two)
+    assert counts == Counts(tokens=7, sequences=2, rows=2, taught=7)
     assert counts.denominator("constant", max_new_tokens=24) == 2 * 24
     assert kl(two, loss_mask(two)).tolist() == [[0.5, -0.5, 0, 0, 0, -1.5], [0.5, 0.5, 0.5, 0.5, 0, 0]]
     assert kl_per_response(two)[0] == pytest.approx((-1.5 + 2.0) / 2)

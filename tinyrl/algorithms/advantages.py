@@ -26,25 +26,23 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float | Tensor,
-    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages (GAE) and the returns to regress the value on.
 
         delta[t] = r[t] + gamma V[t'] - V[t],   A[t] = delta[t] + gamma gae_lambda A[t'],   returns[t] = A[t] + V[t]
 
-    t' is the next True token after t in the row; after the last, A[t'] = 0 and V[t'] is the row's final value, the
-    value of what would have followed a response that was cut off (None: 0 for all). That is, over True tokens,
+    t' is the next True token after t in the row; after the last, A[t'] = 0 and V[t'] = 0. That is, over True tokens,
     A[t] = sum_l (gamma gae_lambda)^l delta[t + l]: Schulman et al. (1506.02438) Eq. 16, PPO (1707.06347) Eq. 11, 12.
     V[b, t] is the value before token t is chosen.
-    rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number or (B,) -> two (B, T); 0 on False tokens.
+    rewards, values, mask: (B, T), gae_lambda: a number or (B,) -> two (B, T); 0 on False tokens.
     """
     assert_shapes(mask, rewards=rewards, values=values)
-    assert final_values is None or final_values.shape == mask.shape[:1], "one final value per row, (B,)"
     assert isinstance(gae_lambda, float | int) or gae_lambda.shape == mask.shape[:1], "one lambda, or one per row, (B,)"
-    rewards, values = keep_true(rewards, mask), keep_true(values, mask)
+    rewards = keep_true(rewards, mask)
+    values = keep_true(values, mask)
     advantages = torch.zeros_like(values)
     next_advantage = values.new_zeros(mask.shape[0])
-    next_value = next_advantage if final_values is None else final_values.to(values)
+    next_value = values.new_zeros(mask.shape[0])
     for t in reversed(range(mask.shape[1])):
         chosen = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]

@@ -1,6 +1,6 @@
 """Losses of PPO and the GRPO family: tensors of one micro-batch in, (loss to minimise, metrics) out.
 
-GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
+GRPO, DAPO, Dr. GRPO and GSPO are `clipped_surrogate` with other arguments:
 
               ratio_level  aggregation  clip_eps, clip_eps_high  denominator of the step
     PPO       token        token        0.2                      True tokens
@@ -9,8 +9,6 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
     Dr. GRPO  token        constant     0.2                      sequences * max_new_tokens
     GSPO      sequence     sequence     3e-4, 4e-4               sequences with a True token
     RLOO      token        sequence-sum 0.2                      sequences with a True token
-
-GSPO-token is GSPO with ratio_level "sequence-token".
 
 mask (B, T): True for response tokens that the policy sampled (no tool output, no padding), in rows that are in the
 loss; T is the longest response. Losses are 0-dim.
@@ -35,7 +33,7 @@ from tinyrl.algorithms.kl import MAX_LOG_RATIO
 from tinyrl.algorithms.masking import Aggregation, aggregate, assert_shapes, keep_true, masked_mean, masked_sum
 
 Metrics = dict[str, Tensor]
-RatioLevel = Literal["token", "sequence", "sequence-token"]
+RatioLevel = Literal["token", "sequence"]
 Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask"]
 
 
@@ -46,24 +44,19 @@ def importance_ratio(
 
         token      r[t] = exp(logprobs[t] - old_logprobs[t])                                  PPO (1707.06347) section 3
         sequence   s = exp(mean over True t of (logprobs[t] - old_logprobs[t])), for every t  GSPO (2507.18071) Eq. 7
-        sequence-token   sg[s] exp(logprobs[t] - sg[logprobs[t]]), sg = stop gradient         GSPO-token, Eq. 14
 
-    The last has the value of s and a gradient of each token's own, so that an advantage of token t moves token t; with
-    one advantage for all tokens, losses and gradients are those of "sequence".
     Exponents are clamped to +-20 and carry no gradient beyond.
     logprobs, old_logprobs, mask: (B, T) -> (B, T).
     """
-    assert ratio_level in ("token", "sequence", "sequence-token"), f"ratio_level is {ratio_level!r}"
+    assert ratio_level in ("token", "sequence"), f"ratio_level is {ratio_level!r}"
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    if ratio_level in ("sequence", "sequence-token"):
-        own, log_ratio = log_ratio, keep_true(masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(mask), mask)
-        if ratio_level == "sequence-token":
-            own = own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            log_ratio = log_ratio.detach() + (own - own.detach())
+    if ratio_level == "sequence":
+        mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
+        log_ratio = keep_true(mean.expand_as(mask), mask)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_policy_loss(
+def clipped_surrogate(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -71,7 +64,6 @@ def clipped_policy_loss(
     *,
     clip_eps: float,
     clip_eps_high: float | None = None,
-    dual_clip: float | None = None,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token",
     denominator: float | None = None,
@@ -82,11 +74,10 @@ def clipped_policy_loss(
 
     PPO (1707.06347) Eq. 7; per sequence GRPO (2402.03300) Eq. 3 without its KL; over tokens and with clip_eps_high
     (None: clip_eps) DAPO (2503.14476) Eq. 8; with "constant" Dr. GRPO (2503.20783); with ratio_level "sequence" GSPO
-    (2507.18071) Eq. 5, with "sequence-token" GSPO-token, Eq. 13.
-    dual_clip c > 1 bounds the loss of a negative advantage by c |A| (Ye et al., 1912.09729).
+    (2507.18071) Eq. 5.
     token_weights w (None: 1) are importance weights, such as between sampling and training; no denominator counts them.
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
-    ratios), policy/ratio, and with dual_clip policy/dual_clipfrac.
+    ratios) and policy/ratio.
     logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T).
     """
     ratio = importance_ratio(logprobs, old_logprobs, mask, ratio_level=ratio_level)
@@ -95,14 +86,12 @@ def clipped_policy_loss(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_eps, high)
     losses = torch.maximum(unclipped, clipped)
-    terms = {"policy/clipfrac": clipped > unclipped}
-    if dual_clip is not None:
-        assert dual_clip > 1, f"dual_clip is {dual_clip}"
-        bound = dual_clip * advantages.abs()  # the loss of a positive advantage is negative: never above it
-        terms["policy/dual_clipfrac"] = losses > bound
-        losses = torch.minimum(losses, bound)
-    terms |= {"policy/ratio": ratio, "policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask)}
-    return _policy_loss(losses, terms, mask, aggregation, denominator, token_weights, metric_denominator)
+    terms = {
+        "policy/clipfrac": clipped > unclipped,
+        "policy/ratio": ratio,
+        "policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask),
+    }
+    return _aggregated(losses, terms, mask, aggregation, denominator, token_weights, metric_denominator)
 
 
 def cispo_loss(
@@ -122,14 +111,17 @@ def cispo_loss(
     CISPO, MiniMax-M1 (2506.13585) Eq. 4 and 5. The cap is on the ratio itself (not on 1 + eps), and there is none
     below, as the paper runs it. No token loses its gradient.
     Metrics: policy/loss, policy/clipfrac (ratios above the cap), policy/approx_kl, policy/ratio (before the cap).
-    Shapes and token_weights are as in `clipped_policy_loss`.
+    Shapes and token_weights are as in `clipped_surrogate`.
     """
     assert ratio_cap > 0, f"ratio_cap is {ratio_cap}"
     ratio = importance_ratio(logprobs, old_logprobs, mask).detach()
     losses = -ratio.clamp(max=ratio_cap) * _per_token(advantages, mask) * keep_true(logprobs, mask)
-    terms = {"policy/clipfrac": ratio > ratio_cap, "policy/ratio": ratio}
-    terms |= {"policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask)}
-    return _policy_loss(losses, terms, mask, aggregation, denominator, token_weights, metric_denominator)
+    terms = {
+        "policy/clipfrac": ratio > ratio_cap,
+        "policy/ratio": ratio,
+        "policy/approx_kl": _approx_kl(logprobs, old_logprobs, mask),
+    }
+    return _aggregated(losses, terms, mask, aggregation, denominator, token_weights, metric_denominator)
 
 
 def clipped_value_loss(
@@ -150,12 +142,16 @@ def clipped_value_loss(
     assert_shapes(mask, values=values, old_values=old_values, returns=returns)
     assert value_clip_eps is None or value_clip_eps >= 0, f"value_clip_eps is {value_clip_eps}"
     values = keep_true(values, mask)
-    old_values, returns = keep_true(old_values.detach(), mask), keep_true(returns.detach(), mask)
-    squares, fractions = (values - returns).square(), {}
+    old_values = keep_true(old_values.detach(), mask)
+    returns = keep_true(returns.detach(), mask)
+    squares = (values - returns).square()
+    fractions: dict[str, Tensor] = {}
     if value_clip_eps is not None:
         near = values.clamp(old_values - value_clip_eps, old_values + value_clip_eps)
-        unclipped, clipped = squares, (near - returns).square()
-        squares, fractions = torch.maximum(unclipped, clipped), {"value/clipfrac": clipped > unclipped}
+        unclipped = squares
+        clipped = (near - returns).square()
+        squares = torch.maximum(unclipped, clipped)
+        fractions["value/clipfrac"] = clipped > unclipped
     loss = aggregate(0.5 * squares, mask, aggregation="token", denominator=denominator)
     means = {k: aggregate(x, mask, aggregation="token", denominator=denominator) for k, x in fractions.items()}
     return loss, {"value/loss": loss.detach(), **means}
@@ -197,7 +193,7 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: float | None = 
 
 @torch.no_grad()
 def mismatch_weights(
-    old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, *, mode: Mismatch, cap: float, floor: float = 0.0
+    old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, *, mode: Mismatch, cap: float
 ) -> tuple[Tensor, Tensor]:
     """Return importance weights between sampling and training, and where a bound set them.
 
@@ -208,23 +204,22 @@ def mismatch_weights(
         token          min(w[t], cap)                          truncated importance sampling, Yao et al. 2025
         sequence       min(W, cap)                             the same by sequence, unbiased but for the cap:
                                                                Liu et al. 2025, "When speed kills stability"
-        token-mask     w[t] where floor <= w[t] <= cap else 0  IcePop, Ring-1T (2510.18855)
-        sequence-mask  W where floor <= W <= cap else 0        masked importance sampling, Liu et al. 2025
+        token-mask     w[t] where w[t] <= cap else 0           IcePop, Ring-1T (2510.18855)
+        sequence-mask  W where W <= cap else 0                 masked importance sampling, Liu et al. 2025
 
     old_logprobs are training's numbers for the policy before its update. Exponents are clamped to at most 20.
     (B, T) each -> (B, T) and (B, T) bool, defined on True tokens, without gradient.
     """
     assert mode in ("token", "sequence", "token-mask", "sequence-mask"), f"mode is {mode!r}"
     assert_shapes(mask, old_logprobs=old_logprobs, sampling_logprobs=sampling_logprobs)
-    assert cap > floor >= 0, f"cap is {cap}, floor {floor}"
+    assert cap > 0, f"cap is {cap}"
     log_ratio = keep_true(old_logprobs, mask) - keep_true(sampling_logprobs, mask)
     if mode in ("sequence", "sequence-mask"):
         log_ratio = masked_sum(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
     weights = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     if mode in ("token", "sequence"):
         return weights.clamp(max=cap), weights > cap
-    outside = (weights > cap) | (weights < floor)
-    return torch.where(outside, 0.0, weights), outside
+    return torch.where(weights > cap, 0.0, weights), weights > cap
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -248,7 +243,7 @@ def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
     return keep_true(advantages.detach(), mask)
 
 
-def _policy_loss(
+def _aggregated(
     losses: Tensor,
     terms: dict[str, Tensor],
     mask: Tensor,

@@ -121,35 +121,29 @@ def bradley_terry_loss(
     rejected_scores: Tensor,
     *,
     margin: Tensor | None = None,
-    label_smoothing: float = 0.0,
     denominator: float | None = None,
 ) -> tuple[Tensor, Metrics]:
     """A reward model's loss: mean of -log sigmoid(s(chosen) - s(rejected) - margin). Reward: the score s.
 
     Bradley-Terry as in InstructGPT (2203.02155) Eq. 1, with one pair per prompt; margin as in Llama 2 (2307.09288)
-    Eq. 2, None: 0. label_smoothing as in `dpo_loss`; a label that is wrong asks for the margin on the other side.
-    rewards/margin is the difference of the scores; the margin asked for is not subtracted.
+    Eq. 2, None: 0. rewards/margin is the difference of the scores; the margin asked for is not subtracted.
     """
     _assert_alike(chosen_scores, rejected_scores, *([] if margin is None else [margin]))
     asked = 0.0 if margin is None else margin.float()
-    return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, margin=asked)
+    return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), 0.0, denominator, margin=asked)
 
 
-def label_loss(
-    scores: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, denominator: float | None = None
-) -> tuple[Tensor, Metrics]:
+def label_loss(scores: Tensor, labels: Tensor, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Binary cross-entropy: mean of -y log sigmoid(s) - (1 - y) log sigmoid(-s), so that s becomes the log-odds of y.
 
-    y in {0, 1}; as in Cobbe et al. (2110.14168) for verifiers. With label_smoothing a, a label is right with
-    probability 1 - a: y is replaced by (1 - a) y + a (1 - y).
+    y in {0, 1}; as in Cobbe et al. (2110.14168) for verifiers.
     Metrics: loss, rewards/mean (of the scores), rewards/accuracy (s > 0 where y is 1, s < 0 where it is 0).
     """
     _assert_alike(scores, labels)
     count = _count(scores, denominator)
-    assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
-    scores, labels = scores.float(), labels.float()
-    right = (1 - label_smoothing) * labels + label_smoothing * (1 - labels)
-    loss = -(right * functional.logsigmoid(scores) + (1 - right) * functional.logsigmoid(-scores)).sum() / count
+    scores = scores.float()
+    labels = labels.float()
+    loss = -(labels * functional.logsigmoid(scores) + (1 - labels) * functional.logsigmoid(-scores)).sum() / count
     means = {
         "rewards/mean": scores.detach().sum() / count,
         "rewards/accuracy": _wins((2 * labels - 1) * scores) / count,
@@ -185,10 +179,11 @@ def _pairwise_loss(
     margin: Tensor | float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
-    pairs, s = _count(chosen, denominator), label_smoothing
+    pairs = _count(chosen, denominator)
     loss = -functional.logsigmoid(chosen - rejected - margin).sum() / pairs
-    if s > 0:
-        loss = (1 - s) * loss - s * functional.logsigmoid(rejected - chosen - margin).sum() / pairs
+    if label_smoothing > 0:
+        swapped = -functional.logsigmoid(rejected - chosen - margin).sum() / pairs
+        loss = (1 - label_smoothing) * loss + label_smoothing * swapped
     return loss, _pair_metrics(loss, chosen, rejected, pairs)
 
 

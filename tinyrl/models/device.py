@@ -128,10 +128,20 @@ def memory_room(device: torch.device) -> int:
     return room // world().local_size
 
 
+_peak_before_resets: dict[torch.device, int] = {}  # bytes on each GPU, before its statistics were last reset
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to measure the peak of a GPU anew; `peak_memory_gb` keeps what it was before."""
+    before = _peak_before_resets.get(device, 0)
+    _peak_before_resets[device] = max(before, torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory in GB: allocated on the GPU, or resident in the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return max(_peak_before_resets.get(device, 0), torch.cuda.max_memory_allocated(device)) / 1e9
     if sys.platform != "linux":
         return psutil.Process().memory_info().rss / 1e9
     # VmHWM, since ru_maxrss would start from the process that started this one

@@ -77,6 +77,7 @@ class RunDir:
         self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards = self._records
         self.output = path / "reward_output.log"
         self._unwritten: dict[Path, bytes] = {}
+        self._unflushed: set[Path] = set()
 
     def write_config(self, config: Config) -> None:
         if self.writes:
@@ -109,8 +110,10 @@ class RunDir:
             self._write(file, b"".join(lines))
 
     def _write(self, file: Path, lines: bytes) -> None:
-        warned, lines = bool(self._unwritten), self._unwritten.pop(file, b"") + lines
+        warned = bool(self._unwritten)
+        lines = self._unwritten.pop(file, b"") + lines
         length = _length(file)
+        self._unflushed.add(file)
         try:
             with file.open("ab") as out:
                 out.write(lines)
@@ -134,11 +137,15 @@ class RunDir:
                 self.output.write_bytes(b"--- the beginning was left out ---\n" + end)
 
     def lengths(self) -> dict[str, int]:
-        """Return the bytes of the records for a checkpoint, flushed first: a power cut takes what is not on disk."""
-        for file in filter(Path.exists, self._records):
-            with file.open("rb") as record:
-                os.fsync(record.fileno())
+        """Return the bytes of each record."""
         return {file.name: _length(file) for file in self._records}
+
+    def flush(self) -> None:
+        """Put the records that were written since the last flush on disk: a power cut takes what is not there."""
+        for file in sorted(self._unflushed):
+            with contextlib.suppress(FileNotFoundError), file.open("rb") as record:
+                os.fsync(record.fileno())
+        self._unflushed.clear()
 
     def cut(self, lengths: dict[str, int]) -> list[str]:
         """Truncate the records to their lengths at a checkpoint, so that no step is recorded twice, and to whole lines.

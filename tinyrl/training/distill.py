@@ -12,10 +12,14 @@ and not learnt from.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
-from tinyrl.models.batch import padded
+from tinyrl.algorithms.losses import Metrics
+from tinyrl.models.batch import Batch, padded
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.sample import Sample, conversations, fill, loss_mask, sampled_rows
 from tinyrl.runs.signals import watched
@@ -23,6 +27,7 @@ from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.policy_loss import Counts
 from tinyrl.training.run import Run
 
 
@@ -38,26 +43,27 @@ class Distill(OnPolicy):
             # 1. Responses to the step's prompts.
             with run.timed("rollout"):
                 samples = conversations(self.responses(step))
-            # 2. Log-probabilities of their tokens under the teacher.
+            # 2. What the teacher says to them.
             taught = self.ask_teacher(samples)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
             run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
             # How much likelier than the student the teacher finds each sampled token: for the records only.
-            advantages = token_advantages(
-                padded(samples, "logprobs"), padded(samples, "teacher"), loss_mask(samples) & sampled_rows(samples)
-            )
+            sampled = loss_mask(samples) & sampled_rows(samples)
+            advantages = token_advantages(padded(samples, "logprobs"), padded(samples, "teacher"), sampled)
             fill(samples, "advantage", advantages)
             # 3. One optimizer step on all of them.
             with run.timed("update"):
-                for minibatch in run.minibatches(samples, num_epochs=1, size=None):
-                    run.metrics.add(run.updater.step(self.passes(minibatch), train=["policy"]))
+                for minibatch in run.minibatches([samples], num_epochs=1):
+                    counts = Counts.of(minibatch)
+                    passes = [Pass("policy", minibatch, partial(self.loss, counts=counts))] if counts.tokens else []
+                    run.metrics.add(run.updater.step(passes, train=["policy"]))
             self.record(samples, advantages, step)
-            run.end_step(**self.count_flat())
+            run.end_step(**self.update_controllers())
 
-    def passes(self, minibatch: list[Sample], *, kl_coef: float = 0.0) -> list[Pass]:
+    def loss(self, batch: Batch, *, counts: Counts) -> tuple[Tensor, Metrics]:
+        """Compute the distance of a micro-batch to the teacher; the policy must be acting."""
         assert self.teacher is not None
-        distance = self.teacher.distance_loss(minibatch)
-        return self.passes_over(minibatch, policy=lambda batch: distance(batch, self.policy.policy_states(batch)))
+        return self.teacher.distance(batch, self.policy.policy_states(batch), counts)
 
     def responses(self, step: int) -> list[Sample]:
         """Sample responses to the share distill.on_policy_fraction of the prompts; the others have given answers."""

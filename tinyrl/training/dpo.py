@@ -16,6 +16,7 @@ single labelled answer are not read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
 from tinyrl.data.formats import Side, preference
@@ -33,7 +35,8 @@ from tinyrl.models.batch import Batch, Example
 from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
-from tinyrl.training.rows import BatchLoss, RowMethod, joined, rendered
+from tinyrl.training.method import Pass
+from tinyrl.training.rows import RowMethod, joined, rendered
 from tinyrl.training.run import Run
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
@@ -92,24 +95,33 @@ class Dpo(RowMethod):
             self.notes.append(REWRITTEN)
         return parts[-1]
 
-    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
-        # 1. Log-probabilities under the reference; for KTO, how far the policy is from it elsewhere.
+    def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
+        """Look up or compute what the reference says of the pairs, then make the pass over them."""
         reference, kl = None, 0.0
         if self.policy.has_reference:
             with run.timed("reference"):
-                reference, kl = self.reference_logprobs("training", rows), reference_point(self, examples)
-        places = {id(pair): place for place, pair in enumerate(examples)}
+                reference = self.reference_logprobs("training", rows)
+                kl = reference_point(self, examples)
+        of_pair = None if reference is None else {id(pair): row for pair, row in zip(examples, reference, strict=True)}
+        loss = partial(self.loss, reference=of_pair, kl=kl, count=len(examples))
+        metrics = {"completion/tokens": float(sum(sum(pair.learnt) for pair in examples))}
+        if self.config.dpo.loss == "kto":
+            metrics["preference/kl"] = kl
+        return Pass("policy", examples, loss), metrics
 
-        # 2. The loss that the optimizer step descends.
-        def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, count = pair_logprobs(self.policy, "policy", batch), len(examples)
-            theirs = None if reference is None else reference[[places[id(pair)] for pair in batch.items]]
-            loss, metrics = preference_loss(self.config.dpo, logprobs, theirs, batch.items, kl=kl, denominator=count)
-            chosen, rejected = (logprobs.detach().sum(0) / count).unbind()
-            return loss, {**metrics, "policy/chosen_logprobs": chosen, "policy/rejected_logprobs": rejected}
+    def loss(
+        self, batch: Batch, *, reference: dict[int, Tensor] | None, kl: float, count: int
+    ) -> tuple[Tensor, Metrics]:
+        """Compute the preference loss of a micro-batch of the step's `count` pairs; the policy must be acting.
 
-        more = {"preference/kl": kl} if self.config.dpo.loss == "kto" else {}
-        return loss_of, {"completion/tokens": float(sum(sum(pair.learnt) for pair in examples)), **more}
+        reference: of each pair, by its identity, the log-probabilities (2,) of chosen and rejected under the reference;
+        kl: KTO's z_0.
+        """
+        logprobs = pair_logprobs(self.policy, "policy", batch)
+        theirs = None if reference is None else torch.stack([reference[id(pair)] for pair in batch.items])
+        loss, metrics = preference_loss(self.config.dpo, logprobs, theirs, batch.items, kl=kl, denominator=count)
+        chosen, rejected = (logprobs.detach().sum(0) / count).unbind()
+        return loss, {**metrics, "policy/chosen_logprobs": chosen, "policy/rejected_logprobs": rejected}
 
     def evaluate(self) -> Evaluation:
         """Return accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
@@ -161,7 +173,7 @@ def preference_loss(
     *,
     kl: float,
     denominator: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """Compute the loss of pairs. logprobs, reference: (B, 2), summed over tokens, of chosen and rejected."""
     lengths = torch.tensor([pair.learnt for pair in pairs]).to(logprobs)
     if reference is None:

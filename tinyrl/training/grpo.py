@@ -14,17 +14,22 @@ or grpo.minibatch_size say otherwise.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
+from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.data.rows import seeded_permutation
+from tinyrl.models.batch import Batch
 from tinyrl.rollout.sample import Sample, conversations, fill, kl, loss_mask, num_episodes, rewards_of, token_rewards_of
+from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
 
 if TYPE_CHECKING:
     from tinyrl.training.run import Run
@@ -33,27 +38,62 @@ if TYPE_CHECKING:
 class Grpo(OnPolicy):
     def train(self, run: Run) -> None:
         config = self.config.grpo
+        kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
         self.begin(run)
         for step in run.steps():
             # 1. A group of responses for each prompt, and their scores.
             with run.timed("rollout"):
                 episodes, rewards = self.sample_groups(step)
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
+                partition = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference, and before the update.
             with run.timed("reference"):
-                self.compute_logprobs(samples, scored=kl_in_score(config))
+                measured = self.compute_logprobs(samples, partition, scored=kl_in_score(config))
             taught = self.ask_teacher(samples)
-            run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
+            run.start_update(**rewards, **self.metrics(samples), **measured, **taught, **self.record_prompts(step))
             # 3. How much better a response is than its group; an agent's conversations share their episode's.
             advantages = group_relative(samples[: num_episodes(samples)], config, weights=self.collector.scorer.weights)
             advantages = advantages[[sample.episode for sample in samples]]
             fill(samples, "advantage", advantages)
             # 4. An optimizer step for each minibatch.
             with run.timed("update"):
-                for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
-                    run.metrics.add(run.updater.step(self.passes(minibatch, kl_coef=config.kl_coef), train=["policy"]))
+                for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
+                    counts = Counts.of(minibatch)
+                    loss = partial(self.loss, counts=counts, kl_coef=kl_coef, measure_gap=self.measures_gap)
+                    passes = [Pass("policy", minibatch, loss)] if counts.tokens else []
+                    run.metrics.add(run.updater.step(passes, train=["policy"]))
             self.record(samples, advantages, step)
-            run.end_step(**self.count_flat())
+            run.end_step(**self.update_controllers())
+
+    def loss(self, batch: Batch, *, counts: Counts, kl_coef: float, measure_gap: bool) -> tuple[Tensor, Metrics]:
+        """Compute the loss of a micro-batch of a minibatch with `counts`; the policy must be acting.
+
+        surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
+        """
+        config, teacher = self.config.grpo, self.teacher
+        states = self.policy.policy_states(batch)
+        logprobs, entropy = self.policy.logprobs(
+            "policy", batch, temperature=self.temperature, states=states, entropy_grad=config.entropy_coef > 0
+        )
+        loss, metrics = policy_loss(
+            logprobs,
+            entropy,
+            batch,
+            counts,
+            config,
+            kl_coef=kl_coef,
+            max_new_tokens=self.config.generation.max_new_tokens,
+            inexact=not self.samples_exactly,
+        )
+        if teacher is not None and self.teacher_coef > 0:
+            distance, of_distance = teacher.distance(batch, states, counts)
+            loss = loss + self.teacher_coef * distance
+            metrics = of_distance | metrics
+        if measure_gap:
+            metrics |= sampling_gap(logprobs, batch, counts)
+        if only_rounding(logprobs, batch, config, kl_coef=kl_coef, teacher_coef=self.teacher_coef):
+            loss = loss.detach()
+        return loss, metrics
 
     def sample_groups(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.config.method_sections import DistillConfig
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
-from tinyrl.models.batch import Batch, Tokens, padded
+from tinyrl.models.batch import Tokens, padded
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.rewards.functions import check_failure_streak, describe_failure
 from tinyrl.rollout.records import (
@@ -36,8 +34,7 @@ from tinyrl.rollout.sample import (
     rewards_of,
 )
 from tinyrl.runs.signals import stop_held
-from tinyrl.training.method import Method, Pass
-from tinyrl.training.policy_loss import Counts, policy_loss, sampling_gap
+from tinyrl.training.method import Method
 from tinyrl.training.prompt_sampler import PassRates, PromptSampler
 
 if TYPE_CHECKING:
@@ -49,7 +46,7 @@ if TYPE_CHECKING:
 SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 
-BatchLoss = Callable[[Batch, Tensor], tuple[Tensor, Metrics]]  # of a micro-batch and the policy's states (N, H)
+EXACT = 1e-4  # nats a token: rounding in float32 stays below (measured: 1e-6), other numerics do not
 
 
 class OnPolicy(Method):
@@ -87,10 +84,34 @@ class OnPolicy(Method):
         return self.config.on_policy.kl_coef > 0
 
     @property
-    def several_steps(self) -> bool:
-        """Return whether several optimizer steps use a step's samples."""
+    def uses_old_logprobs(self) -> bool:
+        """Return whether the ratio is to log-probabilities computed before the update: where several optimizer steps
+        use a step's samples. With one, the old ones are the training pass's own, detached, so the ratio is exactly 1.
+        """
         section = self.config.on_policy
-        return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
+        minibatch_size = section.minibatch_size or section.batch_size
+        return section.num_epochs > 1 or minibatch_size < section.batch_size
+
+    @property
+    def samples_exactly(self) -> bool:
+        """Return whether the engine's log-probabilities equal a training pass's, up to rounding: the engine says so,
+        training is in float32, and no step has measured otherwise.
+        """
+        in_float32 = self.policy.accelerator.mixed_precision == "no"
+        return self.collector.engine.exact and in_float32 and not self.run.state.controllers.inexact_sampling
+
+    @property
+    def measures_gap(self) -> bool:
+        """Return whether the optimizer step under way shows how far sampling and training disagree: the first one on
+        a step's samples, where no pass before the update has shown it.
+        """
+        rescored = self.uses_old_logprobs and not self.samples_exactly
+        return self.run.update == 0 and not rescored
+
+    @property
+    def teacher_coef(self) -> float:
+        """Return the weight of the distance to a teacher beside the policy loss; 0 without a teacher."""
+        return 0.0 if self.teacher is None else self.config.teacher.kl_coef
 
     # ---- sampling ----
 
@@ -156,22 +177,31 @@ class OnPolicy(Method):
 
     # ---- passes without gradient ----
 
-    def compute_logprobs(self, samples: list[Sample], *, scored: bool = False) -> None:
-        """Set `ref` where a KL needs it, `old` where several optimizer steps use the samples. With one step the
-        training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL in the reward then takes
-        the policy's from a pass like the reference's, as an engine that is not exact would add its own noise to it.
+    def compute_logprobs(
+        self, samples: list[Sample], minibatches: list[list[Sample]], *, scored: bool = False
+    ) -> dict[str, float]:
+        """Set `ref` where a KL needs it, and `old` where the ratio does; return what the passes have measured.
+
+        `old` is what was recorded while sampling, or where that is not exact comes from a pass over each minibatch by
+        itself, so that the update's first forward pass, of the same micro-batches, computes the same numbers. Where no
+        `old` is needed a KL in the reward takes `rescored`, from a pass like the reference's, as an engine that is not
+        exact would add its own noise to it.
 
         `scored`: of every sample with a reward, those that are left out of the loss among them.
         """
         tokens: Tokens = "rewarded" if scored else "loss"
         if self.reads_reference:
             fill(samples, "ref", self.logprobs(samples, "reference", tokens=tokens))
-        if not self.several_steps:
-            if self.reads_reference and self.config.on_policy.kl_in_reward and not self.samples_exactly:
-                fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
-            return
-        exact = self.samples_exactly
-        fill(samples, "old", padded(samples, "logprobs") if exact else self.logprobs(samples, "policy", tokens=tokens))
+        if self.uses_old_logprobs and self.samples_exactly:
+            fill(samples, "old", padded(samples, "logprobs"))
+        elif self.uses_old_logprobs:
+            for minibatch in minibatches:
+                fill(minibatch, "old", self.logprobs(minibatch, "policy", tokens=tokens))
+            gap = (padded(samples, "old") - padded(samples, "logprobs")).abs()
+            return {"policy/sampling_gap": float(masked_mean(gap, loss_mask(samples)))}
+        elif self.reads_reference and self.config.on_policy.kl_in_reward and not self.samples_exactly:
+            fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
+        return {}
 
     def logprobs(
         self,
@@ -186,11 +216,6 @@ class OnPolicy(Method):
         compute = partial(self.policy.logprobs, role, temperature=self.temperature)
         return self.policy.map_samples(lambda b: compute(b)[:1], samples, role=role, tokens=tokens, among=among)[0]
 
-    @property
-    def samples_exactly(self) -> bool:
-        """Return whether the engine's log-probabilities equal a training pass's, up to rounding in float32."""
-        return self.collector.engine.exact and self.policy.accelerator.mixed_precision == "no"
-
     def ask_teacher(self, samples: list[Sample]) -> dict[str, float]:
         """Score the samples by the teacher, if there is one; return its metrics."""
         if self.teacher is None:
@@ -198,54 +223,27 @@ class OnPolicy(Method):
         with self.run.timed("teacher"):
             return self.teacher.score(samples)
 
-    # ---- the loss ----
-
-    def passes(self, minibatch: list[Sample], *, kl_coef: float) -> list[Pass]:
-        """Return the passes of an optimizer step on a minibatch; none if no token of it is in the loss."""
-        loss = self.policy_loss(minibatch, kl_coef=kl_coef)
-        return self.passes_over(minibatch, policy=lambda batch: loss(batch, self.policy.policy_states(batch)))
-
-    def passes_over(self, minibatch: list[Sample], **losses: Callable[[Batch], tuple[Tensor, Metrics]]) -> list[Pass]:
-        """Return a pass of each role over a minibatch; none if no token of it is in the loss."""
-        if not loss_mask(minibatch).any():
-            return []
-        return [Pass(role, minibatch, loss) for role, loss in losses.items()]  # pyright: ignore[reportArgumentType]
-
-    def policy_loss(self, minibatch: list[Sample], *, kl_coef: float) -> BatchLoss:
-        """Return the loss of each micro-batch of a minibatch. A KL in the reward is not in the loss as well.
-
-        Before the first optimizer step on the samples the policy is the one that sampled them, so its log-probabilities
-        show how far sampling and training differ, at no cost.
-        """
-        config = self.config
-        section = config.on_policy
-        assert not isinstance(section, DistillConfig), "distillation has a loss of its own"
-        first = self.run.update == 0
-        counts = Counts.of(loss_mask(minibatch))
-        kl_coef = 0.0 if section.kl_in_reward or not self.policy.has_reference else kl_coef
-        teacher_coef = config.teacher.kl_coef
-        distance = self.teacher.distance_loss(minibatch) if self.teacher and teacher_coef > 0 else None
-        how: Any = {"max_new_tokens": config.generation.max_new_tokens, "inexact": not self.samples_exactly}
-
-        def loss(batch: Batch, states: Tensor) -> tuple[Tensor, Metrics]:
-            logprobs, entropy = self.policy.logprobs(
-                "policy", batch, temperature=self.temperature, states=states, entropy_grad=section.entropy_coef > 0
-            )
-            total, metrics = policy_loss(logprobs, entropy, batch, counts, section, kl_coef=kl_coef, **how)
-            if distance is not None:
-                apart, of_distance = distance(batch, states)
-                total, metrics = total + teacher_coef * apart, of_distance | metrics
-            return total, metrics | sampling_gap(logprobs, batch, counts) if first else metrics
-
-        return loss
-
     # ---- metrics and records ----
 
-    def count_flat(self) -> dict[str, float]:
-        """Count the step if the policy had no gradient in it. Metric: optim/flat_steps."""
+    def update_controllers(self) -> dict[str, float]:
+        """Take what the update has shown into the state of the run. Metric: optim/flat_steps.
+
+        A step in which the policy had no gradient is counted. Where sampling and training were further apart than
+        EXACT, sampling counts as inexact from the next step on: old log-probabilities are computed and the mismatch is
+        corrected for (`importance_correction`). All processes have measured the same.
+        """
+        controllers = self.run.state.controllers
         norms, _ = self.run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
-        self.state.controllers.flat_steps += norms == 0.0
-        return {"optim/flat_steps": self.state.controllers.flat_steps}
+        controllers.flat_steps += norms == 0.0
+        gap, count = self.run.metrics.sums.get("policy/sampling_gap", (0.0, 1))
+        if self.samples_exactly and gap / count > EXACT:
+            controllers.inexact_sampling = True
+            self.run.display.note(
+                f"warning: sampling and training differ by {gap / count:.2g} nats a token, more than rounding in "
+                f"float32 ({EXACT:g}). From the next step on log-probabilities before the update are computed, and "
+                "the mismatch is corrected for."
+            )
+        return {"optim/flat_steps": controllers.flat_steps}
 
     def record(self, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
         """Append some of the samples to samples.jsonl, with each one's mean advantage (before any whitening, so that it
@@ -294,7 +292,8 @@ class OnPolicy(Method):
         where the KL is in the loss of a single optimizer step).
         """
         out = {**environment_metrics(samples), **length_metrics(samples)}
-        measured = self.several_steps or self.config.on_policy.kl_in_reward
-        if measured and samples[0].ref is not None and any(sample.in_loss for sample in samples):
+        if samples[0].ref is None or not any(sample.in_loss for sample in samples):
+            return out
+        if self.uses_old_logprobs or self.config.on_policy.kl_in_reward:
             out["objective/kl"], _ = kl_per_response(samples)
         return out

@@ -32,6 +32,8 @@ has. The tokens that count are sft's; task.system_prompt is not put before them.
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ from tinyrl.rollout.sample import Sample, conversations, fill, kl, kl_per_respon
 from tinyrl.runs.signals import watched
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts
+from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.rows import joined
 from tinyrl.training.run import Run
 from tinyrl.training.sft import negative_log_likelihood, turns_of
@@ -74,40 +76,12 @@ class Ppo(OnPolicy):
         check_ids(texts, self.policy.tokenizer, self.policy.causal)
         self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint([row for _, row in placed])}
 
-    def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool = False) -> list[Pass]:
-        """Return passes of policy and critic (of the critic alone while it warms up), and over text, if any."""
-        policy, config = self.policy, self.config.ppo
-        tokens, loss = Counts.of(loss_mask(minibatch)).tokens, self.policy_loss(minibatch, kl_coef=kl_coef)
-
-        def value_loss(batch: Batch, values: Tensor) -> tuple[Tensor, Metrics]:
-            old, returns = batch.padded("values"), batch.padded("returns")
-            clip = config.value_clip_eps
-            return clipped_value_loss(values, old, returns, batch.mask, value_clip_eps=clip, denominator=tokens)
-
-        def on_one_backbone(batch: Batch) -> tuple[Tensor, Metrics]:
-            """Compute both losses; no gradient of a detached, or warming up, value reaches the backbone."""
-            states = policy.policy_states(batch)
-            shared = policy.critic_kind == "shared" and not warming_up
-            values = policy.values(batch, states=states if shared else states.detach())
-            of_value, value_metrics = value_loss(batch, values)
-            if warming_up:
-                return of_value, value_metrics
-            of_policy, metrics = loss(batch, states)
-            return of_policy + (config.value_coef if shared else 1.0) * of_value, metrics | value_metrics
-
-        if policy.critic_kind in ("shared", "shared-detached"):
-            passes = self.passes_over(minibatch, policy=on_one_backbone)
-        else:
-            alone = self.passes_over(minibatch, critic=lambda batch: value_loss(batch, policy.values(batch)))
-            passes = [*([] if warming_up else super().passes(minibatch, kl_coef=kl_coef)), *alone]
-        return [*passes, ptx_pass(self, self.run)] if config.ptx_coef > 0 and not warming_up else passes
-
     @property
     def reads_reference(self) -> bool:
         return self.policy.has_reference
 
     @property
-    def several_steps(self) -> bool:
+    def uses_old_logprobs(self) -> bool:
         """Return True: the ratio is to the policy before the update, also with one epoch of one minibatch."""
         return True
 
@@ -122,16 +96,18 @@ class Ppo(OnPolicy):
                 episodes = self.collect(self.prompts(step), step)
                 rewards_by_name = self.reward_metrics(episodes)
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
+                partition = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference and before the update, and the critic's values.
             with run.timed("reference"):
-                self.compute_logprobs(samples)
+                measured = self.compute_logprobs(samples, partition)
             with run.timed("values"):
                 self.predict_values(samples)
-            metrics = self.metrics(samples) | self.ask_teacher(samples) | self.record_prompts(step)
+            metrics = self.metrics(samples) | measured | self.ask_teacher(samples) | self.record_prompts(step)
             metrics["objective/kl_coef"] = kl_coef
             run.start_update(**rewards_by_name, **metrics)
             # 3. One reward for each token.
-            mask, values = loss_mask(samples), padded(samples, "values")
+            mask = loss_mask(samples)
+            values = padded(samples, "values")
             penalised = kl(samples, mask if config.kl_in_reward else torch.zeros_like(mask))
             rewards = token_rewards_of(samples, penalised, kl_coef=kl_coef)
             # 4. Advantages, and the returns that the critic is to predict.
@@ -142,17 +118,110 @@ class Ppo(OnPolicy):
             warming_up = step < critic.warmup_steps
             trained = ["critic"] if warming_up else ["policy", "critic"]
             with run.timed("update"):
-                for minibatch in run.minibatches(samples, num_epochs=config.num_epochs, size=config.minibatch_size):
+                for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
                     passes = self.passes(minibatch, kl_coef=kl_coef, warming_up=warming_up)
                     run.metrics.add(run.updater.step(passes, train=trained))
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
             if config.target_kl is not None and samples[0].ref is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
             self.record(samples, advantages, step, rewards=rewards)
-            ended = self.count_flat()
+            ended = self.update_controllers()
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(values, returns, mask)
             run.end_step(**ended)
+
+    def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool) -> list[Pass]:
+        """Return the passes of an optimizer step: of policy and critic, or of both at once on one backbone; of the
+        critic alone while it warms up; over text where there is a ppo.ptx_coef.
+        """
+        config, counts = self.config.ppo, Counts.of(minibatch)
+        of_policy = {
+            "counts": counts,
+            "kl_coef": 0.0 if config.kl_in_reward or not self.policy.has_reference else kl_coef,
+            "measure_gap": self.measures_gap,
+        }
+        if self.policy.critic_kind in ("shared", "shared-detached"):
+            passes = [Pass("policy", minibatch, partial(self.joint_loss, warming_up=warming_up, **of_policy))]
+        else:
+            passes = [Pass("critic", minibatch, partial(self.critic_loss, counts=counts))]
+            if not warming_up:
+                passes.insert(0, Pass("policy", minibatch, partial(self.actor_loss, **of_policy)))
+        if not counts.tokens:  # no token of this minibatch is in the loss
+            passes = []
+        if config.ptx_coef > 0 and not warming_up:
+            text = self.text_batch(self.run)
+            tokens = sum(sum(one.learnt) for one in text)
+            passes.append(Pass("policy", text, partial(self.text_loss, tokens=tokens)))
+        return passes
+
+    # ---- losses of a micro-batch, divided by counts of its minibatch ----
+
+    def actor_loss(
+        self, batch: Batch, states: Tensor | None = None, *, counts: Counts, kl_coef: float, measure_gap: bool
+    ) -> tuple[Tensor, Metrics]:
+        """Compute the policy's loss; the policy must be acting. states (N, H): its own, where they are known already.
+
+        surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
+        """
+        config, teacher = self.config.ppo, self.teacher
+        states = self.policy.policy_states(batch) if states is None else states
+        logprobs, entropy = self.policy.logprobs(
+            "policy", batch, temperature=self.temperature, states=states, entropy_grad=config.entropy_coef > 0
+        )
+        loss, metrics = policy_loss(
+            logprobs,
+            entropy,
+            batch,
+            counts,
+            config,
+            kl_coef=kl_coef,
+            max_new_tokens=self.config.generation.max_new_tokens,
+            inexact=not self.samples_exactly,
+        )
+        if teacher is not None and self.teacher_coef > 0:
+            distance, of_distance = teacher.distance(batch, states, counts)
+            loss = loss + self.teacher_coef * distance
+            metrics = of_distance | metrics
+        if measure_gap:
+            metrics |= sampling_gap(logprobs, batch, counts)
+        if only_rounding(logprobs, batch, config, kl_coef=kl_coef, teacher_coef=self.teacher_coef):
+            loss = loss.detach()
+        return loss, metrics
+
+    def critic_loss(self, batch: Batch, states: Tensor | None = None, *, counts: Counts) -> tuple[Tensor, Metrics]:
+        """Compute the value's clipped regression; the critic must be acting, or `states` of the policy be given."""
+        return clipped_value_loss(
+            self.policy.values(batch, states=states),
+            batch.padded("values"),
+            batch.padded("returns"),
+            batch.mask,
+            value_clip_eps=self.config.ppo.value_clip_eps,
+            denominator=counts.tokens,
+        )
+
+    def joint_loss(self, batch: Batch, *, warming_up: bool, counts: Counts, **of_policy: Any) -> tuple[Tensor, Metrics]:
+        """Compute both losses from one forward pass of the policy; of_policy: as `actor_loss` takes them.
+
+        With critic.kind=shared the value's gradient, weighted by ppo.value_coef, reaches the backbone, but not while
+        the critic warms up; with shared-detached it never does.
+        """
+        states = self.policy.policy_states(batch)
+        moves_backbone = self.policy.critic_kind == "shared" and not warming_up
+        value_loss, value_metrics = self.critic_loss(
+            batch, states if moves_backbone else states.detach(), counts=counts
+        )
+        if warming_up:
+            return value_loss, value_metrics
+        actor_loss, metrics = self.actor_loss(batch, states, counts=counts, **of_policy)
+        value_coef = self.config.ppo.value_coef if moves_backbone else 1.0
+        return actor_loss + value_coef * value_loss, metrics | value_metrics
+
+    def text_loss(self, batch: Batch, *, tokens: int) -> tuple[Tensor, Metrics]:
+        """Compute ptx_coef * the mean of -log pi over the text's tokens. Metric: policy/ptx_loss, without ptx_coef."""
+        loss = negative_log_likelihood(self.policy, batch) / tokens
+        return self.config.ppo.ptx_coef * loss, {"policy/ptx_loss": loss.detach()}
+
+    # ---- values and text ----
 
     def predict_values(self, samples: list[Sample]) -> None:
         policy, role = self.policy, self.policy.value_role
@@ -161,6 +230,15 @@ class Ppo(OnPolicy):
             return (policy.values(batch, states=None if role == "critic" else policy.policy_states(batch)),)
 
         fill(samples, "values", policy.map_samples(compute, samples, role=role)[0])
+
+    def text_batch(self, run: Run) -> list[Example]:
+        """Return the text of an optimizer step: the next PTX_ROWS rows of a stream of shuffled epochs."""
+        config = self.config.ppo
+        size = min(PTX_ROWS, len(self.text))  # none twice in a batch, but where an epoch ends in it
+        minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
+        number = run.state.step * config.num_epochs * minibatches + run.update
+        rows = batch_indices(self.config.run.seed, number, num_prompts=size, num_rows=len(self.text))
+        return [example for row in rows for example in self.text[row]]
 
 
 def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) -> float:
@@ -192,20 +270,3 @@ def text_of(row: Row, policy: Policy, *, place: str) -> list[Example]:
     if longest > policy.positions:
         raise ValueError(f"{TEXT}, {place}: {longest} tokens, and the model has {policy.positions} positions")
     return found
-
-
-def ptx_pass(ppo: Ppo, run: Run) -> Pass:
-    """Make the policy's pass over the text batch of an optimizer step. Metric: policy/ptx_loss, without coefficient."""
-    config, seed = ppo.config.ppo, ppo.config.run.seed
-    size = min(PTX_ROWS, len(ppo.text))  # none twice in a batch, but where an epoch ends in it
-    minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
-    number = run.state.step * config.num_epochs * minibatches + run.update
-    rows_of_text = batch_indices(seed, number, num_prompts=size, num_rows=len(ppo.text))
-    chosen = [one for row in rows_of_text for one in ppo.text[row]]
-    tokens = sum(sum(one.learnt) for one in chosen)
-
-    def loss_of(batch: Batch) -> tuple[Tensor, Metrics]:
-        loss = negative_log_likelihood(ppo.policy, batch) / tokens
-        return config.ptx_coef * loss, {"policy/ptx_loss": loss.detach()}
-
-    return Pass("policy", chosen, loss_of)

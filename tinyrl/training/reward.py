@@ -13,6 +13,7 @@ template. Scores are centred when they are saved: the mean over training rows is
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 from tinyrl.data.formats import judged, two_labels
 from tinyrl.data.readers import Row
@@ -34,7 +36,8 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.models.states import backbone_of
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
-from tinyrl.training.rows import BatchLoss, RowMethod
+from tinyrl.training.method import Pass
+from tinyrl.training.rows import RowMethod
 from tinyrl.training.run import Run
 
 SCORE_BIAS = "score_bias.safetensors"  # the bias that is trained: not centred
@@ -43,8 +46,6 @@ CENTERED_ON = 512  # rows to train on that the centre is measured on
 
 class RewardModel(RowMethod):
     """Reward model training. A row has one example: a pair and its margin, or an answer and its label, 0 or 1."""
-
-    last_tokens = True
 
     def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
         self._full = 0  # texts of as many tokens as the model reads
@@ -89,15 +90,17 @@ class RewardModel(RowMethod):
         at = max(1, common_length(texts))
         return [Example(texts[0][:at], tuple(text[at:] for text in texts), value=one.value)]
 
-    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
-        def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            chosen, *other = self.scores(batch).unbind(1)
-            targets = torch.tensor([one.value for one in batch.items], device=chosen.device)
-            if other:
-                return bradley_terry_loss(chosen, other[0], margin=targets, denominator=len(examples))
-            return label_loss(chosen, targets, denominator=len(examples))
+    def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
+        loss = partial(self.loss, count=len(examples))
+        return Pass("policy", examples, loss, last_tokens=True), {}
 
-        return loss_of, {}
+    def loss(self, batch: Batch, *, count: int) -> tuple[Tensor, Metrics]:
+        """Compute Bradley-Terry's loss of pairs, or cross-entropy of labels; the step has `count` examples."""
+        chosen, *other = self.scores(batch).unbind(1)
+        targets = torch.tensor([one.value for one in batch.items], device=chosen.device)
+        if other:
+            return bradley_terry_loss(chosen, other[0], margin=targets, denominator=count)
+        return label_loss(chosen, targets, denominator=count)
 
     def evaluate(self) -> Evaluation:
         examples = [one for row in self.held_out[: self.config.run.eval_prompts] for one in row]

@@ -8,11 +8,9 @@ sampled from, and behind it the answer through its end-of-turn token (tasks/answ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
-
-from torch import Tensor
 
 from tinyrl.data.formats import (
     EQUAL,
@@ -27,7 +25,7 @@ from tinyrl.data.formats import (
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
-from tinyrl.models.batch import Batch, Example
+from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import readable
@@ -41,15 +39,11 @@ from tinyrl.training.run import Run
 
 SHOWN = 2000  # characters of each piece of an example in a preview
 
-BatchLoss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
-
 
 class RowMethod(Method):
-    """A method that learns from rows of task.data. A subclass gives the examples of a row and the loss of a batch.
-    train_rows, held_out: the examples of each row; last_tokens: whether the loss needs the state of each last token.
+    """A method that learns from rows of task.data. A subclass gives the examples of a row, and the pass over those of a
+    step with its loss. train_rows, held_out: the examples of each row.
     """
-
-    last_tokens = False
 
     def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
         super().__init__(policy)
@@ -68,8 +62,8 @@ class RowMethod(Method):
         """Tokenise a row. Raises ValueError where it cannot be rendered."""
         raise NotImplementedError
 
-    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
-        """Return the loss of each micro-batch of a step's examples, and metrics; rows: places in train_rows."""
+    def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
+        """Return the pass over a step's examples, and metrics of them; rows: their places in train_rows."""
         raise NotImplementedError
 
     @property
@@ -86,16 +80,12 @@ class RowMethod(Method):
         self.policy.lora_dropout = True
         for step in run.steps():
             rows = batch_indices(self.config.run.seed, step, num_prompts=self.batch_size, num_rows=len(self.train_rows))
-            one_pass, metrics = self.batch(rows, run)
+            examples = [example for row in rows for example in self.train_rows[row]]
+            one_pass, metrics = self.make_pass(examples, rows, run)
             run.start_update()
             with run.timed("update"):
                 run.metrics.add(run.updater.step([one_pass], train=["policy"]))
             run.end_step(**metrics)
-
-    def batch(self, rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
-        examples = [example for row in rows for example in self.train_rows[row]]
-        loss, metrics = self.loss(examples, rows, run)
-        return Pass("policy", examples, loss, self.last_tokens), metrics
 
     def keep_longest(self) -> tuple[int, int]:
         """Keep the longest rows, as many as a step takes, for a trial of the largest step; return their number and the

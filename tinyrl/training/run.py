@@ -76,6 +76,7 @@ class Controllers(BaseModel):
     pass_rates: dict[str, list[float]] = {}  # of rows by fingerprint: completions right, wrong, in which step
     failing_batches: int = 0  # in a row, whose rewards failed
     flat_steps: int = 0  # without a gradient of the policy
+    inexact_sampling: bool = False  # measured, though the engine's numbers should be those of training
 
 
 class RunState(BaseModel):
@@ -131,12 +132,13 @@ class StepStart:
 
 
 class StepMetrics:
-    """Metrics of a step."""
+    """Metrics of a step, which begins when they are made."""
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
         self.values = {} if values is None else values  # also in a checkpoint before the evaluation after the step
         self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
         self.seconds: dict[str, float] = {}  # by phase
+        self.began = time.perf_counter()
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add metrics of one optimizer step; the line has their mean (non-finite ones are left out)."""
@@ -147,10 +149,15 @@ class StepMetrics:
                 total[1] += 1
 
     def line(self, **measured: float) -> dict[str, Any]:
-        """Return all metrics, with `measured`, the total of the times without evaluations, and tokens a second."""
-        total = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")
+        """Return all metrics, with `measured`, tokens a second, and times: of each phase, and in all without the
+        evaluation. `time/other` is what belongs to no phase, such as the advantages.
+        """
+        phases = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")
+        evaluation = self.seconds.get("evaluation", 0.0)
+        total = time.perf_counter() - self.began - evaluation if phases else 0.0  # 0: an evaluation by itself
         times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
-        line = {**self.values, **times, "time/total": total, **measured}
+        times |= {"time/other": max(0.0, total - phases), "time/total": total}
+        line = {**self.values, **times, **measured}
         tokens = self.values.get("completion/tokens")
         return {**line, "tokens_per_second": tokens / total} if tokens and total else line
 
@@ -256,12 +263,14 @@ class Run:
         check_replicas(self.world, self.policy.parameters)
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
+            self.metrics = StepMetrics(self.metrics.values)
             self._finish_step()
         while self.state.step < self.until:
             optim, num_steps = self.config.optim, self.config.run.num_steps
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
             for role in self.optimizers.values():
                 role.set_rate(factor)
+            self.metrics = StepMetrics()
             self._start = StepStart(self._state_now(), (rng_tensors(), python_rng()), self.folder.lengths())
             yield self.state.step
 
@@ -273,8 +282,9 @@ class Run:
         if 3 * sum(p.numel() * p.itemsize for p in self._trained()) > MOST_COPIED:  # weights and two moments
             self._held.enter_context(stop_held(self._note_wait))
             return
-        weights = [p.detach().to("cpu", copy=True) for p in self._trained()]
-        moments = {key: tensor.to("cpu", copy=True) for key, tensor in optimizer_tensors(self.optimizers).items()}
+        with self.timed("update"):
+            weights = [p.detach().to("cpu", copy=True) for p in self._trained()]
+            moments = {key: tensor.to("cpu", copy=True) for key, tensor in optimizer_tensors(self.optimizers).items()}
         self._start.tensors = weights, moments
 
     def _trained(self) -> Iterator[Tensor]:
@@ -284,21 +294,35 @@ class Run:
         waits = "the trained weights are large, so the stop waits for the end of the update"
         self.display.note(f"{signal}: {waits}; the last one took {self._update_seconds:.0f} s")
 
-    def minibatches(self, samples: list[Sample], *, num_epochs: int, size: int | None) -> Iterator[list[Sample]]:
-        """Yield the samples of each optimizer step: all conversations of `size` episodes, in epochs shuffled by (seed,
-        step, epoch).
+    def partition(self, samples: list[Sample], *, size: int | None) -> list[list[Sample]]:
+        """Split samples into the minibatches of a step: all conversations of `size` episodes each (None: of all), in an
+        order shuffled by (seed, step).
         """
         count = num_episodes(samples)
         size = size or count
+        order = list(range(count)) if size >= count else self._shuffled(count, epoch=0)
+        minibatches = []
+        for start in range(0, count, size):
+            chosen = set(order[start : start + size])
+            minibatches.append([sample for sample in samples if sample.episode in chosen])
+        return minibatches
+
+    def minibatches(self, partition: list[list[Sample]], *, num_epochs: int) -> Iterator[list[Sample]]:
+        """Yield the minibatch of each optimizer step: those of the partition, in each epoch in another order.
+
+        A minibatch is the same in all epochs, and so are its micro-batches: other ones would compute, in bfloat16,
+        other log-probabilities of the same tokens, which the ratio would take for a change of the policy.
+        """
         for epoch in range(num_epochs):
-            key = f"minibatch {self.config.run.seed} {self.state.step} {epoch}"
-            order = list(range(count)) if size >= count else seeded_permutation(key, count)
-            for i in range(0, count, size):
-                chosen = set(order[i : i + size])
-                self.minibatch = [sample for sample in samples if sample.episode in chosen]
+            order = self._shuffled(len(partition), epoch=epoch) if epoch else range(len(partition))
+            for place in order:
+                self.minibatch = partition[place]
                 yield self.minibatch
                 self.update += 1
         self.minibatch = []
+
+    def _shuffled(self, count: int, *, epoch: int) -> list[int]:
+        return seeded_permutation(f"minibatch {self.config.run.seed} {self.state.step} {epoch}", count)
 
     def end_step(self, **metrics: float) -> None:
         policy = self.optimizers.get("policy")
@@ -395,12 +419,14 @@ class Run:
         self.method.save(folder)
         save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
         save_file(rng_tensors(), folder / RANDOM)
+        records = self.folder.lengths()
+        self.folder.flush()  # all that was counted
         state = CheckpointState(
             run=self._state_now(),
             micro_batch_tokens=self.policy.micro_batches.tokens,
             sources=self.sources(),
             config=self.config.written(),
-            records=self.folder.lengths(),
+            records=records,
             python_random=python_rng(),
         )
         state.write(folder)

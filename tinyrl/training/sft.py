@@ -9,15 +9,19 @@ in one pass, which changes no number. With model.random_init this pre-trains a s
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from tinyrl.algorithms.losses import Metrics
 from tinyrl.data.formats import is_empty, text_examples
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.policy import Policy
-from tinyrl.training.rows import BatchLoss, RowMethod, rendered
+from tinyrl.training.method import Pass
+from tinyrl.training.rows import RowMethod, rendered
 from tinyrl.training.run import Run
 
 
@@ -27,14 +31,15 @@ class Sft(RowMethod):
     def examples(self, row: Row) -> list[Example]:
         return turns_of(row, self.policy, system_prompt=self.config.task.system_prompt)
 
-    def loss(self, examples: list[Example], rows: list[int], run: Run) -> tuple[BatchLoss, dict[str, float]]:
+    def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
         tokens = sum(sum(one.learnt) for one in examples)
+        one_pass = Pass("policy", examples, partial(self.loss, tokens=tokens))
+        return one_pass, {"completion/tokens": float(tokens)}
 
-        def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            loss = negative_log_likelihood(self.policy, batch) / tokens
-            return loss, {"loss": loss.detach()}
-
-        return loss_of, {"completion/tokens": float(tokens)}
+    def loss(self, batch: Batch, *, tokens: int) -> tuple[Tensor, Metrics]:
+        """Compute the mean negative log-likelihood; `tokens` are learnt in the whole step."""
+        loss = negative_log_likelihood(self.policy, batch) / tokens
+        return loss, {"loss": loss.detach()}
 
     def evaluate(self) -> Evaluation:
         """Compute the mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""

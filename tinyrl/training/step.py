@@ -8,10 +8,11 @@ gradient that is not finite changes no weight. In float16, where small gradients
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from tinyrl.config.sections import OptimConfig
 from tinyrl.errors import GuardStop
-from tinyrl.models.device import free_bytes, restore_torch_rng, torch_rng
-from tinyrl.models.micro_batches import Work
+from tinyrl.models.device import free_bytes, reset_peak_memory, restore_torch_rng, torch_rng
+from tinyrl.models.micro_batches import SequenceLengths, Work
 from tinyrl.models.parallel import sum_step
 from tinyrl.models.policy import Policy
 from tinyrl.training.method import Pass
@@ -53,18 +54,16 @@ class Updater:
         metrics = self._accumulate(passes)
         optimizers = {role: self.optimizers[role] for role in train}
         scale = self.scaler.get_scale()  # 1 but in float16
-        scaled = [one for one in optimizers.values() if any(p.grad is not None for p in one.parameters.values())]
-        for one in scaled:
-            self.scaler.unscale_(one.optimizer)
-        if scaled:
-            self.scaler.update()
+        self._unscale(optimizers)
         norms = {role: one.clip(self.max_grad_norm) for role, one in optimizers.items()}
-        bad_losses = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
-        bad = bad_losses + [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
-        if bad and not bad_losses and 1 < scale > self.scaler.get_scale():  # an overflow, which halved it
+
+        bad_losses = [name for name, value in metrics.items() if name.endswith("loss") and not math.isfinite(value)]
+        bad_gradients = [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
+        overflowed = scale > 1 and self.scaler.get_scale() < scale  # the scaled gradient, so the scale was halved
+        if bad_losses or (bad_gradients and not overflowed):
+            self._skip(f"{', '.join(bad_losses + bad_gradients)} not finite")
+        elif bad_gradients:
             norms = {}
-        elif bad:
-            self._skip(f"{', '.join(bad)} not finite")
         else:
             self.skipped_in_a_row = 0
             for role, norm in norms.items():
@@ -72,53 +71,68 @@ class Updater:
                     optimizers[role].optimizer.step()
                     self._check_weights(role)
         self._zero_grad()
+
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         if self.scaler.is_enabled():
             metrics["optim/loss_scale"] = scale
-        return {**metrics, **{names[role]: norm for role, norm in norms.items()}}
+        return metrics | {names[role]: norm for role, norm in norms.items()}
+
+    def _unscale(self, optimizers: dict[str, RoleOptimizer]) -> None:
+        """Divide the gradients by the loss scale, which is halved where one is not finite."""
+        with_gradient = [one for one in optimizers.values() if any(p.grad is not None for p in one.parameters.values())]
+        for one in with_gradient:
+            self.scaler.unscale_(one.optimizer)
+        if with_gradient:
+            self.scaler.update()
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
+        """Add up the gradients of the passes, of all processes; return the metrics of their losses, added up too."""
+        policy = self.policy
         totals: dict[str, Tensor] = {}
-        policy, start, shared = self.policy, torch_rng(), None
+        start = torch_rng()
+        shared = None
         if policy.world.size > 1:  # each process drops out by its own numbers, and goes on with those of all
-            seed, shared = int(torch.randint(1 << 48, (1,))), torch_rng()
+            seed = int(torch.randint(1 << 48, (1,)))
+            shared = torch_rng()
             torch.manual_seed(seed + policy.world.rank)
             start = torch_rng()
-        checkpoints = policy.config.model.gradient_checkpointing
-        recompute = policy.gradient_checkpointing if checkpoints else contextlib.nullcontext
 
         def restart() -> None:
             restore_torch_rng(start)
             totals.clear()
             self._zero_grad()
 
-        def work(one: Pass) -> Work:
+        work = []
+        for one in passes:
             lengths = policy.lengths(one.items)
-
-            def run(rows: list[int]) -> None:
-                measures, free, taken = policy.micro_batches.unmeasured, 0, 0  # run.micro_batch_tokens=auto on a GPU
-                if measures:
-                    free, taken = free_bytes(policy.device), torch.cuda.memory_allocated(policy.device)
-                    torch.cuda.reset_peak_memory_stats(policy.device)
-                with policy.acting(one.role), recompute():
-                    batch = policy.batch_of([one.items[i] for i in rows], last_tokens=one.last_tokens)
-                    with policy.accelerator.autocast():
-                        loss, metrics = one.loss(batch)
-                    if loss.requires_grad:
-                        self.scaler.scale(loss).backward()
-                for key, value in metrics.items():
-                    totals[key] = totals.get(key, torch.zeros_like(value)) + value
-                if measures:  # by the memory that the first micro-batch takes
-                    taken = torch.cuda.max_memory_allocated(policy.device) - taken
-                    policy.micro_batches.fit(cost=lengths.cost(rows), taken=taken, free=free)
-
-            return Work(lengths, run)
-
-        policy.micro_batches.run(*map(work, passes), world=policy.world, restart=restart)
+            work.append(Work(lengths, partial(self._backward, one, lengths, totals)))
+        policy.micro_batches.run(*work, world=policy.world, restart=restart)
         if shared is not None:
             restore_torch_rng(shared)
         parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
         return sum_step(policy.world, as_floats(totals), parameters)
+
+    def _backward(self, one: Pass, lengths: SequenceLengths, totals: dict[str, Tensor], rows: list[int]) -> None:
+        """Add the gradient and the metrics of one micro-batch: the items of the pass at `rows`."""
+        policy = self.policy
+        measures = policy.micro_batches.unmeasured  # run.micro_batch_tokens=auto on a GPU, before the first one
+        free, allocated = 0, 0
+        if measures:
+            free = free_bytes(policy.device)
+            allocated = torch.cuda.memory_allocated(policy.device)
+            reset_peak_memory(policy.device)
+        checkpointing = policy.gradient_checkpointing() if policy.config.model.gradient_checkpointing else nullcontext()
+        with policy.acting(one.role), checkpointing:
+            batch = policy.batch_of([one.items[row] for row in rows], last_tokens=one.last_tokens)
+            with policy.accelerator.autocast():
+                loss, metrics = one.loss(batch)
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
+        for name, value in metrics.items():
+            totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        if measures:  # by the memory that the first micro-batch takes
+            taken = torch.cuda.max_memory_allocated(policy.device) - allocated
+            policy.micro_batches.fit(cost=lengths.cost(rows), taken=taken, free=free)
 
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():

@@ -8,7 +8,7 @@ response of the policy, and not learnt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +36,7 @@ from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 
 if TYPE_CHECKING:
     from tinyrl.training.on_policy import OnPolicy
+    from tinyrl.training.policy_loss import Counts
 
 SERVER_TOP_K = 20  # what vLLM allows where nobody has set its --max-logprobs
 REQUESTS = 64  # to a server, under way at a time
@@ -114,23 +115,21 @@ class Teacher:
         """Return (log-probability of each of the M tokens under the masks (M,), the distributions there)."""
         raise NotImplementedError
 
-    def distance_loss(self, minibatch: list[Sample]) -> Callable[[Batch, Tensor], tuple[Tensor, Metrics]]:
-        """Return the loss of a micro-batch and the policy's states (N, H): the mean distance over the minibatch."""
-        policy, beta = self.trainer.policy, self.config.divergence
-        counts = [sum(sample.mask) for sample in minibatch if sample.in_loss]
-        taught = [sum(sample.mask) for sample in minibatch if sample.in_loss and sample.taught]
-        tokens, taught_tokens = max(1, sum(counts)), max(1, sum(taught))
+    def distance(self, batch: Batch, states: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
+        """Compute the distance of the policy to the teacher on a micro-batch, from the policy's states (N, H).
 
-        def loss(batch: Batch, states: Tensor) -> tuple[Tensor, Metrics]:
-            counts = batch.padded("taught")[batch.row]
-            ours, theirs = policy.head("policy"), self.together(batch.items, states.device)
-            if isinstance(theirs, TeacherStates):
-                ours = first_tokens(ours, len(theirs.head.weight))
-            found = distances(states, ours, theirs, temperature=self.temperature, beta=beta)
-            apart = torch.where(counts, found.divergence, 0.0).sum() / taught_tokens
-            return apart, {"teacher/loss": apart.detach(), "policy/entropy": found.entropy.sum().detach() / tokens}
-
-        return loss
+        It is divided by the tokens of the minibatch that the teacher has scored, so that it adds up to their mean.
+        Metrics: teacher/loss (the same), policy/entropy (nats per token in the loss).
+        """
+        ours = self.trainer.policy.head("policy")
+        theirs = self.together(batch.items, states.device)
+        if isinstance(theirs, TeacherStates):
+            ours = first_tokens(ours, len(theirs.head.weight))
+        found = distances(states, ours, theirs, temperature=self.temperature, beta=self.config.divergence)
+        taught = batch.padded("taught")[batch.row]
+        distance = torch.where(taught, found.divergence, 0.0).sum() / max(1, counts.taught)
+        entropy = found.entropy.sum().detach() / counts.tokens
+        return distance, {"teacher/loss": distance.detach(), "policy/entropy": entropy}
 
     def together(self, samples: Sequence[Sample], device: torch.device) -> Teaching:
         """Concatenate the teacher's outputs for some samples' tokens in the loss, on a device."""
