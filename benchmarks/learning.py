@@ -16,8 +16,8 @@ from benchmarks.judge import judged
 from benchmarks.tables import Result, alternate, interval, machine, markdown, versions
 from benchmarks.work import LEARNING, write_rows
 from tinyrl.starter import starter_path
+from tinyrl.starter.sort import sort_completion
 from tinyrl.tasks import load_task
-from tinyrl.tasks.sort import sort_completion
 
 PEER_MICRO_BATCH = 64
 STEPS_TOGETHER = 10  # of a curve, in a table

@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from tinyrl.tasks.lookup import fact, found_text
+from tinyrl.starter.lookup import fact, found_text
 
 
 def run(row: dict[str, Any], base_url: str, api_key: str, model: str) -> str:

@@ -1,5 +1,7 @@
 """README and docs/: what their pages name is there, their examples run, their tables are the code's own."""
 
+import ast
+import inspect
 import re
 import runpy
 import shlex
@@ -17,7 +19,7 @@ from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of
-from tinyrl.runs.findings import TABLE
+from tinyrl.runs import findings
 from tinyrl.tasks import Task, check_row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,6 +118,18 @@ def test_the_generated_pages_and_the_tables_are_the_code_s_own(tmp_path: Path):
     for method, prompts in (("grpo", 32), ("ppo", 128)):
         config = load_config(method, str(tmp_path / "my-recipe.yaml"), overrides=[])
         assert getattr(config, method).num_prompts == prompts
-    found = {rule.name for rule in TABLE}
+
+
+def names_of_findings() -> set[str]:
+    """Names that runs/findings.py gives to its findings, read from the source."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(findings))) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Finding"]
+    return {ast.literal_eval(word.value) for call in made for word in call.keywords if word.arg == "name"}
+
+
+def test_the_table_of_findings_has_each_of_them() -> None:
+    checks = (findings.diverged, *findings.AT_ONCE, *findings.AFTER_SOME_STEPS)
     table = PAGES["runs.md"].partition("| finding |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)) == found
+    documented = set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE))
+    assert documented == names_of_findings()
+    assert len(documented) == len({*checks})

@@ -10,7 +10,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import load_config, packaged_recipes, read_recipe
 from tinyrl.config.schema import Config
-from tinyrl.starter import write_rows
+from tinyrl.data.writers import write_rows
 from tinyrl.tasks import load_task, sums
 
 RECIPES = packaged_recipes()

@@ -1,12 +1,25 @@
 """Text from a model: escaped, named where invisible, cut in the middle."""
 
+import math
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.text import Excerpt, excerpt, mask_url, one_line, resolve_url
+from tinyrl.text import (
+    Excerpt,
+    excerpt,
+    format_bytes,
+    format_clock,
+    format_number,
+    format_seconds,
+    format_short,
+    mask_url,
+    one_line,
+    resolve_url,
+    typeset_number,
+)
 from tinyrl.tools.report import text_html
 
 
@@ -71,3 +84,45 @@ def test_what_was_taken_from_a_url_is_in_the_environment(monkeypatch: pytest.Mon
         assert "hunter2" not in str(caught.value)
     monkeypatch.setenv(name, "http://me:a@host/v1?key=b")
     assert resolve_url(shown, setting="generation.url") == "http://me:a@host/v1?key=b"
+
+
+# ---- numbers ----
+
+
+def test_numbers_are_typeset_as_people_read_them() -> None:
+    shown = {
+        0.0: "0", 1.0: "1", 0.0314: "0.0314", 0.9996: "1.00", 9.996: "10.0", -1.284: "\u22121.28", 99.96: "100",
+        4215.4: "4,215", 0.00071: "7.1e\u22124", 5e-5: "5e\u22125", -4.4e-17: "0", 2.5e12: "2.5e12", math.nan: "–",
+    }  # fmt: skip
+    assert {value: typeset_number(value) for value in shown} == shown
+
+
+def test_a_share_has_one_decimal_of_a_per_cent() -> None:
+    shown = {0.0: "0 %", 0.0004: "< 0.1 %", 0.0312: "3.1 %", 0.5: "50 %", 1.0: "100 %"}
+    assert {value: typeset_number(value, share=True) for value in shown} == shown
+
+
+def test_a_result_has_fixed_decimals_but_for_small_ones_and_counts() -> None:
+    shown = {0.75: "0.750", 1.0: "1.000", 0.000456: "0.000456", -2.34567: "-2.346", 0.0: "0.000", math.nan: "-"}
+    assert {value: format_number(value) for value in shown} == shown
+    assert format_number(512) == "512"
+    assert format_number(None, missing="unknown") == "unknown"
+
+
+def test_only_a_difference_has_a_plus_sign() -> None:
+    assert [format_number(value, signed=True) for value in (0.5, 0.0, -0.5)] == ["+0.500", "+0.000", "-0.500"]
+
+
+def test_short_numbers_have_three_digits() -> None:
+    shown = {0.01234: "0.0123", 0.5: "0.5", 3.0: "3", 999.4: "999", 1234.5: "1,234", math.nan: "-"}
+    assert {value: format_short(value) for value in shown} == shown
+
+
+def test_durations_grow_from_seconds_to_hours() -> None:
+    shown = {8.4: "8.40 s", 59.94: "59.9 s", 92.0: "1 min 32 s", 7500.0: "2 h 05 min"}
+    assert {value: format_seconds(value) for value in shown} == shown
+    assert [format_clock(seconds) for seconds in (5, 125, 3725)] == ["00:05", "02:05", "1:02:05"]
+
+
+def test_bytes_are_decimal() -> None:
+    assert [format_bytes(count) for count in (300_000, 1_500_000_000)] == ["0.3 MB", "1.50 GB"]

@@ -30,7 +30,7 @@ from tinyrl.config.settings import SECTIONS
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.launched import Options
-from tinyrl.runs.records import finite, read_steps, samples_of
+from tinyrl.runs.records import json_safe, read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, check_new_run, write_atomic
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
@@ -108,7 +108,7 @@ def evaluate(
         check_evaluation(path, asked, vs=other)
         from tinyrl.evaluation.compare import evaluate_target
 
-        return finite(evaluate_target(path, asked, vs=other, options=options))
+        return json_safe(evaluate_target(path, asked, vs=other, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:

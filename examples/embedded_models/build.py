@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from examples.embedded_models.reviews import reward_pairs
 from examples.embedded_models.text import episode_rows, language_rows, vocabulary
-from tinyrl.starter import write_rows
+from tinyrl.data.writers import write_rows
 
 HERE = Path(__file__).parent
 VOCABULARY_SIZE = 768

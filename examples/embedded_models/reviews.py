@@ -18,8 +18,8 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyrl.starter import write_command, write_rows
-from tinyrl.tasks.reviews import (
+from tinyrl.data.writers import write_command, write_rows
+from tinyrl.starter.reviews import (
     ADJECTIVE_CLAUSES,
     ADJECTIVES,
     ADVERBS,

@@ -8,7 +8,7 @@ import random
 
 from examples.embedded_models.reviews import write_review
 from tinyrl.starter import split_of, words
-from tinyrl.tasks.lookup import (
+from tinyrl.starter.lookup import (
     ATTRIBUTES,
     FAMILIES,
     NAMES,
@@ -19,8 +19,8 @@ from tinyrl.tasks.lookup import (
     fact,
     found_text,
 )
-from tinyrl.tasks.reviews import openings
-from tinyrl.tasks.sort import draw_letters, sort_completion, sort_prompt
+from tinyrl.starter.reviews import openings
+from tinyrl.starter.sort import draw_letters, sort_completion, sort_prompt
 
 SORT_SHARE = 0.5  # of the language model's rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks.lookup import NAMES
+from tinyrl.starter.lookup import NAMES
 
 PROMPTS, GROUP = 6, 2
 READ = 8  # tokens of an answer, at most

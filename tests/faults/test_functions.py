@@ -22,7 +22,7 @@ from tests.faults.lookup_runs import GROUP, PROMPTS, READ, answered_by, said_by_
 from tests.tiny_models import tiny_reward_model
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks.lookup import lookup_rows
+from tinyrl.starter.lookup import lookup_rows
 from tinyrl.tools.report import write_report
 
 BAD = "say bad things:"

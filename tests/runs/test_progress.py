@@ -1,6 +1,7 @@
 """The progress display: a line a step, a bar below them in a terminal, and nothing that could stop a run."""
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -29,6 +30,12 @@ def test_a_line_a_step_estimates_the_time_left(capsys: pytest.CaptureFixture[str
         "step 1/3 · reward 0.5 · kl 0.0123 · tokens/s 1,234 · 02:00 left",
         "step 2/3 · held-out 0.5 · 00:30 left",
     ]
+
+
+def test_a_metric_that_is_unknown_is_left_out(capsys: pytest.CaptureFixture[str]):
+    shown = Display(num_steps=3)
+    shown.step(0, {"eval/reward_mean": math.nan, "eval/kl": 0.0, "policy/entropy": 1.5, "objective/kl": None})
+    assert capsys.readouterr().err.splitlines() == ["step 0/3 · entropy 1.5"]
 
 
 class Screen(io.StringIO):

@@ -12,7 +12,8 @@ import pytest
 
 from tinyrl.config.schema import Config
 from tinyrl.runs import run_dir
-from tinyrl.runs.run_dir import LOCK, RunDir, RunLock, check_new_run, create_run, environment, open_run, run_of
+from tinyrl.runs.provenance import provenance
+from tinyrl.runs.run_dir import LOCK, RunDir, RunLock, check_new_run, create_run, open_run, run_of
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
 
@@ -234,7 +235,7 @@ def test_what_a_reward_prints_is_kept_to_its_end(tmp_path: Path, monkeypatch: py
 
 def test_the_command_is_recorded_without_logins_and_queries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # not a git repository
-    facts = environment(["tinyrl", "task.data=https://me:pa@ss@host/x?a=1&token=abc", "a b"], seed=7)
+    facts = provenance(["tinyrl", "task.data=https://me:pa@ss@host/x?a=1&token=abc", "a b"], seed=7)
     assert facts["command"] == "tinyrl 'task.data=https://***@host/x?a=***&token=***' 'a b'"
     assert (facts["seed"], facts["git"]) == (7, None)
     assert facts["tinyrl_git"] is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", facts["tinyrl_git"])

@@ -1,6 +1,7 @@
 """`tinyrl show RUN` and the end of a run: checkpoints, samples, training prompts, and what to type next."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def test_the_summary_has_held_out_metrics_the_checkpoint_and_what_to_type_next(
     lines = summary(run).splitlines()
     assert "  loss, held-out             0.000456 -> 0.000456" in lines
     assert lines[-1] == last.format(run=tmp_path)
+
+
+def test_the_summary_of_a_run_without_rewards_names_a_command_that_can_work(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.write_config(Config.model_validate({"method": "distill", "teacher": {"path": "starter"}}))
+    for step in (0, 2):
+        run.append_metrics(step, {"eval/reward_mean": math.nan, "eval/kl": 0.5})
+    lines = summary(run).splitlines()
+    assert not [line for line in lines if "reward" in line]
+    assert lines[-1] == f"next     tinyrl show {tmp_path} --samples"
 
 
 # ---- samples ----

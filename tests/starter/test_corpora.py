@@ -13,9 +13,9 @@ from examples.embedded_models.reviews import (
 )
 from examples.embedded_models.text import language_rows, written_episode
 from tinyrl.starter import split_of
-from tinyrl.tasks.lookup import Question, fact, respond, right_answer
-from tinyrl.tasks.reviews import clause_moods
-from tinyrl.tasks.sort import sort_rows
+from tinyrl.starter.lookup import Question, fact, respond, right_answer
+from tinyrl.starter.reviews import clause_moods
+from tinyrl.starter.sort import sort_rows
 
 
 def polarity(text: str) -> int:

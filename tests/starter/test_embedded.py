@@ -13,11 +13,11 @@ from examples.embedded_models.reviews import reward_pairs
 from examples.embedded_models.text import episode_rows, language_rows
 from tests import running
 from tinyrl.config.recipe import load_config
+from tinyrl.data.writers import write_rows
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.reward_model import SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT
-from tinyrl.starter import write_rows
-from tinyrl.tasks.lookup import TASK
+from tinyrl.starter.lookup import TASK
 
 FOLDER = Path(tinyrl.starter.__file__).parent
 MODELS = ("model", "reward_model", "lookup_model")

@@ -20,7 +20,9 @@ def check(
     memory: str | None = typer.Option(None, metavar="24GB", help="with --offline: memory of another machine's GPU"),
     prompts: int = typer.Option(64, min=1, help="most training prompts to sample from"),
     samples: int | None = typer.Option(None, min=2, help="completions of each; default: a group, at least 8"),
-    minutes: float = typer.Option(2.0, min=0.01, help="stop sampling after so many minutes"),
+    minutes: float = typer.Option(
+        2.0, min=0.01, help="for sampling and the largest step: what takes longer is left out"
+    ),
     write: Path | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
     json_output: Json = False,
     *,
@@ -28,22 +30,34 @@ def check(
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
     from tinyrl.runs.findings import as_json, counted, in_words
-    from tinyrl.runs.run_dir import finite
+    from tinyrl.runs.records import json_safe
 
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
-    begun, sections, config = time.perf_counter(), [], config_of(words)
+    begun = time.perf_counter()
+    sections = []
+    config = config_of(words)
     from tinyrl.tools import check as page
 
-    how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": write}
-    for section in page.check(config, options=options, quick=quick, offline=offline, memory=memory, **how):
+    checked = page.check(
+        config,
+        options=options,
+        quick=quick,
+        offline=offline,
+        memory=memory,
+        write=write,
+        prompts=prompts,
+        samples=samples,
+        minutes=minutes,
+    )
+    for section in checked:
         sections.append(section)
         if not json_output:
             print(section.render(), flush=True)
     found = [finding for section in sections for finding in section.findings]
     if json_output:
         facts = {section.name: section.facts for section in sections}
-        print(json.dumps(finite({**facts, "findings": as_json(found)}), default=str))
+        print(json.dumps(json_safe({**facts, "findings": as_json(found)}), default=str))
     else:
         what = counted(found) if found else "nothing found that would keep it from learning"
         print(f"\n{what}, in {time.perf_counter() - begun:.0f} s")

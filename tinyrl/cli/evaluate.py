@@ -11,7 +11,7 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.runs.launched import Options, launched
-from tinyrl.runs.run_dir import finite
+from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number
 
 COUNTS = ("num_prompts", "num_samples", "trained_on", "left_out")  # not in the table
@@ -66,7 +66,7 @@ def evaluate(
 def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> str:
     """Render the result of `evaluate_target` or `compare`."""
     if as_json:
-        return json.dumps(finite(result))
+        return json.dumps(json_safe(result))
     from tinyrl.data.rows import FEW
 
     several = isinstance(result, list)
@@ -74,7 +74,7 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     first, names = sides[0], [side["target"] for side in sides]  # the end of a name says which checkpoint
     lines = [" " * 18 + "".join(f"{name if len(name) < 24 else f'…{name[-22:]}':>24}" for name in names)]
     rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
-    there = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float | list))
+    there = dict.fromkeys(key for row in rows for key, value in row.items() if _is_known(value))
     rewards = [key for key in there if key.startswith("reward/")]
     for key in there:
         if key not in COUNTS and (key not in rewards or len(rewards) > 1):
@@ -102,8 +102,10 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
 def _against(side: dict[str, Any], *, named: bool) -> list[str]:
     """Return lines for how a policy differs from another; `named`: each line names the policy."""
     who, difference = f"{side['target']}: " if named else "", side["difference"]
+    if math.isnan(difference["reward_mean"]):
+        return [f"{who}no reward on both sides, so there is nothing to compare"]
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
-    mean, interval = _shown(difference["reward_mean"], sign="+"), _shown(difference["reward_ci"], sign="+")
+    mean, interval = _shown(difference["reward_mean"], signed=True), _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         lines.append(f"{who}left out: {difference['left_out']} held-out prompts that a policy was trained on")
@@ -113,10 +115,16 @@ def _against(side: dict[str, Any], *, named: bool) -> list[str]:
     return lines
 
 
-def _shown(value: float | list[float] | None, *, sign: str = "") -> str:
-    """Format a number, or an interval as "low to high"; sign: before a positive one."""
+def _is_known(value: Any) -> bool:
+    """Return whether a value is a number, or an interval; an unknown one is NaN."""
     if isinstance(value, list):
-        return "unknown" if math.isnan(value[0]) else " to ".join(_shown(end, sign=sign) for end in value)
-    if value is None or math.isnan(value):
+        return bool(value) and not math.isnan(value[0])
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def _shown(value: float | list[float] | None, *, signed: bool = False) -> str:
+    """Format a number, or an interval as "low to high"."""
+    ends = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and math.isnan(value[0]):
         return "unknown"
-    return (sign if value >= 0 else "") + (format_number(value) if isinstance(value, float) else str(value))
+    return " to ".join(format_number(end, signed=signed, missing="unknown") for end in ends)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,29 +174,8 @@ def episode_text(transcript: Transcript) -> str:
 NONSENSE = "qzx vvk # ~~ jjq"
 UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
 NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
-FIRST_WORDS = 8
-SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "array": [], "null": None}
 
 
-def asking_turn(built_in: str, question: str) -> str:
-    """Return a turn that a built-in environment answers: a search for the question's first words, a cell of Python."""
-    return importlib.import_module(f"{__package__}.{built_in}").ASKS.format(words=_first_words(question))
-
-
-def tool_call(schema: dict[str, Any], question: str) -> str:
-    """Call a tool with an argument for each required parameter; texts are the question's first words."""
-    function = schema["function"]
-    parameters = function.get("parameters", {})
-    arguments: dict[str, Any] = {}
-    for name in parameters.get("required", []):
-        kind = parameters["properties"][name]
-        types = kind.get("type", "string")
-        value = SAMPLES.get(types if isinstance(types, str) else types[0], _first_words(question))
-        arguments[name] = kind["enum"][0] if "enum" in kind else value
-    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
-
-
-def _first_words(question: str) -> str:
-    """Return the first words of a question's last line."""
-    return " ".join(question.strip().rpartition("\n")[2].split()[:FIRST_WORDS])
+def asking_turn(built_in: str, words: str) -> str:
+    """Return a turn that a built-in environment answers: a search for these words, a cell of Python."""
+    return importlib.import_module(f"{__package__}.{built_in}").ASKS.format(words=words)

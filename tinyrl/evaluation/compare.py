@@ -35,7 +35,8 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, load_method, resolve_threads
 from tinyrl.runs.launched import Options
-from tinyrl.runs.run_dir import finite, run_of
+from tinyrl.runs.records import json_safe
+from tinyrl.runs.run_dir import run_of
 from tinyrl.tasks.prompts import PreparedPrompt
 
 FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
@@ -117,7 +118,7 @@ def _sides(
     if asked.save_samples is not None and ours.collector.world.is_main:
         lines = [{"target": side.metrics["target"], **line} for side in sides for line in side.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in finite(lines))
+            out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in json_safe(lines))
     return sides, prompts, left_out
 
 

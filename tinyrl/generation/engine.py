@@ -10,6 +10,7 @@ split for memory and after a restart.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -244,6 +245,16 @@ class SamplingEngine:
     def release(self) -> bool:
         """Free the memory kept from one call to the next; return whether there was any."""
         return False
+
+    def without_ends(self, max_new_tokens: int) -> SamplingEngine:
+        """Return an engine on the same model whose completions end at `max_new_tokens` alone: no token and no string
+        ends one. This one's cached rows are freed.
+        """
+        self.release()
+        endless = copy.copy(self)
+        endless.settings = self.settings.model_copy(update={"max_new_tokens": max_new_tokens, "stop": []})
+        endless.eos = set()
+        return endless
 
     def close(self) -> None:
         """Remove what it left outside this process."""

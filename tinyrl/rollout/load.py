@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import shared_prompt
-from tinyrl.data.readers import placed_rows
+from tinyrl.data.readers import Placed, placed_rows
 from tinyrl.data.rows import example_rows, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import end_at_turn_end
@@ -32,6 +32,7 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import Task, load_splits, load_task
+from tinyrl.tasks.rewarded import check_hint, check_rewarded
 
 
 def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
@@ -91,12 +92,16 @@ def load_collector(
     config: Config, *, options: Options, judge: Scorer | None = None, teacher: bool = False
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
-    teacher: also the model to learn from. Raises ValueError for what a user can fix.
+    teacher: to train, so also the model to learn from, and there must be a reward where the method needs one. Raises
+    ValueError for what a user can fix.
     """
     rows = load_splits(config)  # a bad row is reported before a weight is loaded
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    if teacher:
+        check_rewarded(config, task, rows[0])
+        check_hint(config, rows[0])
     policy = load_policy(config, options=options, teacher=teacher)
     config = policy.config
-    task = load_task(config.task.name or "rows", grading=config.task.grading)
     runner: EpisodeRunner | AgentRunner | None
     if config.environment.agent is None or not config.uses("environment"):
         runner = load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
@@ -174,8 +179,18 @@ def load_method(config: Config, *, options: Options, without: frozenset[str] = f
         rows, held_out = example_rows(config, notes)
         held_out = [row for row in held_out if not without or prompt_key(shared_prompt(row)) not in without]
         return method(load_policy(config, options=options), rows, held_out, notes)
-    text = placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
-    made = method(load_collector(config, options=options, teacher=True))
+    text = text_rows(config)
+    return make_method(load_collector(config, options=options, teacher=True), text)
+
+
+def text_rows(config: Config) -> Placed:
+    """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
+    return placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
+
+
+def make_method(collector: Collector, text: Placed) -> Any:
+    """Make the method of a run that samples, on a collector; text: of `text_rows`."""
+    made = method_of(collector.config.method)(collector)
     if text:
         made.read_text(text)
     return made

@@ -1,8 +1,9 @@
 """Find what is wrong with a run: findings with figures, and one setting to change.
 
-TABLE has a rule for each: name, condition, sentence, change. `find` evaluates it on figures of metrics.jsonl, for
-`tinyrl doctor RUN` and for the warnings of a run that is training (Watch). Windows: the first tenth of the steps (5 to
-25) against the last quarter (10 to 50). Thresholds keep a margin to everything seen in runs that go well.
+A finding is a function of the run's records: it has the condition, the figures, the sentence and the advice. `find`
+calls them for `tinyrl doctor RUN` and for the warnings of a run that is training (Watch). Windows: the first tenth of
+the steps (5 to 25) against the last quarter (10 to 50). Thresholds keep a margin to everything seen in runs that go
+well. A missing metric or setting is NaN, for which no condition holds.
 """
 
 from __future__ import annotations
@@ -10,35 +11,34 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from string import Formatter
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from tinyrl.runs.metrics import REWARD_STATISTICS
-from tinyrl.runs.records import Points, RunRecords, finite, float_or, read_steps, to_float
+from tinyrl.runs.records import Points, RunRecords, float_or, json_safe, read_steps, to_float
 from tinyrl.text import escape_control, one_line
 
+Subject = TypeVar("Subject")  # what a check looks at: a run's records, or answers of a policy
 FEWEST_STEPS = 12  # of training, before windows are compared
-Figures = SimpleNamespace
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: `what` is a sentence with figures, `change` one thing to change."""
+    """`what` is a sentence with figures, `change` one thing to change; is_harmless: the run learns all the same."""
 
     name: str
     what: str
     change: str
-    figures: dict[str, float]
+    figures: dict[str, float] = field(default_factory=dict)
+    is_harmless: bool = False
 
 
-# ---- figures ----
+# ---- windows ----
 
 
 def mean(points: Points) -> float:
@@ -61,236 +61,494 @@ def recent(points: Points) -> float:
     return mean(last_quarter(points))
 
 
-def figures(run: RunRecords) -> Figures:
-    """Compute the figures of TABLE. A missing metric or setting gives NaN, for which no condition holds."""
-    points, setting = run.finite, lambda name: to_float(run.setting(name))
-    means, std, lengths = points("reward/mean"), points("reward/std"), points("completion/mean_length")
-    f = Figures(steps=len(means), section=run.setting("method") or "grpo", agent=run.setting("environment.agent"))
-
-    # A reward between 0 and 1 is solved at 0.9; on another scale the top is a deviation above the start.
-    f.reward, f.reward_std, f.largest_std = recent(means), recent(std), max((value for _, value in std), default=0.0)
-    of_unit_scale = all(0 <= value <= 1 for _, value in means) and early(std) <= 0.6
-    f.solved = of_unit_scale and f.reward >= 0.9
-    f.near_top = f.solved or (not of_unit_scale and f.reward > early(means) + early(std))
-    f.zero_spread_groups = recent(points("reward/zero_spread_groups"))
-    verified = points("eval/verifier_mean")
-    f.verifier = verified[-1][1] if verified else math.nan
-    f.constant = bool(std) and f.largest_std < 1e-6 and not (f.solved and not f.verifier < 0.9)
-    even = (f.solved and f.reward >= 0.98) or (f.near_top and f.reward_std <= 0.1 * f.largest_std)
-    by_group = even if math.isnan(f.zero_spread_groups) else f.zero_spread_groups >= 0.9 and f.near_top
-    f.at_ceiling = by_group and not f.constant
-
-    f.truncated, f.max_new_tokens = recent(points("completion/truncated")), setting("generation.max_new_tokens")
-    f.doubled = 2 * f.max_new_tokens
-    f.length_start, f.length = early(lengths), recent(lengths)
-    f.growth = f.length / max(early(lengths, halfway=True), 1e-9) - 1
-    f.reward_gain, f.little_gain = f.reward - early(means, halfway=True), 0.1 * early(std)
-
-    shares = []  # of a step's completions, counted by their tokens
-    for step, line in run.steps.items():
-        count = to_float(line.get("completion/tokens")) / max(float_or(line.get("completion/mean_length"), 0.0), 1e-9)
-        if (dropped := to_float(line.get("reward/dropped"))) >= 0:
-            shares.append((step, min(1.0, dropped / count) if count >= 1 else 0.0))
-    f.dropped = recent(shares)
-
-    before = "" if points("environment/turns") else "eval/"  # before training: held-out episodes
-    f.turns, f.max_turns = recent(points(f"{before}environment/turns")), setting("environment.max_turns")
-    f.turns_cut = recent(points(f"{before or 'completion/'}truncated"))
-
-    f.entropy_start, f.entropy = early(points("policy/entropy")[:5]), recent(points("policy/entropy"))
-    kl = points("objective/kl") or points("eval/kl")
-    f.kl = recent(kl) if len(kl) > 10 else kl[-1][1] if kl else math.nan
-    f.kl_per_token = f.kl / max(f.length, 1e-9)
-    f.learning_rate = setting("optim.learning_rate")
-    f.kl_coef = 2 * float_or(run.setting(f"{f.section}.kl_coef"), 0.0) or 0.02
-    f.sampling_gap = recent(points("policy/sampling_gap"))
-    f.capped_weights = float_or(recent(points("policy/capped_weights")), 0.0)
-
-    explained, teacher = points("value/explained_variance"), points("teacher/logprob")
-    f.explained_variance, f.critic_steps = recent(explained), len(explained)
-    f.critic_rate, f.lower_rate = 3 * setting("optim.critic_learning_rate"), f.learning_rate / 3
-    f.teacher_logprob = recent(teacher) if len(teacher) >= FEWEST_STEPS else math.nan
-    f.teacher_probability = math.exp(f.teacher_logprob)
-
-    # The step in which a run stopped has no line; the batches that it wrote to nonfinite/ count its skips.
-    skipped = [(0, 0.0), *points("optim/skipped_steps")]
-    (f.since, first), (_, now) = skipped[-len(last_quarter(skipped[1:])) - 1], skipped[-1]
-    f.skipped_steps = max(now - first, sum(step >= f.since for step in run.nonfinite))
-
-    compare_held_out(run, f)
-    compare_functions(run, f)
-    return f
+# ---- figures that several findings share ----
 
 
-def compare_held_out(run: RunRecords, f: Figures) -> None:
-    """Set `diverged` where the held-out reward is below its start by more than the intervals, far from the reference;
-    and `fell` to "reward" or "loss" where the held-out one is worse than its best, by more than its confidence
-    interval, while that of training went on improving; else to "".
-    """
+def setting(run: RunRecords, name: str) -> float:
+    return to_float(run.setting(name))
+
+
+def method_of(run: RunRecords) -> str:
+    return run.setting("method") or "grpo"
+
+
+def reward_is_between_0_and_1(run: RunRecords) -> bool:
+    means = run.finite("reward/mean")
+    return all(0 <= value <= 1 for _, value in means) and early(run.finite("reward/std")) <= 0.6
+
+
+def is_solved(run: RunRecords) -> bool:
+    """Return whether a reward between 0 and 1 is at 0.9 or above."""
+    return reward_is_between_0_and_1(run) and recent(run.finite("reward/mean")) >= 0.9
+
+
+def is_near_top(run: RunRecords) -> bool:
+    """Return whether the reward is solved or, on another scale, a deviation above its start."""
+    if reward_is_between_0_and_1(run):
+        return is_solved(run)
+    means = run.finite("reward/mean")
+    return recent(means) > early(means) + early(run.finite("reward/std"))
+
+
+def largest_std(run: RunRecords) -> float:
+    return max((value for _, value in run.finite("reward/std")), default=0.0)
+
+
+def is_constant(run: RunRecords) -> bool:
+    """Return whether every reward was the same, and the task's verifier does not call all of it right."""
+    verified = run.finite("eval/verifier_mean")
+    verifier_disagrees = bool(verified) and verified[-1][1] < 0.9
+    all_right = is_solved(run) and not verifier_disagrees
+    return bool(run.finite("reward/std")) and largest_std(run) < 1e-6 and not all_right
+
+
+def kl_from_reference(run: RunRecords) -> float:
+    """Return the recent KL in nats a response; held out where training has none, the last value of few."""
+    points = run.finite("objective/kl") or run.finite("eval/kl")
+    if not points:
+        return math.nan
+    return recent(points) if len(points) > 10 else points[-1][1]
+
+
+def kl_per_token(run: RunRecords) -> float:
+    return kl_from_reference(run) / max(recent(run.finite("completion/mean_length")), 1e-9)
+
+
+def is_far_from_reference(run: RunRecords) -> bool:
+    return kl_from_reference(run) >= 10 and kl_per_token(run) >= 0.5
+
+
+# ---- findings that need no windows of the reward ----
+
+
+def diverged(run: RunRecords) -> Finding | None:
+    """The held-out reward is below its start by more than the intervals, far from the reference."""
     rewards = run.finite("eval/reward_mean")
-    intervals = [run.interval("eval/reward_ci", step) or (value, value) for step, value in rewards]
-    f.diverged = len(rewards) > 1 and intervals[-1][1] < intervals[0][0] and f.kl >= 10 and f.kl_per_token >= 0.5
-    f.held_out_start, f.held_out = (rewards[0][1], rewards[-1][1]) if rewards else (math.nan, math.nan)
-    f.fell = ""
-    kinds = (("loss", "loss", "eval/loss", -1), ("reward", "reward/mean", "eval/reward_mean", 1))
-    for fell, trained, held, sign in kinds:
-        train, held_out = run.finite(trained), run.finite(held)
-        if len(held_out) < 3 or len(train) < FEWEST_STEPS:
-            continue
-        at, best = max(held_out, key=lambda point: (sign * point[1], point[0]))
-        last_step, last = held_out[-1]
-        then, now = mean(sorted(train, key=lambda point: abs(point[0] - at))[:5]), recent(train)
-        interval = run.interval("eval/reward_ci", last_step) if sign > 0 else None
-        margin = (interval[1] - interval[0]) / 2 if interval else 0.05 * abs(best)
-        scale = max(abs(then), float_or(early(run.finite("reward/std")), 0.0) if sign > 0 else 0.0)
-        if sign * (best - last) > margin and sign * (now - then) > 0.05 * scale:
-            f.fell, f.best_step, f.best, f.last_step, f.last = fell, at, best, last_step, last
-            f.train_then, f.train = then, now
+    if len(rewards) < 2 or not is_far_from_reference(run):
+        return None
+    (first_step, start), (last_step, now) = rewards[0], rewards[-1]
+    before = run.interval("eval/reward_ci", first_step) or (start, start)
+    after = run.interval("eval/reward_ci", last_step) or (now, now)
+    if after[1] >= before[0]:
+        return None
+    kl = kl_from_reference(run)
+    return Finding(
+        name="diverged",
+        what=f"The held-out reward fell from {start:.3g} to {now:.3g} and the KL to the reference is {kl:.3g} nats a "
+        "response: the updates are too large.",
+        change=f"Take a lower optim.learning_rate: a tenth of {setting(run, 'optim.learning_rate'):.2g}.",
+        figures={"held_out_start": start, "held_out": now, "kl": kl},
+    )
 
 
-def compare_functions(run: RunRecords, f: Figures) -> None:
-    """Set `up` and `down` to the reward functions that rose and fell most, by a tenth of their size and beyond the
-    noise; "" where none does both. The fall of one with a negative weight is a rise.
+def nonfinite_steps(run: RunRecords) -> Finding | None:
+    """Three or more optimizer steps were lately skipped; three in a row stop a run."""
+    counts = [(0, 0.0), *run.finite("optim/skipped_steps")]
+    since, before = counts[-len(last_quarter(counts[1:])) - 1]
+    now = counts[-1][1]
+    # The step in which a run stopped has no line; the batches that it wrote to nonfinite/ count its skips.
+    kept = [step for step in run.nonfinite if step >= since]
+    skipped = max(now - before, len(kept))
+    if skipped <= 2:
+        return None
+    lower_rate = setting(run, "optim.learning_rate") / 3
+    return Finding(
+        name="non-finite steps",
+        what=f"{skipped:.0f} optimizer steps after step {since} had a loss or a gradient that is not finite and "
+        "changed no weight; the batches are in nonfinite/.",
+        change=f"Take a lower optim.learning_rate, such as {lower_rate:.2g}, and no model.dtype=float16.",
+        figures={"skipped_steps": float(skipped), "since": float(since)},
+    )
+
+
+def rewards_dropped(run: RunRecords) -> Finding | None:
+    """A quarter of the completions or more have no reward."""
+    shares = list[tuple[int, float]]()
+    for step, line in run.steps.items():
+        dropped = to_float(line.get("reward/dropped"))
+        mean_length = float_or(line.get("completion/mean_length"), 0.0)
+        completions = to_float(line.get("completion/tokens")) / max(mean_length, 1e-9)
+        if dropped >= 0:
+            shares.append((step, min(1.0, dropped / completions) if completions >= 1 else 0.0))
+    share = recent(shares)
+    if not share >= 0.25:
+        return None
+    return Finding(
+        name="rewards dropped",
+        what=f"{share:.0%} of the completions have no reward: its functions failed, or returned None.",
+        change="See failed_rewards.jsonl, which has the reasons; without a line there every function returned None.",
+        figures={"dropped": share},
+    )
+
+
+def environment_hardly_asked(run: RunRecords) -> Finding | None:
+    """Episodes end in their first turn where more are allowed; before training, held-out ones."""
+    in_training = bool(run.finite("environment/turns"))
+    turns = recent(run.finite("environment/turns" if in_training else "eval/environment/turns"))
+    cut = recent(run.finite("completion/truncated" if in_training else "eval/truncated"))
+    allowed = setting(run, "environment.max_turns")
+    if run.setting("environment.agent") or not (turns <= 1.2 and allowed >= 2):
+        return None
+    return Finding(
+        name="environment hardly asked",
+        what=f"An episode has {turns:.3g} of {allowed:.0f} turns, and {cut:.0%} are cut at generation.max_new_tokens.",
+        change="Show how to ask (task.system_prompt, or `tinyrl train sft` on episodes first). Where turns are cut, "
+        "let them end: a string that closes a question in generation.stop.",
+        figures={"turns": turns, "max_turns": allowed, "turns_cut": cut},
+    )
+
+
+def train_up_held_out_down(run: RunRecords) -> Finding | None:
+    """The held-out reward or loss got worse by more than its interval, while that of training went on improving."""
+    return _overfitted_reward(run) or _overfitted_loss(run)
+
+
+def _overfitted_reward(run: RunRecords) -> Finding | None:
+    train = run.finite("reward/mean")
+    held_out = run.finite("eval/reward_mean")
+    if len(held_out) < 3 or len(train) < FEWEST_STEPS:
+        return None
+    best_step, best = max(held_out, key=lambda point: (point[1], point[0]))
+    last_step, last = held_out[-1]
+    interval = run.interval("eval/reward_ci", last_step)
+    margin = (interval[1] - interval[0]) / 2 if interval else 0.05 * abs(best)
+    then = _mean_around(train, best_step)
+    now = recent(train)
+    scale = max(abs(then), float_or(early(run.finite("reward/std")), 0.0))
+    if not (best - last > margin and now - then > 0.05 * scale):
+        return None
+    return _overfitted("reward", best=(best_step, best), last=(last_step, last), train=(then, now))
+
+
+def _overfitted_loss(run: RunRecords) -> Finding | None:
+    train = run.finite("loss")
+    held_out = run.finite("eval/loss")
+    if len(held_out) < 3 or len(train) < FEWEST_STEPS:
+        return None
+    best_step, best = min(held_out, key=lambda point: (point[1], -point[0]))
+    last_step, last = held_out[-1]
+    then = _mean_around(train, best_step)
+    now = recent(train)
+    if not (last - best > 0.05 * abs(best) and then - now > 0.05 * abs(then)):
+        return None
+    return _overfitted("loss", best=(best_step, best), last=(last_step, last), train=(then, now))
+
+
+def _mean_around(points: Points, step: int) -> float:
+    """Return the mean of the five points nearest to a step."""
+    return mean(sorted(points, key=lambda point: abs(point[0] - step))[:5])
+
+
+def _overfitted(
+    measure: str, *, best: tuple[int, float], last: tuple[int, float], train: tuple[float, float]
+) -> Finding:
+    best_step, best_value = best
+    last_step, last_value = last
+    then, now = train
+    return Finding(
+        name="train up, held-out down",
+        what=f"The held-out {measure} was {best_value:.3g} at step {best_step} and is {last_value:.3g} at step "
+        f"{last_step}, while that of training went from {then:.3g} to {now:.3g}.",
+        change=f"Take a checkpoint of about step {best_step}; tinyrl show RUN lists those there are.",
+        figures={
+            "best": best_value,
+            "best_step": float(best_step),
+            "last": last_value,
+            "last_step": float(last_step),
+            "train_then": then,
+            "train": now,
+        },
+    )
+
+
+# ---- findings that compare windows ----
+
+
+def constant_reward(run: RunRecords) -> Finding | None:
+    """Every completion of the run has the same reward."""
+    if not is_constant(run):
+        return None
+    reward = recent(run.finite("reward/mean"))
+    return Finding(
+        name="constant reward",
+        what=f"Every completion has had the same reward in each step, {reward:.3g}, so nothing was learned.",
+        change="Correct the reward function: `tinyrl check` scores right and wrong answers with it. Where it is right, "
+        "take easier prompts, or give rewards in steps.",
+        figures={"reward": reward},
+    )
+
+
+def zero_spread_groups(run: RunRecords) -> Finding | None:
+    """Most groups have equal rewards, far from the top."""
+    share = recent(run.finite("reward/zero_spread_groups"))
+    if not share >= 0.75 or is_near_top(run) or is_constant(run):
+        return None
+    reward = recent(run.finite("reward/mean"))
+    return Finding(
+        name="zero-spread groups",
+        what=f"{share:.0%} of the groups have the same reward for all their completions, which teaches nothing; the "
+        f"mean reward is {reward:.3g}.",
+        change="Replace such groups by fresh prompts: grpo.dynamic_sampling_rounds=2. Where the reward is near its "
+        "lowest: easier prompts, or a reward that is given in steps.",
+        figures={"zero_spread_groups": share, "reward": reward},
+    )
+
+
+def reward_at_its_ceiling(run: RunRecords) -> Finding | None:
+    """Nearly all groups are solved; without groups, the rewards hardly differ any more."""
+    share = recent(run.finite("reward/zero_spread_groups"))
+    reward = recent(run.finite("reward/mean"))
+    std = recent(run.finite("reward/std"))
+    hardly_differs = is_near_top(run) and std <= 0.1 * largest_std(run)
+    if math.isnan(share):
+        at_ceiling = hardly_differs or (is_solved(run) and reward >= 0.98)
+    else:
+        at_ceiling = share >= 0.9 and is_near_top(run)
+    if not at_ceiling or is_constant(run):
+        return None
+    return Finding(
+        name="reward at its ceiling",
+        what=f"The reward is {reward:.3g} with a spread of {std:.2g}: there is hardly anything left to learn here.",
+        change="Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
+        figures={"reward": reward, "reward_std": std},
+    )
+
+
+def one_reward_up_another_down(run: RunRecords) -> Finding | None:
+    """One reward function rose and another fell; or the held-out reward rose and the task's verifier fell."""
+    moves = _moves_of_functions(run)
+    if not moves or not min(moves.values()) < 0 < max(moves.values()):
+        return _reward_up_verifier_down(run)
+    up = max(moves, key=lambda name: moves[name])
+    down = min(moves, key=lambda name: moves[name])
+    risen = run.finite(f"reward/{up}")
+    fallen = run.finite(f"reward/{down}")
+    fallen_name = one_line(down, 40)
+    return _one_up_another_down(
+        one_line(up, 40),
+        fallen_name,
+        rise=(early(risen), recent(risen)),
+        fall=(early(fallen), recent(fallen)),
+        change=f"Give {fallen_name} a larger weight in reward.functions.",
+    )
+
+
+def _moves_of_functions(run: RunRecords) -> dict[str, float]:
+    """Return by how much reward functions moved, of those that did by a tenth of their size and beyond the noise. The
+    fall of one with a negative weight is a rise.
     """
     functions = run.setting("reward.functions")
-    functions = [each for each in functions if isinstance(each, dict)] if isinstance(functions, list) else []
-    punished = {str(each.get("use")).rpartition(":")[2] for each in functions if to_float(each.get("weight")) < 0}
+    punished = set[str]()
+    for function in functions if isinstance(functions, list) else []:
+        if isinstance(function, dict) and to_float(function.get("weight")) < 0:
+            punished.add(str(function.get("use")).rpartition(":")[2])
+    keys = set[str]().union(*[*run.steps.values()][-FEWEST_STEPS:])
     moves: dict[str, float] = {}
-    keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
     for key in sorted(keys - REWARD_STATISTICS):
-        points, name = run.finite(key), key.removeprefix("reward/")
-        if len(points) < FEWEST_STEPS:
+        points = run.finite(key)
+        if not key.startswith("reward/") or len(points) < FEWEST_STEPS:
             continue
-        last, change = last_quarter(points), recent(points) - early(points)
-        noise = math.sqrt(fmean((b - a) ** 2 for (_, a), (_, b) in pairwise(last)) / 2 / len(last))  # standard error
-        if abs(change) > max(0.1 * max(abs(value) for _, value in points), 4 * noise):
+        last = last_quarter(points)
+        change = mean(last) - early(points)
+        squares = fmean((after - before) ** 2 for (_, before), (_, after) in pairwise(last))
+        standard_error = math.sqrt(squares / 2 / len(last))
+        if abs(change) > max(0.1 * max(abs(value) for _, value in points), 4 * standard_error):
+            name = key.removeprefix("reward/")
             moves[name] = -change if name in punished else change
-    f.up = f.down = ""
-    if moves and min(moves.values()) < 0 < max(moves.values()):
-        f.up, f.down = max(moves, key=lambda name: moves[name]), min(moves, key=lambda name: moves[name])
-        f.up_name, f.down_name = one_line(f.up, 40), one_line(f.down, 40)
-        up, down = run.finite(f"reward/{f.up}"), run.finite(f"reward/{f.down}")
-        f.up_from, f.up_to, f.down_from, f.down_to = early(up), recent(up), early(down), recent(down)
-        f.remedy = f"Give {f.down_name} a larger weight in reward.functions"
-    else:
-        compare_verifier(run, f)
+    return moves
 
 
-def compare_verifier(run: RunRecords, f: Figures) -> None:
-    """Set `up` and `down` where the held-out reward rose beyond its intervals while the task's verifier, which scores
-    from 0 to 1, fell by two standard errors (of independent scores with the largest variance there can be).
+def _reward_up_verifier_down(run: RunRecords) -> Finding | None:
+    """The held-out reward rose beyond its intervals while the task's verifier, which scores from 0 to 1, fell by two
+    standard errors (of independent scores with the largest variance there can be).
     """
-    reward, verifier = run.finite("eval/reward_mean"), run.finite("eval/verifier_mean")
+    reward = run.finite("eval/reward_mean")
+    verifier = run.finite("eval/verifier_mean")
     if len(reward) < 2 or len(verifier) < 2:
-        return
-    first, last = (run.interval("eval/reward_ci", points[0]) for points in (reward[0], reward[-1]))
-    before, after = verifier[0][1], verifier[-1][1]
-    if first is None or last is None or last[0] <= first[1] or not (0 <= after < before <= 1):
-        return
+        return None
+    first = run.interval("eval/reward_ci", reward[0][0])
+    last = run.interval("eval/reward_ci", reward[-1][0])
+    if first is None or last is None or last[0] <= first[1]:
+        return None
+    before = verifier[0][1]
+    last_step, after = verifier[-1]
+    if not 0 <= after < before <= 1:
+        return None
     variance = before * (1 - before) + after * (1 - after)
-    prompts = float_or(run.steps[verifier[-1][0]].get("eval/num_prompts"), 1.0)
-    if before - after > 2 * math.sqrt(variance / prompts):
-        f.up, f.up_name, f.up_from, f.up_to = "reward", "The held-out reward", reward[0][1], reward[-1][1]
-        f.down, f.down_name, f.down_from, f.down_to = "verifier", "the task's verifier", before, after
-        f.remedy = "Read completions (tinyrl show RUN), and reward what the verifier judges"
+    prompts = float_or(run.steps[last_step].get("eval/num_prompts"), 1.0)
+    if before - after <= 2 * math.sqrt(variance / prompts):
+        return None
+    return _one_up_another_down(
+        "The held-out reward",
+        "the task's verifier",
+        rise=(reward[0][1], reward[-1][1]),
+        fall=(before, after),
+        change="Read completions (tinyrl show RUN), and reward what the verifier judges.",
+    )
 
 
-# ---- the table ----
+def _one_up_another_down(
+    up: str, down: str, *, rise: tuple[float, float], fall: tuple[float, float], change: str
+) -> Finding:
+    return Finding(
+        name="one reward up, another down",
+        what=f"{up} went from {rise[0]:.3g} to {rise[1]:.3g} while {down} went from {fall[0]:.3g} to {fall[1]:.3g}: "
+        "the policy may be gaming the first.",
+        change=change,
+        figures={"up_from": rise[0], "up_to": rise[1], "down_from": fall[0], "down_to": fall[1]},
+    )
 
 
-class Rule(NamedTuple):
-    """`what` and `change` are formatted with the figures; at_once: no windows of the reward are compared."""
-
-    name: str
-    when: Callable[[Figures], bool]
-    what: str
-    change: str
-    at_once: bool = False
-
-    def finding(self, f: Figures) -> Finding:
-        named = [name for _, name, _, _ in Formatter().parse(self.what) if name]
-        numbers = {name: float(value) for name in named if isinstance(value := getattr(f, name), int | float)}
-        return Finding(self.name, self.what.format_map(vars(f)), self.change.format_map(vars(f)), numbers)
-
-
-TABLE = (  # most telling first
-    Rule("diverged", lambda f: f.diverged,
-        "The held-out reward fell from {held_out_start:.3g} to {held_out:.3g} and the KL to the reference is {kl:.3g} "
-        "nats a response: the updates are too large.",
-        "Take a lower optim.learning_rate: a tenth of {learning_rate:.2g}.", at_once=True),
-    Rule("non-finite steps", lambda f: f.skipped_steps > 2,  # three in a row stop a run
-        "{skipped_steps:.0f} optimizer steps after step {since} had a loss or a gradient that is not finite and "
-        "changed no weight; the batches are in nonfinite/.",
-        "Take a lower optim.learning_rate, such as {lower_rate:.2g}, and no model.dtype=float16.", at_once=True),
-    Rule("rewards dropped", lambda f: f.dropped >= 0.25,
-        "{dropped:.0%} of the completions have no reward: its functions failed, or returned None.",
-        "See failed_rewards.jsonl, which has the reasons; without a line there every function returned None.",
-        at_once=True),
-    Rule("environment hardly asked", lambda f: f.turns <= 1.2 and f.max_turns >= 2 and not f.agent,
-        "An episode has {turns:.3g} of {max_turns:.0f} turns, and {turns_cut:.0%} are cut at "
-        "generation.max_new_tokens.",
-        "Show how to ask (task.system_prompt, or `tinyrl train sft` on episodes first). Where turns are cut, let them "
-        "end: a string that closes a question in generation.stop.", at_once=True),
-    Rule("constant reward", lambda f: f.constant,
-        "Every completion has had the same reward in each step, {reward:.3g}, so nothing was learned.",
-        "Correct the reward function: `tinyrl check` scores right and wrong answers with it. Where it is right, take "
-        "easier prompts, or give rewards in steps."),
-    Rule("zero-spread groups", lambda f: f.zero_spread_groups >= 0.75 and not f.near_top and not f.constant,
-        "{zero_spread_groups:.0%} of the groups have the same reward for all their completions, which teaches nothing; "
-        "the mean reward is {reward:.3g}.",
-        "Replace such groups by fresh prompts: grpo.dynamic_sampling_rounds=2. Where the reward is near its lowest: "
-        "easier prompts, or a reward that is given in steps."),
-    Rule("reward at its ceiling", lambda f: f.at_ceiling,
-        "The reward is {reward:.3g} with a spread of {reward_std:.2g}: there is hardly anything left to learn here.",
-        "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom."),
-    Rule("train up, held-out down", lambda f: bool(f.fell),
-        "The held-out {fell} was {best:.3g} at step {best_step} and is {last:.3g} at step {last_step}, while that of "
-        "training went from {train_then:.3g} to {train:.3g}.",
-        "Take a checkpoint of about step {best_step}; tinyrl show RUN lists those there are.",
-        at_once=True),
-    Rule("one reward up, another down", lambda f: bool(f.up),
-        "{up_name} went from {up_from:.3g} to {up_to:.3g} while {down_name} went from {down_from:.3g} to "
-        "{down_to:.3g}: the policy may be gaming the first.",
-        "{remedy}."),
-    Rule("far from the teacher", lambda f: f.teacher_logprob < -3,  # 5 %
-        "The teacher gives the policy's tokens a probability of {teacher_probability:.1%} (geometric mean): it scores "
+def far_from_the_teacher(run: RunRecords) -> Finding | None:
+    """The teacher gives the policy's tokens 5 % or less."""
+    points = run.finite("teacher/logprob")
+    logprob = recent(points)
+    if len(points) < FEWEST_STEPS or not logprob < -3:
+        return None
+    probability = math.exp(logprob)
+    return Finding(
+        name="far from the teacher",
+        what=f"The teacher gives the policy's tokens a probability of {probability:.1%} (geometric mean): it scores "
         "texts that it would never write, where it knows little.",
-        "Begin nearer to it: answers of the teacher's first (distill.on_policy_fraction=0.5, or `tinyrl train sft` on "
-        "them)."),
-    Rule("KL blow-up", lambda f: f.kl >= 10 and f.kl_per_token >= 0.5,
-        "The KL to the reference is {kl:.3g} nats a response ({kl_per_token:.2g} a token): the text is no longer that "
-        "of the model it started from.", "Hold it closer: {section}.kl_coef={kl_coef:.3g}."),
-    Rule("entropy collapse", lambda f: f.entropy < 0.1 * f.entropy_start and not f.solved,
-        "The entropy has fallen from {entropy_start:.3g} to {entropy:.2g} nats a token, with the reward at "
-        "{reward:.3g}: samples hardly differ, so nothing better can be found.",
-        "Keep some of it, from an earlier checkpoint on: {section}.entropy_coef=0.01."),
-    Rule("length creep",
-        lambda f: f.length >= 1.5 * f.length_start and f.growth >= 0.3 and f.reward_gain < f.little_gain,
-        "Completions have grown from {length_start:.0f} to {length:.0f} tokens, by {growth:.0%} since halfway, while "
-        "the reward changed by {reward_gain:+.2g} since then.",
-        "Charge for length: a reward function of len(completion_ids), with a small negative weight."),
-    Rule("truncation", lambda f: f.truncated >= 0.2,
-        "{truncated:.0%} of the completions are cut off at {max_new_tokens:.0f} tokens (generation.max_new_tokens) "
-        "before they end, and are scored as they stand.",
-        "Raise the limit: generation.max_new_tokens={doubled:.0f}. Where nearly all are cut, see whether this model "
-        "writes its end-of-text token: tinyrl check."),
-    Rule("critic explains nothing",
-        lambda f: f.explained_variance < (0.02 if f.critic_steps >= 60 else -0.2) and f.critic_steps >= 20,
-        "The critic explains {explained_variance:.0%} of the variance of the returns after {critic_steps} steps, so "
-        "advantages are little else than the rewards' noise.",
-        "Let it learn first (critic.warmup_steps=10) or faster (optim.critic_learning_rate={critic_rate:.2g})."),
-    Rule("mismatch", lambda f: f.sampling_gap > 0.05 or f.capped_weights > 0.05,  # in bfloat16 the gap is some 0.01
-        "Log-probabilities of sampling and of training differ by {sampling_gap:.2g} a token, and {capped_weights:.0%} "
-        "of the weights that correct it are at their cap: the policy that learns is not the one that wrote.",
-        "Sample with the modules that train: generation.engine=hf."),
-)  # fmt: skip
+        change="Begin nearer to it: answers of the teacher's first (distill.on_policy_fraction=0.5, or `tinyrl train "
+        "sft` on them).",
+        figures={"teacher_probability": probability},
+    )
+
+
+def kl_blow_up(run: RunRecords) -> Finding | None:
+    """The policy is 10 nats a response and half a nat a token from its reference."""
+    if not is_far_from_reference(run):
+        return None
+    kl = kl_from_reference(run)
+    per_token = kl_per_token(run)
+    section = method_of(run)
+    present = float_or(run.setting(f"{section}.kl_coef"), 0.0)
+    advised = 2 * present or 0.02
+    return Finding(
+        name="KL blow-up",
+        what=f"The KL to the reference is {kl:.3g} nats a response ({per_token:.2g} a token): the text is no longer "
+        "that of the model it started from.",
+        change=f"Hold it closer: {section}.kl_coef={advised:.3g}.",
+        figures={"kl": kl, "kl_per_token": per_token},
+    )
+
+
+def entropy_collapse(run: RunRecords) -> Finding | None:
+    """The policy gives one answer to everything while prompts are still unsolved."""
+    entropy = run.finite("policy/entropy")
+    start = early(entropy[:5])
+    now = recent(entropy)
+    if is_solved(run) or not now < 0.1 * start:
+        return None
+    reward = recent(run.finite("reward/mean"))
+    return Finding(
+        name="entropy collapse",
+        what=f"The entropy has fallen from {start:.3g} to {now:.2g} nats a token, with the reward at {reward:.3g}: "
+        "samples hardly differ, so nothing better can be found.",
+        change=f"Keep some of it, from an earlier checkpoint on: {method_of(run)}.entropy_coef=0.01.",
+        figures={"entropy_start": start, "entropy": now, "reward": reward},
+    )
+
+
+def length_creep(run: RunRecords) -> Finding | None:
+    """Completions are half as long again as at the start and still growing, and the reward is not."""
+    lengths = run.finite("completion/mean_length")
+    rewards = run.finite("reward/mean")
+    start = early(lengths)
+    now = recent(lengths)
+    growth = now / max(early(lengths, halfway=True), 1e-9) - 1
+    gain = recent(rewards) - early(rewards, halfway=True)
+    reward_grows = not gain < 0.1 * early(run.finite("reward/std"))
+    if reward_grows or not (now >= 1.5 * start and growth >= 0.3):
+        return None
+    return Finding(
+        name="length creep",
+        what=f"Completions have grown from {start:.0f} to {now:.0f} tokens, by {growth:.0%} since halfway, while the "
+        f"reward changed by {gain:+.2g} since then.",
+        change="Charge for length: a reward function of len(completion_ids), with a small negative weight.",
+        figures={"length_start": start, "length": now, "growth": growth, "reward_gain": gain},
+    )
+
+
+def truncation(run: RunRecords) -> Finding | None:
+    """A fifth of the completions or more are cut off."""
+    share = recent(run.finite("completion/truncated"))
+    if not share >= 0.2:
+        return None
+    limit = setting(run, "generation.max_new_tokens")
+    return Finding(
+        name="truncation",
+        what=f"{share:.0%} of the completions are cut off at {limit:.0f} tokens (generation.max_new_tokens) before "
+        "they end, and are scored as they stand.",
+        change=f"Raise the limit: generation.max_new_tokens={2 * limit:.0f}. Where nearly all are cut, see whether "
+        "this model writes its end-of-text token: tinyrl check.",
+        figures={"truncated": share, "max_new_tokens": limit},
+    )
+
+
+def critic_explains_nothing(run: RunRecords) -> Finding | None:
+    """The critic explains hardly any of the variance of the returns, or is worse than their mean."""
+    points = run.finite("value/explained_variance")
+    steps = len(points)
+    explained = recent(points)
+    limit = 0.02 if steps >= 60 else -0.2
+    if steps < 20 or not explained < limit:
+        return None
+    faster = 3 * setting(run, "optim.critic_learning_rate")
+    return Finding(
+        name="critic explains nothing",
+        what=f"The critic explains {explained:.0%} of the variance of the returns after {steps} steps, so advantages "
+        "are little else than the rewards' noise.",
+        change=f"Let it learn first (critic.warmup_steps=10) or faster (optim.critic_learning_rate={faster:.2g}).",
+        figures={"explained_variance": explained, "critic_steps": float(steps)},
+    )
+
+
+def mismatch(run: RunRecords) -> Finding | None:
+    """Sampling and training disagree on log-probabilities; in bfloat16 the gap is some 0.01."""
+    gap = recent(run.finite("policy/sampling_gap"))
+    capped = float_or(recent(run.finite("policy/capped_weights")), 0.0)
+    if not (gap > 0.05 or capped > 0.05):
+        return None
+    return Finding(
+        name="mismatch",
+        what=f"Log-probabilities of sampling and of training differ by {gap:.2g} a token, and {capped:.0%} of the "
+        "weights that correct it are at their cap: the policy that learns is not the one that wrote.",
+        change="Sample with the modules that train: generation.engine=hf.",
+        figures={"sampling_gap": gap, "capped_weights": capped},
+    )
+
+
+# Most telling first.
+AT_ONCE = (nonfinite_steps, rewards_dropped, environment_hardly_asked, train_up_held_out_down)
+AFTER_SOME_STEPS = (
+    constant_reward,
+    zero_spread_groups,
+    reward_at_its_ceiling,
+    one_reward_up_another_down,
+    far_from_the_teacher,
+    kl_blow_up,
+    entropy_collapse,
+    length_creep,
+    truncation,
+    critic_explains_nothing,
+    mismatch,
+)
 
 
 def find(run: RunRecords) -> list[Finding]:
     """Return what is wrong with a run by its metrics; [] for one that goes well, or is too short."""
-    f = figures(run)
-    found = [rule.finding(f) for rule in TABLE if (rule.at_once or f.steps >= FEWEST_STEPS) and rule.when(f)]
-    return found[:1] if f.diverged else found  # the others are its consequences
+    if (finding := diverged(run)) is not None:
+        return [finding]  # the others are its consequences
+    has_windows = len(run.finite("reward/mean")) >= FEWEST_STEPS
+    return found_by((*AT_ONCE, *AFTER_SOME_STEPS) if has_windows else AT_ONCE, run)
+
+
+def found_by(checks: Iterable[Callable[[Subject], Finding | None]], subject: Subject) -> list[Finding]:
+    """Return the findings of those checks that have one."""
+    findings = [check(subject) for check in checks]
+    return [finding for finding in findings if finding is not None]
 
 
 class Watch:
@@ -316,20 +574,23 @@ class Watch:
 
 def as_json(found: list[Finding]) -> list[dict[str, Any]]:
     return [
-        {"finding": one.name, "what": one.what, "figures": finite(one.figures), "change": one.change} for one in found
+        {"finding": one.name, "what": one.what, "figures": json_safe(one.figures), "change": one.change}
+        for one in found
     ]
 
 
 def render(run: RunRecords, found: list[Finding]) -> str:
-    last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
+    steps = "1 step" if run.last_step == 1 else f"{run.last_step:,} steps"
     if found:
-        return "\n\n".join([f"{last}, {counted(found)}", *in_words(found), "Completions: tinyrl show RUN --worst"])
-    short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
-    return f"{last}, nothing found{f'; most findings need {FEWEST_STEPS} steps' * short}."
+        head = f"{run.name}: {steps}, {counted(found)}"
+        return "\n\n".join([head, *in_words(found), "Completions: tinyrl show RUN --worst"])
+    is_short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
+    more = f"; most findings need {FEWEST_STEPS} steps" if is_short else ""
+    return f"{run.name}: {steps}, nothing found{more}."
 
 
 def counted(found: list[Finding]) -> str:
-    return f"{len(found)} finding{'s' * (len(found) != 1)}"
+    return "1 finding" if len(found) == 1 else f"{len(found)} findings"
 
 
 def columns() -> int:

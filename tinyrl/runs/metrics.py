@@ -1,22 +1,25 @@
 """The table of metrics: what each means, when it is healthy, and where it is shown.
 
-docs/runs.md has every key of metrics.jsonl with its formula.
+It is the only place that knows: a metric without a line here is recorded and not shown. docs/runs.md has every key of
+metrics.jsonl with its formula.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A key of metrics.jsonl, and `held`, its held-out counterpart.
+    """A key of metrics.jsonl and `held`, its held-out counterpart; or a chart of several keys, `series`.
 
     meaning, healthy, title (none: no chart), unit: the text of its chart in the report; share (a percentage),
     from_zero, floor, any_scale (may be logarithmic): its axis; greedy: greedy held-out values are drawn too; skip_zero:
-    no chart where it is zero throughout. label: in tables of results; column: in the progress display; row: in the
-    summary of a run. Everything is shown in the order of the table.
+    no chart where it is zero throughout; examples: measures learning from examples, and heads the report of a run
+    without rewards; series: lines of the chart and their keys, "*" for each reward function. label: in tables of
+    results; column: in the progress display; row: in the summary of a run; score: what it is in the sentence about how
+    a run went, which is of the first that the run has. Everything is shown in the order of the table.
     """
 
     key: str
@@ -31,9 +34,12 @@ class Metric:
     any_scale: bool = False
     greedy: bool = False
     skip_zero: bool = False
+    examples: bool = False
+    series: dict[str, str] = field(default_factory=dict)
     label: str = ""
     column: str = ""
     row: str = ""
+    score: str = ""
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -42,16 +48,21 @@ class Metric:
 
 
 BEST = "eval/reward_mean"  # its highest value marks the best checkpoint
-STATISTICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts", "slowest_seconds")
-REWARD_STATISTICS = {f"reward/{name}" for name in STATISTICS}  # beside these, reward/NAME is a function's
-
 TABLE = (
     Metric("reward/mean", "The mean score.",
         "held-out rises with training; training up while held-out falls is memorising or a reward that is being gamed.",
-        held="eval/reward_mean", title="Reward", unit="higher is better", greedy=True, label="Reward", column="reward"),
+        held="eval/reward_mean", title="Reward", unit="higher is better", greedy=True, label="Reward", column="reward",
+        score="reward"),
     Metric("eval/greedy/reward_mean", label="Reward, greedy"),
-    Metric("loss", held="eval/loss", label="Loss", column="loss"),
-    Metric("preference/loss", "What is minimised.", "training and held-out fall together."),
+    Metric("rewards/accuracy", "Pairs whose chosen side is preferred.", "rises above 50 %, held out too.",
+        held="eval/accuracy", title="Accuracy", unit="higher is better", share=True, examples=True, label="Accuracy",
+        column="accuracy", score="preference accuracy"),
+    Metric("loss", "What is minimised.", "training and held-out fall together.", held="eval/loss", title="Loss",
+        unit="lower is better", any_scale=True, examples=True, label="Loss", column="loss", score="loss"),
+    Metric("preference/loss", "What is minimised.", "training and held-out fall together.", held="eval/loss",
+        title="Loss", unit="lower is better", any_scale=True, examples=True, score="loss"),
+    Metric("rewards/margin", "Reward of the chosen side less that of the rejected one.", "grows.", held="eval/margin",
+        title="Margin", examples=True, column="margin"),
     Metric("eval/reward_mean", column="held-out", row="held-out reward, mean"),
     Metric("eval/reward_median", row="held-out reward, median"),
     Metric("eval/pass@1", "Held-out prompts solved by one try.",
@@ -59,13 +70,18 @@ TABLE = (
         unit="held-out, full marks", share=True, from_zero=True, greedy=True, label="pass@1", column="pass@1",
         row="pass@1, sampled"),
     Metric("eval/greedy/pass@1", row="pass@1, greedy"),
-    Metric("reward/functions", "The same in training.", "what rises here rises held out too."),
     Metric("eval/functions", "",
-        "all rise together; one up while another falls is the first sign that the reward is being gamed."),
+        "all rise together; one up while another falls is the first sign that the reward is being gamed.",
+        title="Held-out reward by function", unit="before weights",
+        series={"*": "eval/reward/*", "verifier": "eval/verifier_mean"}),
+    Metric("reward/functions", "The same in training.", "what rises here rises held out too.",
+        title="Reward by function", unit="training, before weights", series={"*": "reward/*"}),
     Metric("teacher/loss", "Distance to the teacher, which is minimised.", "falls towards 0.",
         title="Distance to the teacher", unit="nats per token", from_zero=True, column="distance"),
     Metric("teacher/quarters", "The same by where a token stands in its response.",
-        "all fall; a last one that stays high is where responses leave what the teacher knows."),
+        "all fall; a last one that stays high is where responses leave what the teacher knows.",
+        title="KL to the teacher by quarter", unit="nats per token",
+        series={"first": "teacher/kl_1", "second": "teacher/kl_2", "third": "teacher/kl_3", "last": "teacher/kl_4"}),
     Metric("teacher/logprob", "How likely the policy's tokens are to the teacher.", "rises.",
         title="Teacher's log-probability", unit="nats per token"),
     Metric("objective/kl", "How far the policy has moved from its start.",
@@ -74,13 +90,13 @@ TABLE = (
     Metric("eval/kl", row="KL to the reference, nats"),
     Metric("eval/loss", row="loss, held-out"),
     Metric("eval/perplexity", row="perplexity, held-out"),
-    Metric("rewards/accuracy", "Pairs whose chosen side is preferred.", "rises above 50 %, held out too.",
-        held="eval/accuracy", share=True, label="Accuracy", column="accuracy"),
     Metric("eval/accuracy", row="accuracy, held-out"),
-    Metric("rewards/margin", "Reward of the chosen side less that of the rejected one.", "grows.", column="margin"),
-    Metric("rewards/sides", "Both sides of the pairs.", "they part; both may fall."),
+    Metric("rewards/sides", "Both sides of the pairs.", "they part; both may fall.", title="Rewards of both sides",
+        unit="training", series={"chosen": "rewards/chosen", "rejected": "rewards/rejected"}),
     Metric("policy/sides_logprobs", "How likely both sides are.",
-        "they part; a steep fall of the chosen is forgetting."),
+        "they part; a steep fall of the chosen is forgetting.", title="Log-probabilities",
+        unit="training, nats an answer",
+        series={"chosen": "policy/chosen_logprobs", "rejected": "policy/rejected_logprobs"}),
     Metric("policy/entropy", "How undecided the policy is.",
         "a slow fall; near 0 all completions of a prompt are alike and nothing more is learnt.", held="eval/entropy",
         title="Entropy", unit="nats per token", from_zero=True, label="Entropy", column="entropy"),
@@ -116,6 +132,9 @@ TABLE = (
     Metric("reward/zero_spread_groups", "Groups whose completions all scored the same: advantage 0.",
         "below half; else prompts are too easy or too hard.", title="Groups without spread",
         unit="they teach nothing", share=True, from_zero=True, skip_zero=True),
+    Metric("reward/zero_spread_kept"),
+    Metric("reward/known_prompts"),
+    Metric("reward/slowest_seconds"),
     Metric("reward/dropped", "Completions without a valid reward.", "0; failed_rewards.jsonl says why.",
         title="Rewards dropped", unit="completions without a valid one", from_zero=True, skip_zero=True),
     Metric("policy/clipfrac", "Tokens outside the clip range.",
@@ -130,14 +149,23 @@ TABLE = (
         "As the schedule has it. A reward that falls while this is highest asks for a lower one.",
         title="Learning rate", unit="policy", from_zero=True),
     Metric("tokens_per_second", column="tokens/s"),
-    Metric("time", "", "the same from step to step; sampling and update take most of it."),
+    Metric("time", "", "the same from step to step; sampling and update take most of it.", title="Time by phase",
+        unit="seconds a step, evaluation aside"),
 )  # fmt: skip
+
+# Beside these, reward/NAME is the mean of a reward function.
+REWARD_STATISTICS = {metric.key for metric in TABLE if metric.key.startswith("reward/") and not metric.series}
+
+
+def metric_of(key: str) -> Metric:
+    """Return the line of the table with this key."""
+    return next(metric for metric in TABLE if metric.key == key)
 
 
 def meaning_of(key: str) -> str:
     """Return what a chart's metric means and what is healthy; "" for a metric that is not in the table."""
-    key = "preference/loss" if key.removeprefix("eval/").partition("/")[0] == "loss" else key
-    named = (one for one in TABLE if key in (one.key, one.held, f"eval/{one.key}") and one.meaning + one.healthy)
-    of = next(named, Metric(key))
-    text = f"{of.meaning} Healthy: {of.healthy}" if of.healthy else of.meaning
+    explained = [metric for metric in TABLE if metric.meaning or metric.healthy]
+    found = (metric for metric in explained if key in (metric.key, metric.held, f"eval/{metric.key}"))
+    metric = next(found, Metric(key))
+    text = f"{metric.meaning} Healthy: {metric.healthy}" if metric.healthy else metric.meaning
     return text.strip().replace(" %", "\u00a0%")

@@ -6,6 +6,7 @@ A terminal that is gone (a closed window, a broken pipe) never stops a run: metr
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import messages_of, to_float
-from tinyrl.text import escape_control, mask_url, one_line
+from tinyrl.text import escape_control, format_clock, format_short, mask_url, one_line
 
 CLEAR = "\r\x1b[K"  # the line that the cursor is in
 
@@ -43,16 +44,18 @@ class Display:
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.silent
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Print the line of a finished step; pass@1 is left out where it equals the held-out reward."""
-        found = [(metric.column, metrics.get(metric.key)) for metric in TABLE if metric.column]
-        columns = {column: float(value) for column, value in found if isinstance(value, int | float)}
+        """Print the line of a finished step, without metrics that are unknown; pass@1 is left out where it equals the
+        held-out reward.
+        """
+        found = {metric.column: to_float(metrics.get(metric.key)) for metric in TABLE if metric.column}
+        columns = {column: value for column, value in found.items() if math.isfinite(value)}
         if columns.get("pass@1") == columns.get("held-out"):
             columns.pop("pass@1", None)
-        parts = [f"step {step}/{self.num_steps}", *(f"{column} {_short(value)}" for column, value in columns.items())]
+        parts = [f"step {step}/{self.num_steps}"]
+        parts += [f"{column} {format_short(value)}" for column, value in columns.items()]
         if step > self._first:
             seconds = int((time.monotonic() - self._started) / (step - self._first) * (self.num_steps - step))
-            hours = f"{seconds // 3600}:" if seconds >= 3600 else ""
-            parts.append(f"{hours}{seconds % 3600 // 60:02d}:{seconds % 60:02d} left")
+            parts.append(f"{format_clock(seconds)} left")
         self._step = step
         self.note(" · ".join(parts))
 
@@ -62,7 +65,7 @@ class Display:
         if not self._live or shown is None:
             return
         turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
-        turns[-1] = (f"{turns[-1][0]} (reward {_short(to_float(shown.get('reward')))})", turns[-1][1])
+        turns[-1] = (f"{turns[-1][0]} (reward {format_short(to_float(shown.get('reward')))})", turns[-1][1])
         width = shutil.get_terminal_size().columns
         self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
 
@@ -91,7 +94,3 @@ class Display:
         with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -42,13 +42,13 @@ def float_or(value: Any, otherwise: float) -> float:
     return otherwise if math.isnan(found := to_float(value)) else found
 
 
-def finite(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Replace NaN and infinity, which JSON does not have, by None at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: json_safe(inner) for key, inner in value.items()}
+    return [json_safe(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:

@@ -13,13 +13,10 @@ import math
 import os
 import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,11 @@ from filelock import FileLock, Timeout
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import finite, json_lines
-from tinyrl.text import did_you_mean, mask_url, one_line
+from tinyrl.runs.records import json_lines, json_safe
+from tinyrl.text import did_you_mean, one_line
 
 LOCK = ".lock"
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
-PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log; beyond, the later half is kept
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -92,7 +88,7 @@ class RunDir:
         return load_written_config(self.path / "config.yaml", overrides=overrides)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
-        """Write env.json, the result of `environment`."""
+        """Write env.json: facts of provenance.py."""
         if self.writes:
             write_atomic(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
 
@@ -105,7 +101,7 @@ class RunDir:
         """
         size, lines = _length(file) + len(self._unwritten.get(file, b"")), list[bytes]()
         for row in rows:  # lazily: a full file costs one line
-            line = json.dumps(finite(row)).encode() + b"\n"
+            line = json.dumps(json_safe(row)).encode() + b"\n"
             size += len(line)
             if size > most_bytes:
                 break
@@ -190,34 +186,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """Return the contents of env.json: versions, machine, git revisions (of the folder one is in, and of tinyrl's own
-    where it is a checkout), and the command with URLs masked.
-    """
-    revisions = {
-        "git": _revision(Path()),
-        "tinyrl_git": None if "site-packages" in __file__ else _revision(Path(__file__).parent),
-    }
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), **revisions}
-    return {"versions": versions(), **machine, "command": shlex.join(map(mask_url, command)), **facts}
-
-
-def _revision(folder: Path) -> str | None:
-    """Return the git revision of a folder under version control, with "-dirty" where files differ from it."""
-    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that numbers depend on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 # ---- which folder is a run ----

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
-from tinyrl.runs.records import finite, json_lines, messages_of, read_steps, samples_of, subsample, to_float
+from tinyrl.runs.records import json_lines, json_safe, messages_of, read_steps, samples_of, subsample, to_float
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import escape_control, format_number, join_truncated, one_line
+from tinyrl.text import escape_control, format_bytes, format_number, format_short, join_truncated, one_line
 
 Line = dict[str, Any]
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal
@@ -37,7 +37,7 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     for folder in list_checkpoints(run.checkpoints):
         step, size = checkpoint_step(folder), sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
-        found[-1]["metric"] = finite(to_float(steps.get(step, {}).get(BEST)))
+        found[-1]["metric"] = json_safe(to_float(steps.get(step, {}).get(BEST)))
     if as_json:
         return json.dumps(found)
     if not found:
@@ -45,11 +45,11 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     best = max((one["metric"] for one in found if one["metric"] is not None), default=math.nan)
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
-        metric = "-" if one["metric"] is None else format_number(one["metric"], decimals=4)
+        metric = format_number(one["metric"], decimals=4)
         verifies = (
             f"no: {escape_control(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
         )
-        lines.append(f"{one['name']:14} {one['step']:>8} {one['size'] / 1e6:>7.1f} MB {metric:>14}  {verifies}")
+        lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
     return "\n".join(lines)
 
 
@@ -60,10 +60,9 @@ def summary(run: RunDir) -> str:
     if len(lines) >= 2:
         text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")
         for metric in TABLE:
-            if metric.row and metric.key in lines[0] and metric.key in lines[-1]:
-                values = [line[metric.key] for line in (lines[0], lines[-1])]
-                values = " -> ".join("-" if value is None else format_number(value) for value in values)
-                text.append(f"  {metric.row:26} {values}")
+            first, last = (to_float(line.get(metric.key)) for line in (lines[0], lines[-1]))
+            if metric.row and not (math.isnan(first) and math.isnan(last)):
+                text.append(f"  {metric.row:26} {format_number(first)} -> {format_number(last)}")
     there = [
         name for name in ("report.html", "report.png", "metrics.jsonl", "samples.jsonl") if (run.path / name).exists()
     ]
@@ -71,7 +70,10 @@ def summary(run: RunDir) -> str:
     if newest := list_checkpoints(run.checkpoints)[-1:]:
         text.append(f"{'adapter' if config.lora.enabled else 'model':8} {newest[0]}/")
     if config.samples:
+        without_reward = bool(lines) and all(BEST in line and math.isnan(to_float(line[BEST])) for line in lines)
         command = ["tinyrl", "eval", str(run.path), "--vs", "base"]
+        if without_reward:  # there is nothing to compare by
+            command = ["tinyrl", "show", str(run.path), "--samples"]
         text.append(f"next     {shlex.join(command)}")
     elif not config.trains.policy:  # of a text model only its owner knows the next step
         base = "MODEL" if config.model.random_init else config.model.path
@@ -128,13 +130,15 @@ def render_samples(rows: list[Line]) -> str:
     blocks = []
     for row in rows:
         rewards = row.get("rewards") or {}
-        each = ", ".join(f"{name} {_value(score)}" for name, score in rewards.items()) if len(rewards) > 1 else ""
+        each = ""
+        if len(rewards) > 1:
+            each = ", ".join(f"{name} {format_short(to_float(score))}" for name, score in rewards.items())
         facts = [
             f"step {row['step']}",
             str(row.get("kind", "")),
-            f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}",
-            f"reward {_value(row.get('reward'))}{f' ({each})' if each else ''}",
-            *([f"advantage {_value(row['advantage'])}"] if row.get("advantage") is not None else []),
+            f"prompt {_index(row.get('prompt_index'))}, sample {_index(row.get('sample'))}",
+            f"reward {format_short(to_float(row.get('reward')))}{f' ({each})' if each else ''}",
+            *([f"advantage {format_short(to_float(row['advantage']))}"] if row.get("advantage") is not None else []),
             f"ended: {row.get('finish_reason', '')}",
         ]
         parts = [escape_control(" | ".join(facts)).replace("\n", " ")]
@@ -145,9 +149,8 @@ def render_samples(rows: list[Line]) -> str:
     return "\n\n".join(blocks)
 
 
-def _value(value: Any) -> str:
-    found = to_float(value)
-    return "-" if math.isnan(found) else str(int(found)) if found == int(found) else f"{found:.4g}"
+def _index(value: Any) -> str:
+    return str(value) if isinstance(value, int) else "-"
 
 
 # ---- training prompts ----

@@ -1,20 +1,15 @@
-"""The embedded models (a language model, an adapter that sorts, a reward model, one that looks up), and the splits of
-their text.
+"""The embedded models (a language model, an adapter that sorts, a reward model, one that looks up), their tasks (sort,
+reviews, lookup), and the splits of their text.
 
 A split is a hash of the prompt itself, so no prompt is in two: pre-training, training, the held-out rows that settings
 were chosen on ("dev") and those that results are reported on ("eval") never share one, whatever seed drew them.
 """
 
 import hashlib
-import json
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 from tinyrl.config.sections import starter_path  # exported model cards have it from here
 
-__all__ = ["SPLITS", "split_of", "starter_path", "words", "write_command", "write_rows"]
+__all__ = ["SPLITS", "split_of", "starter_path", "words"]
 
 SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
@@ -30,17 +25,3 @@ def split_of(prompt: str) -> str:
 
 def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
-
-
-def write_rows(path: Path, rows: Iterable[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def write_command(module: str, write: Callable[[Path], list[Path]]) -> None:
-    """`python -m MODULE OUT`: write files, and name them."""
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: python -m {module} OUT")
-    for path in write(Path(sys.argv[1])):
-        print(path)

@@ -1,7 +1,7 @@
 """Tasks, and their rows: the task's own or the user's, checked, split and cut to size.
 
-A task is a module here with its TASK, or a person's own as file.py:TASK. Rows of task.data are checked one by one
-before anything is trained, so a bad row is reported with its file and line.
+A task is a module with its TASK, here or beside the embedded models (starter/), or a person's own as file.py:TASK. Rows
+of task.data are checked one by one before anything is trained, so a bad row is reported with its file and line.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import first_line, join_truncated
 
-TASKS = (  # each is tinyrl/tasks/<name>.py, with its TASK
-    "sort", "sums", "reviews", "lookup", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym",
-    "rows",
+STARTER_TASKS = ("sort", "reviews", "lookup")  # of the embedded models: tinyrl/starter/<name>.py, with its TASK
+TASKS = (  # each of the others is tinyrl/tasks/<name>.py, with its TASK
+    *STARTER_TASKS, "sums", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym", "rows",
 )  # fmt: skip
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of every reward function
 HOLD_PROMPTS = {*CONVERSATIONS, "chosen"}  # columns whose beginning is a prompt, if a row has no other
@@ -63,6 +63,7 @@ class Task:
     summary: str = ""  # one line, for `tinyrl list tasks`
     rows: Callable[[str], list[Row]] = no_rows  # rows("train" | "eval"): its own, the same every time, disjoint
     prompt: Callable[[Row], Prompt] = lambda row: prompt_of(row["prompt"])
+    compares_with: str = ""  # optional column that `verify` needs to give a row a score
     check_reference: Callable[[Row], None] | None = None  # checks what `verify` needs of a row, if it is the reward
     answer: Callable[[str], Hashable | None] | None = None  # a completion's answer (None: none), for majority@k
     can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics
@@ -87,7 +88,8 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     if ".py:" in name:
         task = _own_task(name)
     elif name in TASKS:
-        task = importlib.import_module(f"tinyrl.tasks.{name}").TASK
+        room = "starter" if name in STARTER_TASKS else "tasks"
+        task = importlib.import_module(f"tinyrl.{room}.{name}").TASK
     else:
         raise ValueError(f"task.name: there is no task '{name}'. Tasks: {', '.join(TASKS)}, or file.py:TASK")
     if grading == "task":

@@ -54,6 +54,7 @@ TASK = Task(
     verify=by_row(score),
     right_or_wrong=True,
     gold=gold,
+    compares_with="answer",
     check_reference=check_reference,
     answer=answer,
     can_grade_math=True,

@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from tinyrl.data.readers import Row
-from tinyrl.starter import write_command, write_rows
+from tinyrl.data.writers import write_command, write_rows
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row, last_number, numbers_equal
 

@@ -33,8 +33,9 @@ from tinyrl.models.parallel import check_alike
 from tinyrl.rollout.load import load_method, resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
+from tinyrl.runs.provenance import provenance, versions
 from tinyrl.runs.resolve import absolute_paths, resolve
-from tinyrl.runs.run_dir import RunDir, create_run, environment, open_run, run_of, versions
+from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.method import Method
 from tinyrl.training.run import OF_A_RUN, CheckpointState, InputHashes, Run, SourceFile, out_of_memory_stops
@@ -99,7 +100,7 @@ def write_environment(folder: RunDir, method: Method, *, options: Options, comma
     """Write env.json of a run that trains `method`."""
     device, processes = method.policy.accelerator.device, method.world.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    facts = environment(
+    facts = provenance(
         command,
         options={"device": device.type, "trust_remote_code": options.trust_remote_code},
         device=name if processes == 1 else f"{processes} processes, each {name}",

@@ -87,6 +87,15 @@ class RowMethod(Method):
                 run.metrics.add(run.updater.step([one_pass], train=["policy"]))
             run.end_step(**metrics)
 
+    def keep_longest(self) -> tuple[int, int]:
+        """Keep the longest rows, as many as a step takes, for a trial of the largest step; return their number and the
+        tokens of the first.
+        """
+        longest = sorted(self.train_rows, key=lambda row: -tokens_of(row))
+        self.train_rows = longest[: self.batch_size]
+        self.forget()
+        return len(self.train_rows), tokens_of(self.train_rows[0])
+
     def check(self) -> list[str]:
         return [*self.notes, *(template_warnings(self.policy) if self.config.trains.policy else [])]
 
@@ -120,6 +129,14 @@ class RowMethod(Method):
         """Show the first example of a row as text, piece by piece."""
         texts = ((name, tokens, readable(self.tokenizer, tokens)) for name, tokens in spans(row[0]))
         return [f"{name} ({len(tokens)} tokens): {truncate(text, SHOWN)}" for name, tokens, text in texts]
+
+
+def tokens_of(row: list[Example]) -> int:
+    """Count the tokens of a row's examples."""
+    total = 0
+    for example in row:
+        total += sum(map(len, example.texts))
+    return total
 
 
 def rendered(

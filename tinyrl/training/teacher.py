@@ -8,7 +8,6 @@ response of the policy, and not learnt.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -33,7 +32,7 @@ from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
 from tinyrl.rollout.sample import Sample, fill, loss_mask, sampled_rows
-from tinyrl.text import did_you_mean, join_truncated
+from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 
 if TYPE_CHECKING:
     from tinyrl.training.on_policy import OnPolicy
@@ -43,7 +42,6 @@ SERVER_TOP_K = 20  # what vLLM allows where nobody has set its --max-logprobs
 REQUESTS = 64  # to a server, under way at a time
 QUARTERS = ("teacher/kl_1", "teacher/kl_2", "teacher/kl_3", "teacher/kl_4")  # of a response
 LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
-CORRECT, WHY = "correct", "why"  # in a hint: another right response of the group; texts of reward or environment
 
 
 class TokenLogprob(AnswerPart):
@@ -263,21 +261,14 @@ class ServerTeacher(Teacher):
 
 class PrivilegedPrompt:
     """Privileged text behind a prompt, for the teacher only, with {columns} of a row. {correct}: another right response
-    of the group; {why}: a reward's text beside its score, or the environment's last words. Raises ValueError for a
-    column that no row has, and where nothing can ever fill in {correct} or {why}.
+    of the group; {why}: a reward's text beside its score, or the environment's last words. Raises ValueError where
+    nothing can ever fill in {correct} or {why}.
     """
 
     def __init__(self, text: str, trainer: OnPolicy) -> None:
-        self.text, prompts = text, trainer.collector.train_prompts
+        self.text = text
         config, scorer, runner = trainer.config, trainer.collector.scorer, trainer.collector.runner
-        self.names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-        for name in self.names:
-            if name not in (CORRECT, WHY) and not any(name in p.row for p in prompts):
-                there = list(prompts[0].row)
-                raise ValueError(
-                    f"teacher.hint has {{{name}}}, and no row has such a column.{did_you_mean(name, there)} "
-                    f"Columns: {join_truncated([*there, CORRECT, WHY])}"
-                )
+        self.names = hint_names(text)
         sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
         may_be = {CORRECT: scorer.names and config.on_policy.group_size > 1, WHY: scorer.functions or runner}
         if any(name in self.names and not (sampled and there) for name, there in may_be.items()):

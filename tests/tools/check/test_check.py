@@ -14,9 +14,11 @@ from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.data.writers import write_rows
+from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_method
-from tinyrl.starter import write_rows
-from tinyrl.tools.check.loaded import worst_step
+from tinyrl.tools.check import largest_step
+from tinyrl.tools.check.largest_step import worst_step
 from tinyrl.tools.check.offline import KNOWN_SHAPES, bytes_of, check_memory, estimate, read_shapes
 
 # Of the model cards and the papers (2412.15115, 2505.09388), in billions.
@@ -61,6 +63,14 @@ def test_a_run_points_to_it_where_it_explains_more(tmp_path: Path, monkeypatch: 
     assert {"rewards fail", "the run is refused"} <= {one["finding"] for one in found}
 
 
+def test_a_largest_step_that_would_take_too_long_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(largest_step, "estimated_seconds", lambda trial, collector: 3600.0)
+    page = checked("grpo", *FEW)
+    assert list(page) == [name for name in ORDER if name != "rates"]
+    assert page["worst step"] == {"seconds_estimated": 3600.0}
+
+
 def test_quick_imports_no_library_of_models() -> None:
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom tinyrl.cli.commands import app\n"
@@ -84,6 +94,8 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
         longest = max(sum(len(text) for one in row for text in one.texts) for row in trainer.train_rows)
     else:
         longest = max(len(prompt.tokens) for prompt in trainer.collector.train_prompts)
+    given = None if section else (trainer.collector.scorer, trainer.collector.engine, trainer.collector.train_prompts)
+    ends = None if section else (set(trainer.collector.engine.eos), len(trainer.collector.train_prompts))
     weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.policy.parameters.items()}
     try:
         step = worst_step(trainer).facts
@@ -94,6 +106,10 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     assert step["peak_gb"] > 0
     for role, of in trainer.policy.parameters.items():  # its optimizer has stepped, so its state is part of the peak
         assert any(not p.equal(weights[role][name]) for name, p in of.items())
+    if not section:  # what the run samples and scores with is as it was
+        assert given == (trainer.collector.scorer, trainer.collector.engine, trainer.collector.train_prompts)
+        assert ends == (trainer.collector.engine.eos, len(trainer.collector.train_prompts))
+        assert type(trainer.collector.scorer) is Scorer
     most = f"4 rows of up to {longest} tokens" if section else f"of 6 tokens to prompts of up to {longest}"
     assert step["size"].endswith(most)
 

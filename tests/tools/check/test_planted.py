@@ -1,6 +1,7 @@
 """`tinyrl check` finds planted faults, each with the setting or the place to mend, and passes sound recipes."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import pytest
 
 from tinyrl.cli.train import config_of
+from tinyrl.data.writers import write_rows
+from tinyrl.runs.findings import found_by
 from tinyrl.runs.launched import Options
-from tinyrl.starter import starter_path, write_rows
+from tinyrl.starter import starter_path
 from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code
-from tinyrl.tools.check.offline import CheckSection
+from tinyrl.tools.check.reward import FINDINGS, Trial, lines_of
+from tinyrl.tools.check.section import CheckSection
 
 CODE = """
-import itertools
+import itertools, os
 from tinyrl.environments import Reply
 from tinyrl.tasks import Task
 calls = itertools.count()
@@ -53,6 +57,35 @@ def look(place: str, episode: dict) -> str:
         place: Its name.
     '''
     return episode["map"][place]
+def day(date: str) -> str:
+    '''Name a day.
+
+    Args:
+        date: Its date.
+    '''
+    import datetime
+    return datetime.date.fromisoformat(date).strftime("%A")
+def power(expression: str) -> str:
+    '''Compute.
+
+    Args:
+        expression: An expression, such as "2 ** 3".
+    '''
+    return str(eval(expression))
+def store(answer: str) -> str:
+    '''Store.
+
+    Args:
+        answer: It.
+    '''
+    raise RuntimeError("no database")
+def leave(place: str) -> str:
+    '''Leave.
+
+    Args:
+        place: Its name.
+    '''
+    os._exit(1)
 def grade(prompts, completions, answer, **_): return [0.5 * (a in c) for a, c in zip(answer, completions)]
 def letters(split): return [{"prompt": f"say {c}", "answer": c} for c in ("abcdefgh" if split == "train" else "ij")]
 TASK = Task(name="half", summary="half marks", rows=letters, verify=grade, gold=lambda row: row["answer"])
@@ -83,6 +116,13 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, 
     "chance": (REWARD.replace("NAME", "moody"), QUICK, 3, "random numbers"),
     "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 15"),
     "a tool without its column": (f"{ROWS} environment.tools=[mine.py:look]", QUICK, 3, "columns"),
+    "a tool that fails on its own column": (f"{ROWS} environment.tools=[mine.py:store] model.path=tools", QUICK, 3,
+                                            "no database"),
+    "a tool that ends its process": (f"{GRPO} task.data=few.jsonl environment.tools=[mine.py:leave] model.path=tools",
+                                     QUICK, 3, "call leave"),
+    "no column to compare with": (f"{GRPO} task.data=plain.jsonl", QUICK, 2, "`answer`"),
+    "a reward that takes messages for text": (REWARD.replace("NAME", "inside") + " environment.tools=[mine.py:add] "
+                                              "model.path=tools", QUICK, 3, "completion[-1]['content']"),
     "a hole": (REWARD.replace("NAME", "inside"), QUICK, 3, "compare all of it"),
     "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl", QUICK, 3, "docs/"),
     "an argument that is no column": (REWARD.replace("NAME", "other"), QUICK, 2, "solution"),
@@ -110,6 +150,9 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
     REWARD.replace('"}]', '"},{"use":"mine.py:tokens","weight":0.1}]').replace("NAME", "right"): ("", QUICK),
     f"{ROWS} environment.tools=[mine.py:add]": ("model.path=tools", QUICK),
     f"{ROWS} environment.name=python": ("", QUICK),
+    f"{ROWS} environment.tools=[mine.py:day]": ("model.path=tools", QUICK),  # it refuses what was invented
+    f"{ROWS} environment.tools=[mine.py:power]": ("model.path=tools", QUICK),
+    f"distill {SMALL} task.data=plain.jsonl": ("model.path=starter teacher.path=starter", QUICK),  # needs no reward
 }
 
 
@@ -121,6 +164,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, some in {
         "rows": rows,
         "same": rows[:1] * 20,
+        "few": rows[:2],
+        "plain": [{"prompt": row["prompt"], "letter": row["answer"]} for row in rows],
         "chat": [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows],
         "pairs": [{**row, "chosen": f"yes {row['answer']}", "rejected": "no"} for row in rows],
     }.items():
@@ -161,7 +206,7 @@ def checked(words: str, options: dict[str, Any]) -> tuple[int, str]:
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, options, code, place = PLANTED[fault]
     if fault == "a step that does not fit":
-        monkeypatch.setattr("tinyrl.tools.check.loaded.memory_room", lambda device: 10**8)
+        monkeypatch.setattr("tinyrl.tools.check.largest_step.memory_room", lambda device: 10**8)
     got, text = checked(words, options)
     assert (got, place in text) == (code, True), text
 
@@ -181,3 +226,41 @@ def test_the_facts_of_rewards_and_environments_are_counted() -> None:
     tools = sections_of(f"{ROWS} environment.tools=[mine.py:add] model.path=tools", QUICK)[-1].facts
     assert tools["call add"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
     assert tools["unknown tool"]["invalid"] == tools["gold"]["ended"] == 15
+
+
+def test_a_tool_is_tried_with_the_example_of_its_docstring() -> None:
+    tools = sections_of(f"{ROWS} environment.tools=[mine.py:power] model.path=tools", QUICK)[-1]
+    assert tools.facts["call power"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
+
+
+def test_the_share_that_failed_is_of_the_calls_that_were_made() -> None:
+    """Rows without gold answers make fewer calls."""
+    words = f"{GRPO} task.data=plain.jsonl " + 'reward.functions=[{"use":"mine.py:crash"}]'
+    assert sections_of(words, QUICK)[2].facts["failed"] == 1.0
+
+
+NO_SCORES = {"nothing": [math.nan] * 3, "nonsense": [math.nan] * 3}
+
+
+def trial(**fields: Any) -> Trial:
+    given = {
+        "scores": NO_SCORES,
+        "again": [math.nan] * 3,
+        "failed": 0.0,
+        "why": "",
+        "other": "",
+        "gets_messages": False,
+    }
+    return Trial(**(given | fields))
+
+
+def test_a_reward_is_the_environments_only_where_no_call_failed() -> None:
+    other = "the environment's"
+    [alone] = lines_of(trial(other=other), name="score", seconds=0.0, rows=3)
+    [failed] = lines_of(trial(other=other, failed=1.0, why="no"), name="score", seconds=0.0, rows=3)
+    assert (other in alone, other in failed) == (True, False)
+
+
+def test_advice_about_messages_is_for_rewards_that_get_them() -> None:
+    changes = [[one.change for one in found_by(FINDINGS, trial(gets_messages=gets))] for gets in (True, False)]
+    assert ["completion[-1]['content']" in change for [change] in changes] == [True, False]

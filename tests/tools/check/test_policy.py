@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tinyrl.config.recipe import load_config
+from tinyrl.tools.check import policy
 from tinyrl.tools.check.loaded import Answer
-from tinyrl.tools.check.policy import figures, section, with_spread
+from tinyrl.tools.check.policy import Trial, look, section, with_spread
 
 
 def groups_of(rewards: list[list[float]], texts: list[str] | None = None, **fields: Any) -> list[list[Answer]]:
@@ -22,13 +23,13 @@ def groups_of(rewards: list[list[float]], texts: list[str] | None = None, **fiel
     return [[answer(row, i) for i in range(len(group))] for row, group in enumerate(rewards)]
 
 
-def planted(groups: list[list[Answer]], *settings: str, **changes: Any) -> SimpleNamespace:
+def planted(groups: list[list[Answer]], *settings: str, **changes: Any) -> Trial:
     config = load_config("grpo", "starter-grpo", overrides=list(settings))
-    return figures(config, groups, changes.pop("greedy", [group[0] for group in groups]), **changes)
+    return Trial(config, groups, changes.pop("greedy", [group[0] for group in groups]), **changes)
 
 
-def found(f: SimpleNamespace) -> dict[str, str]:
-    return {one.name: one.change for one in section(f).findings}
+def found(trial: Trial) -> dict[str, str]:
+    return {one.name: one.change for one in section(trial).findings}
 
 
 MIXED = [[1.0, 0.0] * 4] * 16
@@ -48,11 +49,11 @@ SAME = [[0.5] * 8] * 16
         ({"rewards": [[0.0] * 8] * 16, "texts": ["so 7"] * 8, "knows_gold": True, "gold": "#### 7"},
          "right answers in another form", "task.system_prompt"),
         ({"rewards": [[0.0, 1.0] * 4] * 16, "texts": ["a"] * 8}, "all completions alike", "generation.temperature"),
-        ({"rewards": MIXED, "step_seconds": 1e6}, "a long run", "run.num_steps"),
+        ({"rewards": MIXED, "rollout_seconds": 1e6}, "a long run", "run.num_steps"),
     ],
 )  # fmt: skip
 def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) -> None:
-    fields = {key: seen.pop(key) for key in [*seen] if key not in ("knows_gold", "step_seconds")}
+    fields = {key: seen.pop(key) for key in [*seen] if key not in ("knows_gold", "rollout_seconds")}
     assert change in found(planted(groups_of(**fields), **seen))[name]
 
 
@@ -101,3 +102,38 @@ def test_groups_whose_rewards_differ_raise_no_alarm_and_facts_hold_what_is_shown
     unknown = section(planted(groups_of([[math.nan] * 4] * 4)))
     assert unknown.facts["pass_rates"] is None
     assert math.isnan(unknown.facts["reward_mean"])
+
+
+class Clock:
+    """A clock that only sampling moves on: ten seconds a prompt."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sampled(self, collector: Any, prompts: list[Any], samples: int, *, greedy: bool) -> list[Answer]:
+        self.now += 0.0 if greedy else 10.0 * len(prompts)
+        answer = Answer("a", 1.0, tokens=1, cut=False, gold=None, row="", failed=None)
+        return [answer] * (samples * len(prompts))
+
+
+@pytest.mark.parametrize(
+    ("minutes", "tried"),
+    [
+        (0.1, 1),  # there is one at least
+        (0.5, 3),  # the first takes 10 of 30 seconds, so two more fit
+        (2.0, 12),
+        (60.0, 20),
+    ],
+)
+def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(policy, "time", clock)
+    monkeypatch.setattr(policy, "answers", clock.sampled)
+    config = load_config("grpo", "starter-grpo", overrides=[])
+    prompts = [SimpleNamespace(tokens=[0]) for _ in range(20)]
+    collector: Any = SimpleNamespace(config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64))
+    trial = look(collector, knows_gold=False, minutes=minutes)
+    assert (trial.prompts, trial.prompts_wanted) == (tried, 20)
+    assert trial.seconds == 10.0 * tried

@@ -1,16 +1,19 @@
 """`tinyrl check`: find out whether a run will work and what it costs, on one page, before it costs anything.
 
-functions.py  the reward and the environment tried on rows, without a model
-offline.py    a section of the page; memory by arithmetic
-loaded.py     everything that needs the models: numbers, answers, the largest step
-policy.py     what the answers say
+section.py         a part of the page
+reward.py          the reward tried on rows, without a model
+environment.py     the environment tried with scripted turns, without a model; tool_arguments.py: calls of a tool
+offline.py         memory by arithmetic
+loaded.py          what needs the models: their numbers, answers
+policy.py          what the answers say
+largest_step.py    the largest step
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -21,20 +24,27 @@ from tinyrl.data.rows import example_rows, row_key
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.launched import Options
+from tinyrl.runs.provenance import versions
 from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import versions
 from tinyrl.tasks import load_splits, load_task
+from tinyrl.tasks.rewarded import check_hint, check_rewarded
 from tinyrl.text import excerpt, one_line
-from tinyrl.tools.check.functions import check_environment, check_judges, check_reward
-from tinyrl.tools.check.offline import CheckSection, check_memory
+from tinyrl.tools.check.environment import check_environment
+from tinyrl.tools.check.judges import check_judges
+from tinyrl.tools.check.offline import check_memory
+from tinyrl.tools.check.reward import check_reward
+from tinyrl.tools.check.section import CheckSection
+
+if TYPE_CHECKING:
+    from tinyrl.training.on_policy import OnPolicy
+    from tinyrl.training.rows import RowMethod
 
 SHOWN = 400
-HARMLESS = {"a long run", "held-out rows are trained on"}
 
 
 def exit_code(found: list[Finding]) -> int:
     """Return 3 where a finding would keep the run from learning, else 0."""
-    return 3 * any(finding.name not in HARMLESS for finding in found)
+    return 0 if all(finding.is_harmless for finding in found) else 3
 
 
 def check(
@@ -45,11 +55,13 @@ def check(
     offline: bool = False,
     memory: str | None = None,
     write: Path | None = None,
-    **how: Any,
+    prompts: int = 64,
+    samples: int | None = None,
+    minutes: float = 2.0,
 ) -> Iterator[CheckSection]:
     """Yield the sections of the page as they are found. quick: nothing that needs a weight; offline: arithmetic alone,
-    for this machine or one of so much memory; write: where to write the pass rates of the prompts that were tried; how:
-    options of `policy.look`.
+    for this machine or one of so much memory; write: where to write the pass rates of the prompts that were tried;
+    prompts, samples: to sample from, and of each (None: a group, at least 8); minutes: for this and the largest step.
     """
     given, config = config, resolve(config)
     yield check_settings(given, config)
@@ -60,62 +72,102 @@ def check(
     parts = list[CheckSection]()
     if config.samples:
         task = load_task(config.task.name or "rows", grading=config.task.grading)
-        parts += filter(None, [check_reward(config, task, train), check_environment(config, task, train)])
-        if quick:  # a run asks its judges more questions at its start
-            parts += filter(None, [check_judges(config, task, train)])
+        parts.append(check_reward(config, task, train))
+        if (environment := check_environment(config, task, train)) is not None:
+            parts.append(environment)
+        if quick and (judges := check_judges(config, task, train)) is not None:
+            parts.append(judges)  # a run asks its judges more questions at its start
     if quick:
         yield from (rows, *parts)
         return
-    from tinyrl.rollout.load import load_method, resolve_threads
-    from tinyrl.tools.check import loaded, policy
+    from tinyrl.tools.check import largest_step, loaded, policy
+    from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
-    trainer, notes, refused = None, list[str](), ""
-    try:
-        with out_of_memory_stops("while the run was checked"):
+    with out_of_memory_stops("while the run was checked"):
+        method = None
+        try:
             try:
-                trainer = load_method(config, options=options)
-                notes = [resolve_threads(trainer.policy), *trainer.check()]
-                cut = excerpt("\n".join(loaded.row_lines(trainer)), 4 * SHOWN)
-                rows.lines += [cut.head, *([f"[{cut.omitted:,} characters]", cut.tail] if cut.omitted else [])]
+                method, notes = _start(config, options)
             except ExplainedByCheck as error:
-                refused = str(error)
-            finally:  # also where the settings are wrong
                 yield from (rows, *parts)
-            if trainer is None or refused:
-                finding = Finding("the run is refused", f"{refused}.", "Mend that first; the rest is not tried.", {})
-                yield CheckSection("model", ["not tried: the run is refused"], {}, [finding])
+                yield refused(str(error))
                 return
-            yield loaded.check_model(trainer, notes)
-            if config.samples:
-                gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)
-                knows = gold is not None and gold >= config.task.solved_reward
-                section, rates = policy.look(trainer, knows_gold=knows, **how)
-                yield section
-                if write is not None:
-                    yield CheckSection("rates", [policy.write_rates(write, config, rates)])
-            yield loaded.worst_step(trainer)
-    finally:
-        if trainer is not None:
-            trainer.close()
+            except Exception:  # what was found explains it
+                yield from (rows, *parts)
+                raise
+            cut = excerpt("\n".join(loaded.row_lines(method)), 4 * SHOWN)
+            rows.lines.append(cut.head)
+            if cut.omitted:
+                rows.lines += [f"[{cut.omitted:,} characters]", cut.tail]
+            yield from (rows, *parts)
+            yield loaded.check_model(method, notes)
+            if not isinstance(method, OnPolicy):
+                yield largest_step.worst_step(method)
+                return
+            gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)
+            knows_gold = gold is not None and gold >= config.task.solved_reward
+            trial = policy.look(
+                method.collector, knows_gold=knows_gold, prompts=prompts, samples=samples, minutes=minutes
+            )
+            yield policy.section(trial)
+            if write is not None:
+                yield CheckSection("rates", [policy.write_rates(write, config, policy.rates_by_row(trial))])
+            seconds = largest_step.estimated_seconds(trial, method.collector)
+            if trial.seconds + seconds > 60 * minutes:
+                yield largest_step.rough_step(config, seconds, minutes=minutes, device=options.device)
+            else:
+                yield largest_step.worst_step(method)
+        finally:
+            if method is not None:
+                method.close()
+
+
+def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list[str]]:
+    """Load the method of a run and check what it checks before step 1; return it and its notes. Raises ExplainedByCheck
+    where the run would be refused.
+    """
+    from tinyrl.rollout.load import load_method, resolve_threads
+
+    method = load_method(config, options=options)
+    try:
+        return method, [resolve_threads(method.policy), *method.check()]
+    except BaseException:
+        method.close()
+        raise
+
+
+def refused(reason: str) -> CheckSection:
+    """Return the section of a run that is refused before step 1."""
+    finding = Finding(name="the run is refused", what=f"{reason}.", change="Mend that first; the rest is not tried.")
+    return CheckSection("model", ["not tried: the run is refused"], findings=[finding])
 
 
 def check_settings(given: Config, config: Config) -> CheckSection:
     """Return the settings that differ from the defaults, those that `resolve` chose for the model, and the machine."""
-    plain, memory, found = Config(method=config.method).written(), psutil.virtual_memory(), versions()
-    sections = {name: of for name, of in config.written().items() if isinstance(of, dict)}
-    differing = {f"{name}.{key}": value for name, of in sections.items() for key, value in of.items()
-                 if plain.get(name, {}).get(key) != value}  # fmt: skip
-    before = {f"{name}.{key}": value for name, of in given.written().items() if isinstance(of, dict)
-              for key, value in of.items()}  # fmt: skip
+    defaults = _by_name(Config(method=config.method))
+    before = _by_name(given)
+    differing = {name: value for name, value in _by_name(config).items() if defaults.get(name) != value}
     chosen = {name: value for name, value in differing.items() if isinstance(value, int) and before[name] != value}
-    machine = f"{psutil.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
-    installed = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers") if name in found)
-    set_here = [as_override(*pair) for pair in differing.items() if pair[0] not in chosen]
+    set_here = [as_override(name, value) for name, value in differing.items() if name not in chosen]
     lines = [f"{config.method}: {', '.join(set_here) or 'all defaults'}"]
     if chosen:
         lines.append(f"chosen to fit the model: {', '.join(as_override(*pair) for pair in chosen.items())}")
-    return CheckSection("settings", [*lines, f"{installed}; {machine}"], {"settings": differing, "versions": found})
+    memory = psutil.virtual_memory()
+    machine = f"{psutil.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
+    found = versions()
+    installed = [f"{name} {found[name]}" for name in ("python", "torch", "transformers") if name in found]
+    lines.append(f"{', '.join(installed)}; {machine}")
+    return CheckSection("settings", lines, {"settings": differing, "versions": found})
+
+
+def _by_name(config: Config) -> dict[str, Any]:
+    """Return the settings of a configuration by section.key."""
+    found: dict[str, Any] = {}
+    for section, fields in config.written().items():
+        if isinstance(fields, dict):
+            found |= {f"{section}.{key}": value for key, value in fields.items()}
+    return found
 
 
 def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
@@ -127,6 +179,8 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
     row = train[0]
     if config.samples:
         task = load_task(config.task.name or "rows")
+        check_rewarded(config, task, train)
+        check_hint(config, train)
         gold, prompt = task.gold(row), task.prompt(row)
         text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
         lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(repr(gold), SHOWN // 4)}"]
@@ -137,11 +191,19 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
     section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
     known = {row_key(row) for row in train}
     if len(known) == 1 < len(train):
-        what = f"All {len(train):,} rows to train on are the same."
-        section.findings.append(Finding("one row", what, "Other rows in task.data; task.max_samples=null.", {}))
-    seen = sum(row_key(row) in known for row in held_out) if config.task.eval_data is not None else 0
-    if seen > len(held_out) / 10:
-        what = f"{seen:,} of {len(held_out):,} held-out rows are among those to train on."
-        change = "Other rows as task.eval_data, or none: then some of task.data are held out."
-        section.findings.append(Finding("held-out rows are trained on", what, change, {}))
+        finding = Finding(
+            name="one row",
+            what=f"All {len(train):,} rows to train on are the same.",
+            change="Other rows in task.data; task.max_samples=null.",
+        )
+        section.findings.append(finding)
+    seen = [row for row in held_out if row_key(row) in known]
+    if config.task.eval_data is not None and len(seen) > len(held_out) / 10:
+        finding = Finding(
+            name="held-out rows are trained on",
+            what=f"{len(seen):,} of {len(held_out):,} held-out rows are among those to train on.",
+            change="Other rows as task.eval_data, or none: then some of task.data are held out.",
+            is_harmless=True,
+        )
+        section.findings.append(finding)
     return section, train

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.findings import Finding, columns
-from tinyrl.text import escape_control
+from tinyrl.runs.findings import Finding
+from tinyrl.text import format_bytes
+from tinyrl.tools.check.section import CheckSection
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
 BYTES_A_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}  # NF4 with its scales (2305.14314, section 3), LLM.int8
@@ -166,23 +166,31 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
     peak = always + phases[highest]
     needed = (config.run.keep_checkpoints + 2) * (parts["updating"]["gradients"] + parts["always"]["Adam"])
     free = shutil.disk_usage(Path.cwd()).free
-    lines = [f"by arithmetic about {size(peak)} on {device}, most of it while {highest}; {size(room)} are there"]
+    most = f"most of it while {highest}; {format_bytes(room)} are there"
+    lines = [f"by arithmetic about {format_bytes(peak)} on {device}, {most}"]
     for name, of in parts.items():
-        listed = ", ".join(f"{part} {size(count)}" for part, count in sorted(of.items(), key=lambda p: -p[1]) if count)
-        lines.append(f"  {name}: {listed}")
-    lines.append(f"disk: checkpoints take about {size(needed)}; {size(free)} are free")
-    rules = (
-        ("not enough memory", peak, room, "It takes", "A smaller run.micro_batch_tokens or generation.max_new_tokens; "
-         "model.gradient_checkpointing=true; model.quantization=4bit (LoRA); a smaller model."),
-        ("not enough disk", needed, free, "Checkpoints take", "Fewer of them: run.keep_checkpoints."),
-    )  # fmt: skip
-    found = [Finding(name, f"{what} about {size(most)}, and {size(there)} are there.", change, {"needed": most})
-             for name, most, there, what, change in rules if most > there]  # fmt: skip
-    return CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts}, found)
-
-
-def size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+        largest = sorted(of.items(), key=lambda part: -part[1])
+        lines.append(f"  {name}: {', '.join(f'{part} {format_bytes(count)}' for part, count in largest if count)}")
+    lines.append(f"disk: checkpoints take about {format_bytes(needed)}; {format_bytes(free)} are free")
+    section = CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts})
+    if peak > room:
+        finding = Finding(
+            name="not enough memory",
+            what=f"It takes about {format_bytes(peak)}, and {format_bytes(room)} are there.",
+            change="A smaller run.micro_batch_tokens or generation.max_new_tokens; model.gradient_checkpointing=true; "
+            "model.quantization=4bit (LoRA); a smaller model.",
+            figures={"needed": peak},
+        )
+        section.findings.append(finding)
+    if needed > free:
+        finding = Finding(
+            name="not enough disk",
+            what=f"Checkpoints take about {format_bytes(needed)}, and {format_bytes(free)} are there.",
+            change="Fewer of them: run.keep_checkpoints.",
+            figures={"needed": needed},
+        )
+        section.findings.append(finding)
+    return section
 
 
 def bytes_of(text: str) -> float:
@@ -191,29 +199,3 @@ def bytes_of(text: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f"--memory {text}: an amount such as 24GB")
     return float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
-
-
-# ---- the page ----
-
-INDENT, MOST_LINES = 13, 20
-
-
-@dataclass
-class CheckSection:
-    """A part of the page: lines to read, the same as facts for --json, and what was found wrong."""
-
-    name: str
-    lines: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-    def render(self) -> str:
-        """Return the section as at most MOST_LINES lines of the terminal, its name on the left."""
-        wrapped = list[str]()
-        for line in "\n".join(filter(None, self.lines)).split("\n"):
-            indent = " " * (2 + len(line) - len(line.lstrip()))
-            wrap = textwrap.TextWrapper(columns() - INDENT, subsequent_indent=indent, break_on_hyphens=False)
-            wrapped += wrap.wrap(escape_control(line))
-        if len(wrapped) > MOST_LINES:
-            wrapped = [*wrapped[: MOST_LINES - 1], f"... {len(wrapped) - MOST_LINES + 1} more lines"]
-        return "\n".join(f"{self.name if i == 0 else '':{INDENT}}{line}" for i, line in enumerate(wrapped or ["-"]))

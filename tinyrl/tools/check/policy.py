@@ -1,7 +1,6 @@
 """Sample answers to some training prompts before a run, and find what would keep it from learning.
 
-Findings are lines of TABLE, as those of a run (runs/findings.py): name, condition, a sentence with figures, one thing
-to change.
+A finding is a function of the trial, as those of a run are of its records (runs/findings.py).
 """
 
 from __future__ import annotations
@@ -11,146 +10,179 @@ import math
 import statistics
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped, mean, numbers
-from tinyrl.runs.findings import Rule
-from tinyrl.runs.records import to_float as to_number
-from tinyrl.runs.run_dir import finite, write_atomic
+from tinyrl.rollout.collect import Collector
+from tinyrl.runs.findings import Finding, found_by
+from tinyrl.runs.records import json_safe, to_float
+from tinyrl.runs.run_dir import write_atomic
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
-from tinyrl.text import format_number, one_line
+from tinyrl.text import format_number, format_seconds, one_line
 from tinyrl.tools.check.loaded import Answer, answers
-from tinyrl.tools.check.offline import CheckSection
-from tinyrl.tools.report.panels import show_seconds
+from tinyrl.tools.check.section import CheckSection
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
 LONG_RUN_S = 48 * 3600
+FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
+FEWEST_LENGTHS = 32  # completions, before rewards and lengths are compared
 SHOWN, BAR = 60, 24
 FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
          "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
 RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 75 %": 1 - 1e-9, "always": 1.0}
 
 
-def look(
-    trainer: Any, *, knows_gold: bool, prompts: int = 64, samples: int | None = None, minutes: float = 2.0
-) -> tuple[CheckSection, dict[str, float]]:
-    """Sample answers to so many training prompts, for about so many minutes at most. No weight is changed. Return
-    the section, and the pass rates of the rows by their keys.
-    """
-    config, there, started = trainer.config, trainer.collector.train_prompts, time.perf_counter()
-    samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
-    chosen = [there[i] for i in seeded_permutation(f"probe {config.run.seed}", len(there))[:prompts]]
-    groups, greedy, a_row, last = list[list[Answer]](), list[Answer](), 0.0, 0.0
-    for some in grouped(chosen, max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))):
-        before = time.perf_counter()
-        if groups and before - started + last > 60 * minutes:
-            break
-        groups += grouped(answers(trainer, some, samples, greedy=False), samples)
-        a_row = (time.perf_counter() - before) / (samples * len(some))
-        greedy += answers(trainer, some, 1, greedy=True)
-        last = time.perf_counter() - before
-    f = figures(
-        config, groups, greedy, knows_gold=knows_gold, step_seconds=a_row * config.on_policy.batch_size,
-        positions=trainer.policy.positions - max(len(prompt.tokens) for prompt in there),
-    )  # fmt: skip
-    f.prompts_there, f.seconds = len(there), time.perf_counter() - started
-    return section(f), dict(zip([group[0].row for group in groups], f.pass_rates, strict=True))
-
-
-# ---- findings ----
-
-
-def figures(
-    config: Config,
-    groups: list[list[Answer]],
-    greedy: list[Answer],
-    *,
-    knows_gold: bool = False,
-    step_seconds: float = 0.0,
-    positions: float = math.inf,
-) -> SimpleNamespace:
-    """Compute what the section shows and TABLE needs; NaN, for which no condition holds, where it is not known.
+@dataclass(frozen=True)
+class Trial:
+    """What a policy answered before its first step. A figure that is not known is NaN, for which no condition holds.
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
-    answers; positions: tokens that an answer behind the longest prompt may have.
+    answers; rollout_seconds: to sample a step; positions: tokens that an answer behind the longest prompt may have;
+    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took.
     """
-    everything, solved = [answer for group in groups for answer in group], config.task.solved_reward
-    f = SimpleNamespace(prompts=len(groups), samples=len(groups[0]), section=config.trains.own, prompts_there=0)
-    f.seconds, f.rollout_seconds, f.steps = 0.0, step_seconds, config.run.num_steps
-    f.run_seconds = step_seconds * f.steps
-    f.lasting = show_seconds(f.run_seconds)
-    rewards = numbers([answer.reward for answer in everything])
-    f.reward_mean, f.reward_greedy = mean(rewards), mean([answer.reward for answer in greedy])
-    f.pass_rates = [mean([answer.reward >= solved for answer in rewarded(group)]) for group in groups]
-    f.pass_rate, f.knows_right = mean(f.pass_rates), knows_gold or any(rate > 0 for rate in f.pass_rates)
-    f.ends = [of(rewarded(everything), key=lambda answer: answer.reward) for of in (max, min) if rewards]
-    f.dropped = (1 - len(rewards) / len(everything)) * config.trains.rewarded
-    reasons = [answer.failed for answer in everything if answer.failed]
-    f.why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
-    missed = [a for a in everything if a.gold and not a.reward >= solved and _holds(a.text, str(a.gold))]
-    f.missed, gold = len(missed) / len(everything) * knows_gold, str(missed[0].gold) if missed else ""
-    f.form = f"{'...' * (len(gold) > SHOWN)}{gold[-SHOWN:]!r}"
-    _lengths(f, config, groups, positions)
-    if knows_gold and len({*rewards}) <= 2:  # right or wrong: what is right may well be longer
-        f.correlation = math.nan
-    _variety(f, config, groups, knows_gold=knows_gold)
-    f.temperature, f.lost, f.least_lost = config.generation.temperature, math.nan, math.inf
-    lost = numbers([best.reward - mean([a.reward for a in group]) for best, group in zip(greedy, groups, strict=True)])
-    if len(lost) >= 8:  # by more than chance, and than a tenth of the rewards' range
-        f.lost, noise = mean(lost), statistics.stdev(lost) / math.sqrt(len(lost))
-        f.least_lost = max(3 * noise, 0.1 * (max(rewards) - min(rewards + [a.reward for a in rewarded(greedy)])))
-    return f
+
+    config: Config
+    groups: list[list[Answer]]
+    greedy: list[Answer]
+    knows_gold: bool = False
+    rollout_seconds: float = 0.0
+    positions: float = math.inf
+    prompts_there: int = 0
+    prompts_wanted: int = 0
+    seconds: float = 0.0
+
+    # ---- rewards ----
+
+    @property
+    def prompts(self) -> int:
+        return len(self.groups)
+
+    @property
+    def samples(self) -> int:
+        return len(self.groups[0])
+
+    @cached_property
+    def answers(self) -> list[Answer]:
+        return [answer for group in self.groups for answer in group]
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        return numbers([answer.reward for answer in self.answers])
+
+    @property
+    def reward_mean(self) -> float:
+        return mean(self.rewards)
+
+    @property
+    def reward_greedy(self) -> float:
+        return mean([answer.reward for answer in self.greedy])
+
+    @cached_property
+    def pass_rates(self) -> list[float]:
+        solved = self.config.task.solved_reward
+        return [mean([answer.reward >= solved for answer in rewarded(group)]) for group in self.groups]
+
+    @property
+    def pass_rate(self) -> float:
+        return mean(self.pass_rates)
+
+    @property
+    def knows_right(self) -> bool:
+        """Return whether a right answer is known to score as one."""
+        return self.knows_gold or any(rate > 0 for rate in self.pass_rates)
+
+    @property
+    def group_size(self) -> int:
+        size = self.config.on_policy.group_size
+        return size if size > 1 else self.samples
+
+    @cached_property
+    def spread(self) -> float:
+        """Return the share of groups of the run's size whose rewards differ."""
+        return with_spread(self.groups, self.group_size)
+
+    # ---- lengths and texts ----
+
+    @property
+    def limit(self) -> int:
+        return self.config.generation.max_new_tokens
+
+    @property
+    def mean_length(self) -> float:
+        return mean([answer.tokens for answer in self.answers])
+
+    @property
+    def longest(self) -> int:
+        return max(answer.tokens for answer in self.answers)
+
+    @property
+    def truncated(self) -> float:
+        return mean([answer.cut for answer in self.answers])
+
+    @property
+    def entropy(self) -> float:
+        """Return nats a token, estimated by the sampled tokens."""
+        tokens = sum(answer.tokens for answer in self.answers)
+        return -sum(answer.logprob for answer in self.answers) / max(1, tokens)
+
+    @property
+    def distinct(self) -> float:
+        """Return the share of a prompt's completions that are different texts."""
+        return mean(self.texts_by_prompt) / self.samples
+
+    @property
+    def texts_by_prompt(self) -> list[int]:
+        return [len({answer.text for answer in group}) for group in self.groups]
+
+    @property
+    def texts(self) -> int:
+        return len({answer.text for answer in self.answers})
 
 
-def _lengths(f: SimpleNamespace, config: Config, groups: list[list[Answer]], positions: float) -> None:
-    """Set what is known of lengths: how many answers are cut off, and whether rewards follow length."""
-    everything = [answer for group in groups for answer in group]
-    lengths = [answer.tokens for answer in everything]
-    f.mean_length, f.longest, f.limit = mean(lengths), max(lengths), config.generation.max_new_tokens
-    f.entropy = -sum(answer.logprob for answer in everything) / max(1, sum(lengths))
-    f.truncated, f.empty = mean([a.cut for a in everything]), mean([not a.text.strip() for a in everything])
-    ended, cut = (mean([a.reward for a in everything if a.cut == it]) for it in (False, True))
-    known = not math.isnan(ended + cut)
-    f.beside = f"; their mean reward is {cut:.3g}, of those that end {ended:.3g}" if known else ""
-    f.room = int(min(2 * f.limit, positions))
-    beside = list[tuple[float, float]]()  # of rewards and lengths, from the means of their groups
-    for whole in ([a for a in rewarded(group) if not a.cut] for group in groups):
-        reward, tokens = mean([a.reward for a in whole]), mean([a.tokens for a in whole])
-        beside += [(a.reward - reward, a.tokens - tokens) for a in whole]
-    varied = len(beside) >= 32 and min(math.fsum(x * x for x in column) for column in zip(*beside, strict=True)) > 1e-9
-    f.correlation = statistics.correlation(*zip(*beside, strict=True)) if varied else math.nan
-    f.way = "longer" if f.correlation > 0 else "shorter"
-
-
-def _variety(f: SimpleNamespace, config: Config, groups: list[list[Answer]], *, knows_gold: bool) -> None:
-    """Set how much answers to one prompt differ, in reward and in text."""
-    drawn, own_size = config.generation, config.on_policy.group_size
-    f.size = f.larger = own_size if own_size > 1 else f.samples
-    f.spread = with_spread(groups, f.size)
-    f.flat = 1 - f.spread
-    while 2 * f.larger <= f.samples and with_spread(groups, f.larger) < 0.5:
-        f.larger *= 2
-    f.spread_then = with_spread(groups, f.larger)
-    f.too_small = f.spread < 0.5 and f.spread_then >= max(1.5 * f.spread, 0.25)
-    distinct = [len({answer.text for answer in group}) for group in groups]
-    f.distinct, f.texts = mean(distinct) / f.samples, len({answer.text for group in groups for answer in group})
-    f.repeated = 1 - f.distinct
-    one_reward = len({answer.reward for group in groups for answer in rewarded(group)}) == 1
-    f.constant = one_reward and f.texts >= f.prompts * f.samples / 8  # too easy and too hard aside
-    f.constant = f.constant and not knows_gold and f.truncated < 0.98
-    f.decided = f.knows_right and f.spread <= 0.25 and not f.constant and not f.too_small
-    f.hard, f.easy = f.pass_rate <= 0.2 and f.spread < 0.05, f.pass_rate >= 0.9
-    wider = ["generation.temperature=1.0"] * (drawn.temperature < 0.7)
-    wider += ["generation.top_k=0"] * (0 < drawn.top_k < 5) + ["generation.top_p=1.0"] * (drawn.top_p < 0.9)
-    f.wider = " ".join(wider) or "generation.temperature=1.3; or begin from a model trained for less long"
-    f.alike = mean([count == 1 for count in distinct]) >= 0.75 or (bool(wider) and f.repeated >= 0.5)
+def look(
+    collector: Collector, *, knows_gold: bool, prompts: int = 64, samples: int | None = None, minutes: float = 2.0
+) -> Trial:
+    """Sample answers to at most so many training prompts, for at most so many minutes; at least to one. No weight is
+    changed.
+    """
+    started = time.perf_counter()
+    config = collector.config
+    there = collector.train_prompts
+    samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
+    chosen = [there[i] for i in seeded_permutation(f"probe {config.run.seed}", len(there))[:prompts]]
+    at_a_time = max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))
+    groups = list[list[Answer]]()
+    greedy = list[Answer]()
+    fitting = 1  # the first prompt tells how long one takes
+    seconds_a_row = 0.0
+    while fitting and len(groups) < len(chosen):
+        some = chosen[len(groups) : len(groups) + fitting]
+        before = time.perf_counter()
+        groups += grouped(answers(collector, some, samples, greedy=False), samples)
+        seconds_a_row = (time.perf_counter() - before) / (samples * len(some))
+        greedy += answers(collector, some, 1, greedy=True)
+        now = time.perf_counter()
+        left = 60 * minutes - (now - started)
+        seconds_a_prompt = (now - before) / len(some)
+        fitting = max(0, min(at_a_time, math.floor(left / max(seconds_a_prompt, 1e-9))))
+    return Trial(
+        config,
+        groups,
+        greedy,
+        knows_gold=knows_gold,
+        rollout_seconds=seconds_a_row * config.on_policy.batch_size,
+        positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there),
+        prompts_there=len(there),
+        prompts_wanted=len(chosen),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def rewarded(answers: list[Answer]) -> list[Answer]:
@@ -170,6 +202,63 @@ def with_spread(groups: list[list[Answer]], size: int) -> float:
     return mean(shares)
 
 
+# ---- findings ----
+
+LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to gold answers."
+
+
+def rewards_dropped(trial: Trial) -> Finding | None:
+    """A quarter of the completions or more have no reward, where the method needs one."""
+    share = 1 - len(trial.rewards) / len(trial.answers)
+    if not trial.config.trains.rewarded or share < 0.25:
+        return None
+    reasons = [answer.failed for answer in trial.answers if answer.failed]
+    why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
+    return Finding(
+        name="rewards dropped",
+        what=f"{share:.0%} of the completions have no reward: {why}.",
+        change=LOOK,
+        figures={"dropped": share},
+    )
+
+
+def is_constant(trial: Trial) -> bool:
+    """Return whether all rewards are the same although the texts differ, too easy and too hard aside."""
+    one_reward = len({answer.reward for answer in rewarded(trial.answers)}) == 1
+    many_texts = trial.texts >= trial.prompts * trial.samples / 8
+    return one_reward and many_texts and not trial.knows_gold and trial.truncated < 0.98
+
+
+def one_reward_for_everything(trial: Trial) -> Finding | None:
+    if not is_constant(trial):
+        return None
+    return Finding(
+        name="one reward for everything",
+        what=f"All completions, {trial.texts} different texts, have the reward {trial.reward_mean:.3g}.",
+        change=LOOK,
+        figures={"texts": float(trial.texts), "reward_mean": trial.reward_mean},
+    )
+
+
+def right_answers_in_another_form(trial: Trial) -> Finding | None:
+    """A fifth of the completions or more hold the gold answer and are not scored as right."""
+    solved = trial.config.task.solved_reward
+    unsolved = [answer for answer in trial.answers if answer.gold and not answer.reward >= solved]
+    missed = [answer for answer in unsolved if _holds(answer.text, str(answer.gold))]
+    share = len(missed) / len(trial.answers)
+    if not trial.knows_gold or share < 0.2:
+        return None
+    gold = str(missed[0].gold)
+    form = f"...{gold[-SHOWN:]!r}" if len(gold) > SHOWN else repr(gold)
+    return Finding(
+        name="right answers in another form",
+        what=f"{share:.0%} of the completions hold the gold answer and are not scored as right: the reward reads it as "
+        f"in {form}.",
+        change="Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft.",
+        figures={"missed": share},
+    )
+
+
 def _holds(text: str, gold: str) -> bool:
     answer = marked_answer(gold) or gold
     if (wanted := parse_number(answer)) is not None:
@@ -178,73 +267,265 @@ def _holds(text: str, gold: str) -> bool:
     return len(words) > 2 and words in normalised_text(text)
 
 
-LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to gold answers."
-CUT = "{truncated:.0%} of the completions are cut off at {limit} tokens (generation.max_new_tokens){beside}."
-FLAT = "{flat:.0%} of the groups would have one reward for all, which teaches nothing; {pass_rate:.1%} of the "
-FLAT += "completions are right."
-TABLE = (
-    Rule("rewards dropped", lambda f: f.dropped >= 0.25,
-        "{dropped:.0%} of the completions have no reward: {why}.", LOOK),
-    Rule("one reward for everything", lambda f: f.constant,
-        "All completions, {texts} different texts, have the reward {reward_mean:.3g}.", LOOK),
-    Rule("right answers in another form", lambda f: f.missed >= 0.2,
-        "{missed:.0%} of the completions hold the gold answer and are not scored as right: the reward reads it as in "
-        "{form}.", "Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft."),
-    Rule("reward follows length", lambda f: abs(f.correlation) >= 0.8,
-        "Among completions of one prompt the {way} get more (correlation {correlation:.2f}).",
-        "Do not pay for length alone."),
-    Rule("nothing ends", lambda f: f.truncated >= 0.98, CUT,
-        "See whether the model's end of text, above, is one that it writes; a base model ends where generation.stop "
-        "says, such as generation.stop=['\\n']."),
-    Rule("cut off", lambda f: 0.2 <= f.truncated < 0.98 and f.room >= 1.5 * f.limit, CUT,
-        "Raise the limit: generation.max_new_tokens={room}."),
-    Rule("cut off", lambda f: 0.2 <= f.truncated < 0.98 and f.room < 1.5 * f.limit, CUT,
-        "Ask for shorter answers (task.system_prompt), or take a model with more positions."),
-    Rule("empty completions", lambda f: f.empty >= 0.2,
-        "{empty:.0%} of the completions hold no text: the policy ends its turn at once.",
-        "Look at how the prompt ends, above: task.chat and task.chat_template_kwargs decide on that."),
-    Rule("group too small", lambda f: f.too_small,
-        "{spread:.0%} of groups of {size} would have rewards that differ, and {spread_then:.0%} of groups of {larger}.",
-        "{section}.group_size={larger}, with as many prompts fewer for the same time."),
-    Rule("too hard", lambda f: f.decided and f.hard, FLAT,
-        "Easier prompts, some steps of tinyrl train sft on worked answers, or a reward given in steps."),
-    Rule("too easy", lambda f: f.decided and f.easy, FLAT,
-        "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."),
-    Rule("prompts that are decided", lambda f: f.decided and not (f.hard or f.easy), FLAT,
-        "Draw the prompts that teach: task.sampler=difficulty, from rates of --write ROWS.jsonl with "
-        "task.data=ROWS.jsonl."),
-    Rule("all completions alike", lambda f: f.alike and not (f.knows_right and f.pass_rate > 0.8),
-        "{repeated:.0%} of the completions repeat another of their prompt (entropy {entropy:.2g} nats a token).",
-        "Sample more widely: {wider}."),
-    Rule("temperature too high", lambda f: f.temperature > 1 and f.lost > 0 and f.lost >= f.least_lost,
-        "At temperature {temperature:g} the mean reward is {reward_mean:.3g}, greedily it is {reward_greedy:.3g}.",
-        "generation.temperature=1.0."),
-    Rule("a long run", lambda f: f.run_seconds >= LONG_RUN_S,
-        "The rollouts of {steps:,} steps alone take about {lasting}.",
-        "Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N."),
-)  # fmt: skip
+def reward_follows_length(trial: Trial) -> Finding | None:
+    """Among completions of one prompt, rewards go with lengths; not where right answers may well be longer."""
+    right_or_wrong = trial.knows_gold and len({*trial.rewards}) <= 2
+    correlation = math.nan if right_or_wrong else length_correlation(trial)
+    if not abs(correlation) >= 0.8:
+        return None
+    return Finding(
+        name="reward follows length",
+        what=f"Among completions of one prompt the {'longer' if correlation > 0 else 'shorter'} get more (correlation "
+        f"{correlation:.2f}).",
+        change="Do not pay for length alone.",
+        figures={"correlation": correlation},
+    )
 
 
-def section(f: SimpleNamespace) -> CheckSection:
+def length_correlation(trial: Trial) -> float:
+    """Return the correlation of rewards with lengths, both less the mean of their group; NaN where few are known."""
+    rewards = list[float]()
+    lengths = list[float]()
+    for group in trial.groups:
+        whole = [answer for answer in rewarded(group) if not answer.cut]
+        mean_reward = mean([answer.reward for answer in whole])
+        mean_length = mean([answer.tokens for answer in whole])
+        rewards += [answer.reward - mean_reward for answer in whole]
+        lengths += [answer.tokens - mean_length for answer in whole]
+    least = min(math.fsum(x * x for x in rewards), math.fsum(x * x for x in lengths))
+    if len(rewards) < FEWEST_LENGTHS or least <= 1e-9:
+        return math.nan
+    return statistics.correlation(rewards, lengths)
+
+
+def nothing_ends(trial: Trial) -> Finding | None:
+    if trial.truncated < 0.98:
+        return None
+    return _cut(
+        trial,
+        name="nothing ends",
+        change="See whether the model's end of text, above, is one that it writes; a base model ends where "
+        "generation.stop says, such as generation.stop=['\\n'].",
+    )
+
+
+def cut_off(trial: Trial) -> Finding | None:
+    """A fifth of the completions or more are cut off; the advice is a longer limit where there are positions for it."""
+    if not 0.2 <= trial.truncated < 0.98:
+        return None
+    room = int(min(2 * trial.limit, trial.positions))
+    change = "Ask for shorter answers (task.system_prompt), or take a model with more positions."
+    if room >= 1.5 * trial.limit:
+        change = f"Raise the limit: generation.max_new_tokens={room}."
+    return _cut(trial, name="cut off", change=change)
+
+
+def _cut(trial: Trial, *, name: str, change: str) -> Finding:
+    cut = mean([answer.reward for answer in trial.answers if answer.cut])
+    ended = mean([answer.reward for answer in trial.answers if not answer.cut])
+    beside = "" if math.isnan(ended + cut) else f"; their mean reward is {cut:.3g}, of those that end {ended:.3g}"
+    return Finding(
+        name=name,
+        what=f"{trial.truncated:.0%} of the completions are cut off at {trial.limit} tokens "
+        f"(generation.max_new_tokens){beside}.",
+        change=change,
+        figures={"truncated": trial.truncated, "limit": float(trial.limit)},
+    )
+
+
+def empty_completions(trial: Trial) -> Finding | None:
+    share = mean([not answer.text.strip() for answer in trial.answers])
+    if share < 0.2:
+        return None
+    return Finding(
+        name="empty completions",
+        what=f"{share:.0%} of the completions hold no text: the policy ends its turn at once.",
+        change="Look at how the prompt ends, above: task.chat and task.chat_template_kwargs decide on that.",
+        figures={"empty": share},
+    )
+
+
+def larger_group(trial: Trial) -> int:
+    """Return the group size, doubled until half of the groups would have spread, as far as the samples tell."""
+    size = trial.group_size
+    while 2 * size <= trial.samples and with_spread(trial.groups, size) < 0.5:
+        size *= 2
+    return size
+
+
+def group_is_too_small(trial: Trial) -> bool:
+    return trial.spread < 0.5 and with_spread(trial.groups, larger_group(trial)) >= max(1.5 * trial.spread, 0.25)
+
+
+def group_too_small(trial: Trial) -> Finding | None:
+    """Larger groups would have rewards that differ much more often."""
+    if not group_is_too_small(trial):
+        return None
+    size = trial.group_size
+    larger = larger_group(trial)
+    spread_then = with_spread(trial.groups, larger)
+    return Finding(
+        name="group too small",
+        what=f"{trial.spread:.0%} of groups of {size} would have rewards that differ, and {spread_then:.0%} of groups "
+        f"of {larger}.",
+        change=f"{trial.config.trains.own}.group_size={larger}, with as many prompts fewer for the same time.",
+        figures={
+            "spread": trial.spread,
+            "size": float(size),
+            "spread_then": spread_then,
+            "larger": float(larger),
+        },
+    )
+
+
+def decided_prompts(trial: Trial) -> Finding | None:
+    """Most groups would have one reward for all: too hard, too easy, or some of both."""
+    if not trial.knows_right or not trial.spread <= 0.25 or is_constant(trial) or group_is_too_small(trial):
+        return None
+    if trial.pass_rate <= 0.2 and trial.spread < 0.05:
+        name = "too hard"
+        change = "Easier prompts, some steps of tinyrl train sft on worked answers, or a reward given in steps."
+    elif trial.pass_rate >= 0.9:
+        name = "too easy"
+        change = "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."
+    else:
+        name = "prompts that are decided"
+        change = (
+            "Draw the prompts that teach: task.sampler=difficulty, from rates of --write ROWS.jsonl with "
+            "task.data=ROWS.jsonl."
+        )
+    flat = 1 - trial.spread
+    return Finding(
+        name=name,
+        what=f"{flat:.0%} of the groups would have one reward for all, which teaches nothing; {trial.pass_rate:.1%} of "
+        "the completions are right.",
+        change=change,
+        figures={"flat": flat, "pass_rate": trial.pass_rate},
+    )
+
+
+def all_completions_alike(trial: Trial) -> Finding | None:
+    """Most prompts have one text for all samples, or half of the texts repeat under narrow sampling."""
+    drawn = trial.config.generation
+    wider = list[str]()
+    if drawn.temperature < 0.7:
+        wider.append("generation.temperature=1.0")
+    if 0 < drawn.top_k < 5:
+        wider.append("generation.top_k=0")
+    if drawn.top_p < 0.9:
+        wider.append("generation.top_p=1.0")
+    repeated = 1 - trial.distinct
+    alike = mean([count == 1 for count in trial.texts_by_prompt]) >= 0.75 or (bool(wider) and repeated >= 0.5)
+    nearly_all_right = trial.knows_right and trial.pass_rate > 0.8
+    if not alike or nearly_all_right:
+        return None
+    advice = " ".join(wider) or "generation.temperature=1.3; or begin from a model trained for less long"
+    return Finding(
+        name="all completions alike",
+        what=f"{repeated:.0%} of the completions repeat another of their prompt (entropy {trial.entropy:.2g} nats a "
+        "token).",
+        change=f"Sample more widely: {advice}.",
+        figures={"repeated": repeated, "entropy": trial.entropy},
+    )
+
+
+def temperature_too_high(trial: Trial) -> Finding | None:
+    """Above 1, sampling loses reward against greedy decoding: beyond chance, and a tenth of the rewards' range."""
+    temperature = trial.config.generation.temperature
+    pairs = zip(trial.greedy, trial.groups, strict=True)
+    lost = numbers([best.reward - mean([answer.reward for answer in group]) for best, group in pairs])
+    if temperature <= 1 or len(lost) < FEWEST_GREEDY:
+        return None
+    noise = statistics.stdev(lost) / math.sqrt(len(lost))
+    least = min(trial.rewards + [answer.reward for answer in rewarded(trial.greedy)])
+    if mean(lost) <= 0 or mean(lost) < max(3 * noise, 0.1 * (max(trial.rewards) - least)):
+        return None
+    return Finding(
+        name="temperature too high",
+        what=f"At temperature {temperature:g} the mean reward is {trial.reward_mean:.3g}, greedily it is "
+        f"{trial.reward_greedy:.3g}.",
+        change="generation.temperature=1.0.",
+        figures={
+            "temperature": temperature,
+            "reward_mean": trial.reward_mean,
+            "reward_greedy": trial.reward_greedy,
+        },
+    )
+
+
+def a_long_run(trial: Trial) -> Finding | None:
+    steps = trial.config.run.num_steps
+    seconds = trial.rollout_seconds * steps
+    if seconds < LONG_RUN_S:
+        return None
+    return Finding(
+        name="a long run",
+        what=f"The rollouts of {steps:,} steps alone take about {format_seconds(seconds)}.",
+        change="Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N.",
+        figures={"steps": float(steps)},
+        is_harmless=True,
+    )
+
+
+FINDINGS = (
+    rewards_dropped,
+    one_reward_for_everything,
+    right_answers_in_another_form,
+    reward_follows_length,
+    nothing_ends,
+    cut_off,
+    empty_completions,
+    group_too_small,
+    decided_prompts,
+    all_completions_alike,
+    temperature_too_high,
+    a_long_run,
+)
+
+
+# ---- the page ----
+
+
+def section(trial: Trial) -> CheckSection:
     """Return pass rates, rewards, lengths and the answers with the highest and the lowest reward."""
-    took, rates = show_seconds(f.seconds), None
-    lines = [f"{f.prompts} of {f.prompts_there:,} prompts, {f.samples} completions each, in {took}"]
-    if f.knows_right:
+    took = format_seconds(trial.seconds)
+    lines = [f"{trial.prompts} of {trial.prompts_there:,} prompts, {trial.samples} completions each, in {took}"]
+    if trial.prompts < trial.prompts_wanted:
+        lines[0] += f" (--minutes left no time for {trial.prompts_wanted - trial.prompts} more)"
+    rates = None
+    if trial.knows_right:
         edges = pairwise([-1.0, *RATES.values()])
-        counts = [sum(low < rate <= high for rate in f.pass_rates) for low, high in edges]
+        counts = [sum(low < rate <= high for rate in trial.pass_rates) for low, high in edges]
         rates = dict(zip(RATES, counts, strict=True))
-        bars = {name: "#" * math.ceil(BAR * count / (max(counts) or 1)) for name, count in rates.items()}
-        lines += [f"pass rate {name:9} {count:4} {bars[name]}" for name, count in rates.items()]
-    if f.ends:
-        lines += [f"reward {format_number(f.reward_mean)} on average, greedily {format_number(f.reward_greedy)}",
-                  f"{f.spread:.0%} of groups of {f.size} have rewards that differ"]  # fmt: skip
-        lines += [f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}" for answer in f.ends]
-    lines += [f"{f.mean_length:.1f} tokens on average, at most {f.longest}; {f.truncated:.0%} cut off at {f.limit}",
-              f"entropy {f.entropy:.2g} nats a token; {f.distinct:.0%} of a prompt's completions are different; "
-              f"{f.rollout_seconds:.2g} s to sample a step like this"]  # fmt: skip
-    facts = {name: getattr(f, name) for name in FACTS} | {"pass_rates": rates, "groups_with_spread": f.spread}
-    facts["pass_rate"] = f.pass_rate if f.knows_right else None
-    return CheckSection("policy", lines, facts, [rule.finding(f) for rule in TABLE if rule.when(f)])
+        largest = max(counts) or 1
+        for name, count in rates.items():
+            lines.append(f"pass rate {name:9} {count:4} {'#' * math.ceil(BAR * count / largest)}")
+    if trial.rewards:
+        lines.append(
+            f"reward {format_number(trial.reward_mean)} on average, greedily {format_number(trial.reward_greedy)}"
+        )
+        lines.append(f"{trial.spread:.0%} of groups of {trial.group_size} have rewards that differ")
+        best = max(rewarded(trial.answers), key=lambda answer: answer.reward)
+        worst = min(rewarded(trial.answers), key=lambda answer: answer.reward)
+        for answer in (best, worst):
+            lines.append(f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
+    lines.append(
+        f"{trial.mean_length:.1f} tokens on average, at most {trial.longest}; {trial.truncated:.0%} cut off at "
+        f"{trial.limit}"
+    )
+    lines.append(
+        f"entropy {trial.entropy:.2g} nats a token; {trial.distinct:.0%} of a prompt's completions are different; "
+        f"{trial.rollout_seconds:.2g} s to sample a step like this"
+    )
+    facts = {name: getattr(trial, name) for name in FACTS}
+    facts |= {"pass_rates": rates, "groups_with_spread": trial.spread}
+    facts["pass_rate"] = trial.pass_rate if trial.knows_right else None
+    return CheckSection("policy", lines, facts, found_by(FINDINGS, trial))
+
+
+def rates_by_row(trial: Trial) -> dict[str, float]:
+    """Return the pass rates of the rows that were tried, by their keys."""
+    return {group[0].row: rate for group, rate in zip(trial.groups, trial.pass_rates, strict=True)}
 
 
 def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
@@ -256,6 +537,6 @@ def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
         raise ValueError("--write: rows that are made have no file to put rates into")
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
     rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
-    rated = [{**row, PASS_RATE: finite(to_number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
+    rated = [{**row, PASS_RATE: json_safe(to_float(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

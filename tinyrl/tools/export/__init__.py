@@ -34,8 +34,7 @@ from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps, samples_of, to_float
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
-from tinyrl.text import one_line
-from tinyrl.tools.report.panels import show
+from tinyrl.text import one_line, typeset_number
 
 MAX_SEQUENCES, MAX_TOKENS = 32, 256  # compared; tokens of a prompt, and of a completion
 MAX_LOGPROB_DIFF = 5e-4  # nats a token on average, merged and not, both in float32
@@ -232,7 +231,7 @@ def model_card(
     environment = Environment(  # noqa: S701  `plain` escapes
         loader=PackageLoader("tinyrl.tools.export", "."), trim_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"plain": _plain, "value": lambda value: show(to_float(value)), "json": json.dumps}
+    environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
     environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
     return environment.get_template("model_card.md").render(
         config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,

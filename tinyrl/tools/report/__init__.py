@@ -25,7 +25,7 @@ from tinyrl.runs import records
 from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
-from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
+from tinyrl.text import Excerpt, excerpt, format_seconds, name_unseen, one_line, typeset_number
 from tinyrl.tools.report import panels as figures
 from tinyrl.tools.report.panels import Panel, RunGroup, cells, group_runs, overlaid, panels_of
 
@@ -91,7 +91,7 @@ def page_html(charts: list[Any], **values: Any) -> str:
     """Return the page of one run or of several. charts: of each panel itself, its inline SVG and its cell."""
     environment = Environment(loader=PackageLoader("tinyrl.tools.report", "."), autoescape=True, trim_blocks=True)
     environment.filters |= {"text": text_html, "line": one_line, "excerpt": excerpt, "quote": shlex.quote}
-    environment.filters |= {"show": figures.show, "seconds": figures.show_seconds, "count": "{:,}".format}
+    environment.filters |= {"show": typeset_number, "seconds": format_seconds, "count": "{:,}".format}
     environment.filters |= {"subtitle": figures.subtitle, "outcome": figures.outcome, "meaning": meaning_of}
     environment.filters["first_to_last"] = figures.first_to_last
     roles = {line.role for panel, *_ in charts for line in panel.lines}
@@ -183,7 +183,7 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
                       for key, value in quantities(token).items()}  # fmt: skip
             classes = [f"{key}{'m' * (level < 0)}{abs(level)}" for key, level in levels.items() if level]
             classes += ["unchosen"] if token.get("chosen") is False else []
-            about = " · ".join(f"{name} {figures.show(value)}" for name, value in known.items())
+            about = " · ".join(f"{name} {typeset_number(value)}" for name, value in known.items())
             piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
             pieces.append((piece, " ".join(classes), about, known.get("reward")))
         prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)

@@ -23,8 +23,8 @@ from unittest.mock import patch
 import numpy as np
 
 from tinyrl.runs.records import subsample
-from tinyrl.text import one_line
-from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, short_power, show, smoothed
+from tinyrl.text import one_line, short_power, typeset_number
+from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, smoothed
 
 with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}):  # the user's may name what is not here
     import matplotlib
@@ -83,7 +83,7 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
         for role, colour in COLOURS.items():
             body = body.replace(colour, f"var(--{'p' + role if role.isdigit() else role})")
         body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
-        ends = ", ".join(f"{line.label} {show(line.end, share=panel.metric.share)}" for line in panel.lines)
+        ends = ", ".join(f"{line.label} {typeset_number(line.end, share=panel.metric.share)}" for line in panel.lines)
         title = f'<title id="c{i}t">{escape(f"{panel.metric.title}: {ends}")}</title>'
         wide = ' class="wide"' if width > COLUMN else ""
         svgs.append(f'<svg{wide} viewBox="0 0 {width} {height}" role="img" aria-labelledby="c{i}t">{title}{body}')
@@ -127,7 +127,7 @@ def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, n
     last value.
     """
     share, roles = panel.metric.share, [line.role for line in panel.lines]
-    labels = [f"{line.label} " * (named or line.role not in TEXT_COLOURS) + show(line.end, share=share)
+    labels = [f"{line.label} " * (named or line.role not in TEXT_COLOURS) + typeset_number(line.end, share=share)
               for line in panel.lines]  # fmt: skip
     right = 14 + 10 * (not {*roles} <= TEXT_COLOURS) + LETTER * max(map(len, labels))
     x, y, width, height = box[0] + LEFT, box[1] + TOP, box[2] - LEFT - right, box[3] - TOP - BOTTOM
@@ -230,8 +230,10 @@ def hover_svg(panel: Panel, area: Box, span: tuple[float, float]) -> str:
         text = f"step {step:,}"
         for line, known in zip(panel.lines, values, strict=True):
             if step in known:
-                text += f"\n{one_line(line.label, 40)} {show(known[step], share=panel.metric.share)}"
-                text += " ({} to {})".format(*map(show, line.intervals[step])) if step in line.intervals else ""
+                text += f"\n{one_line(line.label, 40)} {typeset_number(known[step], share=panel.metric.share)}"
+            if step in known and step in line.intervals:
+                low, high = line.intervals[step]
+                text += f" ({typeset_number(low)} to {typeset_number(high)})"
         bars += f'<rect x="{left:.1f}" y="{y:.0f}" width="{right - left:.1f}" height="{height:.0f}">'
         bars += f"<title>{escape(text)}</title></rect>\n"
     return f'<g class="hover">\n{bars}</g>\n'

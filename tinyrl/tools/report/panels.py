@@ -12,24 +12,18 @@ from statistics import fmean, median
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric
+from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
 from tinyrl.runs.records import Points, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
-from tinyrl.text import one_line
+from tinyrl.text import format_seconds, one_line, typeset_number
 
 COLUMNS = 3
 MOST_RUNS = 8  # more colours cannot be told apart
 MOST_FUNCTIONS = 5
 MOST_POINTS, MOST_MARKS, MOST_BARS = 300, 100, 40  # of a curve, of points drawn one by one, of the time by phase
 FEWEST_TO_SMOOTH = 20
-CHARTS = [metric for metric in TABLE if metric.title]
-EXAMPLES = [  # of the methods that learn from examples
-    Metric("rewards/accuracy", title="Accuracy", unit="higher is better", held="eval/accuracy", share=True),
-    Metric("loss", title="Loss", unit="lower is better", held="eval/loss", any_scale=True),
-    Metric("preference/loss", title="Loss", unit="lower is better", held="eval/loss", any_scale=True),
-    Metric("rewards/margin", title="Margin", held="eval/margin"),
-]
-SIDES = ("chosen", "rejected")
+TIME = metric_of("time")  # drawn last, in layers
+CHARTS = [metric for metric in TABLE if metric.title and not metric.series and metric != TIME]
 
 
 # ---- lines ----
@@ -105,7 +99,7 @@ def panel_of(metric: Metric, lines: list[Line], *, least: int = 1) -> list[Panel
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if len(lines) < least or (metric.skip_zero and not any(values)):
         return []
-    cut = f" (cut at {show(metric.floor)})" if min(values) < metric.floor else ""
+    cut = f" (cut at {typeset_number(metric.floor)})" if min(values) < metric.floor else ""
     return [Panel(replace(metric, unit=metric.unit + cut), lines)]
 
 
@@ -120,9 +114,30 @@ def cells(count: int) -> list[tuple[int, int, int, int]]:
 
 def metrics_of(runs: list[RunRecords]) -> list[Metric]:
     """Return the metrics with a chart, the headline first: the reward or, without one, what is learnt from examples."""
-    examples = [metric for metric in EXAMPLES if any(run.points(metric.key) for run in runs)]
-    rewarded = any(run.finite(key) for run in runs for key in ("reward/mean", "eval/reward_mean"))
-    return [*CHARTS, *examples] if rewarded else [*examples, *CHARTS]
+    examples = [metric for metric in CHARTS if metric.examples and any(run.points(metric.key) for run in runs)]
+    others = [metric for metric in CHARTS if not metric.examples]
+    rewarded = any(run.finite("reward/mean") or run.finite("eval/reward_mean") for run in runs)
+    return [*others, *examples] if rewarded else [*examples, *others]
+
+
+def functions_of(run: RunRecords) -> list[str]:
+    """Return the names of the first reward functions of a run."""
+    keys = [key.removeprefix("eval/") for key in run.metric_names() if key not in REWARD_STATISTICS]
+    return sorted({key.removeprefix("reward/") for key in keys if key.startswith("reward/")})[:MOST_FUNCTIONS]
+
+
+def series_of(metric: Metric, run: RunRecords) -> list[Line]:
+    """Return the lines of a chart of several keys, numbered by colour."""
+    keys: dict[str, str] = {}
+    for name, key in metric.series.items():
+        keys |= {function: key.replace("*", function) for function in functions_of(run)} if name == "*" else {name: key}
+    if run.points("eval/verifier_mean") == run.points("eval/reward_mean"):
+        keys.pop("verifier", None)
+    lines = []
+    for number, (name, key) in enumerate(keys.items(), start=1):
+        role = "other" if name == "verifier" else str(number)
+        lines.append(line_of(run, key, one_line(name, 16), role, measured=key.startswith("eval/")))
+    return lines
 
 
 # ---- one run ----
@@ -138,26 +153,9 @@ def panels_of(run: RunRecords) -> list[Panel]:
         greedy = held.replace("eval/", "eval/greedy/", 1) if metric.greedy else ""
         lines = [line_of(run, train, "training", "train"), line_of(run, held, "held-out", "held", measured=True)]
         panels += panel_of(metric, [*lines, line_of(run, greedy, "greedy", "greedy", measured=True)])
-    keys = [key.removeprefix("eval/") for key in run.metric_names() if key not in REWARD_STATISTICS]
-    functions = sorted({key.removeprefix("reward/") for key in keys if key.startswith("reward/")})[:MOST_FUNCTIONS]
-    held_out = {name: f"eval/reward/{name}" for name in functions}
-    if run.points("eval/verifier_mean") != run.points("eval/reward_mean"):
-        held_out["verifier"] = "eval/verifier_mean"
-    quarters = {name: f"teacher/kl_{i}" for i, name in enumerate(("first", "second", "third", "last"), start=1)}
-    for key, title, unit, series in (
-        ("eval/functions", "Held-out reward by function", "before weights", held_out),
-        ("reward/functions", "Reward by function", "training, before weights",
-         {name: f"reward/{name}" for name in functions}),
-        ("teacher/quarters", "KL to the teacher by quarter", "nats per token", quarters),
-        # Of pairs the difference is what is learnt, and both sides may fall while it grows.
-        ("rewards/sides", "Rewards of both sides", "training", {side: f"rewards/{side}" for side in SIDES}),
-        ("policy/sides_logprobs", "Log-probabilities", "training, nats an answer",
-         {side: f"policy/{side}_logprobs" for side in SIDES}),
-    ):  # fmt: skip
-        lines = [line_of(run, metric, one_line(name, 16), "other" if name == "verifier" else str(i),
-                         measured=metric.startswith("eval/"))
-                 for i, (name, metric) in enumerate(series.items(), start=1)]  # fmt: skip
-        panels += panel_of(Metric(key, title=title, unit=unit), lines, least=2)
+    for metric in TABLE:
+        if metric.series:
+            panels += panel_of(metric, series_of(metric, run), least=2)
     # Evaluation is left to the table of totals: as a bar at every 25th step it would dwarf the other phases.
     phases = phase_seconds(run)
     steps = sorted({step for name, phase in phases.items() if name != "evaluation" for step in phase})
@@ -166,8 +164,9 @@ def panels_of(run: RunRecords) -> list[Panel]:
         for i, (name, phase) in enumerate(phases.items(), start=1)
         if name != "evaluation"
     ]
-    metric = Metric("time", title="Time by phase", unit="seconds a step, evaluation aside")
-    return [*panels, *([Panel(metric, times, stacked=True)] if times else [])]
+    if times:
+        panels.append(Panel(TIME, times, stacked=True))
+    return panels
 
 
 # ---- several runs ----
@@ -219,7 +218,7 @@ def overlaid(groups: list[RunGroup]) -> list[Panel]:
     for metric in metrics_of(runs) + functions:
         places = {"training": metric.keys[0], "held-out": metric.keys[1]}
         most = max(places, key=lambda where: sum(bool(run.points(places[where])) for run in runs))
-        for where in ("held-out", "training") if metric.greedy or metric in EXAMPLES else (most,):
+        for where in ("held-out", "training") if metric.greedy or metric.examples else (most,):
             unit = f"{where}, {metric.unit.removeprefix('held-out, ')}".removesuffix(", ")
             lines = [line_of(one.run, places[where], one.letter, one.colour, measured=where == "held-out")
                      for one in groups]  # fmt: skip
@@ -229,47 +228,7 @@ def overlaid(groups: list[RunGroup]) -> list[Panel]:
 
 # ---- the outcome ----
 
-ROUNDING_ERROR = 1e-12
 MOST_PHASES = 8  # more colours cannot be told apart
-SCORES = (  # in training, held out, and in words; the first that a run has says how it went
-    ("reward/mean", "eval/reward_mean", "reward"),
-    ("rewards/accuracy", "eval/accuracy", "preference accuracy"),
-    ("loss", "eval/loss", "loss"),
-    ("preference/loss", "eval/loss", "loss"),
-)
-
-
-def show(value: float, *, share: bool = False) -> str:
-    """Format a number for people: three digits, a real minus sign, 0 for a rounding error, a dash for NaN. `share`: as
-    per cent with one decimal.
-    """
-    if not math.isfinite(value):
-        return "–"
-    if share:
-        return "< 0.1 %" if 0 < value < 0.0005 else f"{value * 100:.1f}".removesuffix(".0") + " %"
-    size = abs(value)
-    if size < ROUNDING_ERROR or (value == int(value) and size < 100_000):
-        text = f"{int(value):,}"
-    elif size < 0.001 or size >= 1e9:
-        text = short_power(f"{value:.1e}")
-    else:
-        text = f"{value:#.3g}" if size < 99.95 else f"{value:,.0f}"
-    return text.replace("-", "\u2212")
-
-
-def short_power(text: str) -> str:
-    """Write 5.0e-05 as 5e-5."""
-    digits, _, power = text.partition("e")
-    return f"{digits.removesuffix('.0')}e{int(power)}" if power else text
-
-
-def show_seconds(seconds: float) -> str:
-    """Format a duration: 8.40 s, 1 min 32 s, 2 h 05 min."""
-    if seconds < 59.95:
-        return f"{show(seconds)} s"
-    if round(seconds) < 3600:
-        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
-    return f"{round(seconds / 60) // 60} h {round(seconds / 60) % 60:02d} min"
 
 
 def subtitle(run: RunRecords) -> str:
@@ -280,34 +239,40 @@ def subtitle(run: RunRecords) -> str:
 
 def outcome(run: RunRecords) -> str:
     """Return one sentence: the score before and after, held out with its interval and the KL paid for it."""
-    for key, held_key, name in SCORES:
-        held, better = run.finite(held_key), f"{'lower' if name == 'loss' else 'higher'} is better"
-        if not (points := held or run.finite(key)):
+    for metric in TABLE:
+        held = run.finite(metric.held)
+        points = held or run.finite(metric.key)
+        if not metric.score or not points:
             continue
-        where, (first, start), (last, end) = "Held-out" if held else "Training", points[0], points[-1]
+        name = f"{'Held-out' if held else 'Training'} {metric.score}"
+        first, start = points[0]
+        last, end = points[-1]
         if len(points) == 1:
-            return f"{where} {name} is {show(end)} at step {last} ({better}); it was measured once so far."
+            return f"{name} is {typeset_number(end)} at step {last} ({metric.unit}); it was measured once so far."
         around, caution, paid, overlap = "", "; no held-out comparison", "", False
         if held:
-            interval = f"{held_key.removesuffix('_mean')}_ci"
+            interval = f"{metric.held.removesuffix('_mean')}_ci"
             before, after = (run.interval(interval, step) for step in (first, last))
-            if pair := after or run.interval(f"{held_key} range", last):
-                around = f"{'95 % interval' if after else 'seeds from'} {show(pair[0])} to {show(pair[1])}; "
+            if pair := after or run.interval(f"{metric.held} range", last):
+                kind = "95 % interval" if after else "seeds from"
+                around = f"{kind} {typeset_number(pair[0])} to {typeset_number(pair[1])}; "
             overlap = bool(before and after and before[0] <= after[1] and after[0] <= before[1])
             caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
             if kl := run.finite("eval/kl") or run.finite("objective/kl"):
-                paid = f", at a KL of {show(kl[-1][1])} nats per response"
+                paid = f", at a KL of {typeset_number(kl[-1][1])} nats per response"
         elif (window := min(5, len(points) // 2)) > 1:
             start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
             around = f"means of the first and last {window} steps; "
         verb = "went" if overlap else "rose" if end > start else "fell"
-        change = f"stayed at {show(end)}" if start == end else f"{verb} from {show(start)} to {show(end)}"
-        return f"{where} {name} {change} in {_steps(last - first)} ({around}{better}){caution}{paid}."
+        change = f"{verb} from {typeset_number(start)} to {typeset_number(end)}"
+        if start == end:
+            change = f"stayed at {typeset_number(end)}"
+        return f"{name} {change} in {_steps(last - first)} ({around}{metric.unit}){caution}{paid}."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
 
 def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
+    return "1 step" if count == 1 else f"{count:,} steps"
 
 
 def reward_is_pass(run: RunRecords) -> bool:
@@ -323,11 +288,11 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str, str]]:
         if key != "eval/pass@1" or not reward_is_pass(run):
             found.append((label, *first_to_last(run, key, share=metric.share), metric.unit))
     if seconds := [value for _, value in run.finite("time/total") if value > 0]:
-        found.append(("Time in steps", "", show_seconds(sum(seconds)), f"{show_seconds(median(seconds))} a step"))
+        found.append(("Time in steps", "", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
     if rates := [value for _, value in run.finite("tokens_per_second")]:
-        found.append(("Speed", "", show(median(rates)), "tokens a second"))
+        found.append(("Speed", "", typeset_number(median(rates)), "tokens a second"))
     if memory := [value for _, value in run.finite("memory/peak_gb")]:
-        found.append(("Peak memory", "", show(max(memory)), "GB"))
+        found.append(("Peak memory", "", typeset_number(max(memory)), "GB"))
     return found
 
 
@@ -346,7 +311,7 @@ def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
 def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """Return the first and the last value of a key figure; the first is empty where both look the same."""
     points = run.finite(key) or [(0, math.nan)]
-    first, last = (show(value, share=share) for _, value in (points[0], points[-1]))
+    first, last = (typeset_number(value, share=share) for _, value in (points[0], points[-1]))
     return "" if first == last else first, last
 
 

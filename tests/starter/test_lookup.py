@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tinyrl.environments import Reply
+from tinyrl.starter.lookup import TASK, respond, score
 from tinyrl.tasks.grading import by_row
-from tinyrl.tasks.lookup import TASK, respond, score
 
 verify = by_row(score)
 

@@ -1,0 +1,54 @@
+"""A shipped task that is named by its file does what it does by its name: an own task can do all that it can."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import running
+from tests.tiny_models import tiny_model
+from tinyrl.runs.records import read_steps
+from tinyrl.starter import lookup
+from tinyrl.tasks import load_splits, load_task
+
+BY_PATH = f"{lookup.__file__}:TASK"
+
+
+def settings(name: str, model: Path) -> Any:
+    reward = {"functions": []}  # its own verifier
+    return running.config(
+        "grpo", model, task={"name": name}, reward=reward, environment={"max_turns": 2}, run={"num_steps": 2}
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def test_its_rows_are_the_same(model: Path) -> None:
+    assert load_splits(settings(BY_PATH, model)) == load_splits(settings("lookup", model))
+
+
+def test_its_answers_and_replies_are_the_same() -> None:
+    by_name, by_path = load_task("lookup"), load_task(BY_PATH)
+    row = by_name.rows("eval")[0]
+    assert by_path.gold(row) == by_name.gold(row)
+    assert by_path.asking_turn is not None
+    assert by_name.asking_turn is not None
+    assert by_path.asking_turn(row) == by_name.asking_turn(row)
+
+
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    timed = ("time/", "tokens_per_second", "memory/")
+    return {key: value for key, value in line.items() if not key.startswith(timed)}
+
+
+def test_a_run_has_the_same_numbers(model: Path, tmp_path: Path) -> None:
+    found = []
+    for name, task in (("by-name", "lookup"), ("by-path", BY_PATH)):
+        code, run, _ = running.train(settings(task, model), tmp_path, name=name)
+        assert code == 0
+        found.append([without_times(line) for line in read_steps(run.metrics, []).values()])
+    assert len(found[0]) == 3
+    assert found[0] == found[1]

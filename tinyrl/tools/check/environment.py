@@ -1,0 +1,350 @@
+"""Play scripted turns in an environment, in the worker processes of a run, without a model.
+
+A finding is a function of the trial, as those of a run are of its records (runs/findings.py).
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from tinyrl.config.schema import Config
+from tinyrl.data.messages import as_messages
+from tinyrl.data.readers import Row
+from tinyrl.environments import Reply
+from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn
+from tinyrl.environments.tool_calls import CALL_FAILED
+from tinyrl.runs.findings import Finding, found_by
+from tinyrl.tasks import Task
+from tinyrl.tasks.prompts import row_columns, shows_tools
+from tinyrl.text import escape_control, one_line
+from tinyrl.tools.check.reward import has_environment, tokenizer_of
+from tinyrl.tools.check.section import CheckSection
+from tinyrl.tools.check.tool_arguments import calls_of_tool, first_words
+from tinyrl.workers.calls import MAX_FAILED_SHARE
+
+EPISODES = 16
+SHOWN = 80
+CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded for this
+
+
+@dataclass(frozen=True)
+class Script:
+    """Turns of one kind, one for each row, with the replies (None: it failed).
+
+    unsteady: the same turns got other replies the second time; should_work: each turn is one that a tool should answer;
+    is_invented: with arguments that nobody named.
+    """
+
+    kind: str
+    turns: list[str]
+    replies: list[Reply | None]
+    reasons: list[str]
+    seconds: float
+    unsteady: bool = False
+    should_work: bool = False
+    is_invented: bool = False
+
+    @property
+    def given(self) -> list[Reply]:
+        return [reply for reply in self.replies if reply is not None]
+
+    @property
+    def invalid(self) -> int:
+        return len([reply for reply in self.given if reply.invalid])
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether calls that should work all failed: they are invalid, or got no answer."""
+        return self.should_work and self.invalid + len(self.reasons) == len(self.turns)
+
+    @property
+    def first_reason(self) -> str:
+        texts = [reply.text.removeprefix(CALL_FAILED).strip() for reply in self.given if reply.invalid]
+        return one_line([*texts, *self.reasons][0], SHOWN)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        ended = len([reply for reply in self.given if reply.done])
+        # A turn without a reply has ended its episode, unless it failed.
+        ended += len(self.turns) - len(self.given) - len(self.reasons)
+        return {
+            "answered": len([reply for reply in self.given if reply.text]),
+            "failed": len(self.reasons),
+            "ended": ended,
+            "invalid": self.invalid,
+        }
+
+    @property
+    def may_be_invention(self) -> bool:
+        """Return whether a broken tool may have failed because of invented arguments: it said so itself, and not by the
+        lack of a key that no call named, such as a column of the row.
+        """
+        _, found, key = self.first_reason.partition("KeyError: ")
+        lacks_other_key = bool(found) and not any(key.strip("'\"` ") in turn for turn in self.turns)
+        return self.is_invented and not self.reasons and not lacks_other_key
+
+
+@dataclass
+class Trial:
+    """Scripts that were played in an environment. hidden_tools: the model's chat template shows none."""
+
+    scripts: list[Script] = field(default_factory=list)
+    hidden_tools: bool = False
+    max_turns: int = 1
+    max_observation_tokens: int = 0
+
+    @property
+    def asked(self) -> list[tuple[str, str]]:
+        """Return the first turn of a script with each reply to it that goes on."""
+        found = list[tuple[str, str]]()
+        for script in self.scripts:
+            found += [(script.turns[0], reply.text) for reply in script.given if reply.text and not reply.done]
+        return found
+
+    @property
+    def reasons(self) -> list[str]:
+        return [reason for script in self.scripts for reason in script.reasons]
+
+    @property
+    def failed(self) -> float:
+        return len(self.reasons) / sum(len(script.turns) for script in self.scripts)
+
+    @property
+    def longest(self) -> int:
+        """Return the characters of the longest reply."""
+        return max((len(reply.text) for script in self.scripts for reply in script.given), default=0)
+
+
+# ---- findings ----
+
+
+def the_environment_fails(trial: Trial) -> Finding | None:
+    if trial.failed <= MAX_FAILED_SHARE:
+        return None
+    return Finding(
+        name="the environment fails",
+        what=f"{trial.failed:.0%} of the rows failed, the first so: {escape_control(trial.reasons[0])}.",
+        change="Correct it. Training stops after three such batches.",
+        figures={"failed": trial.failed},
+    )
+
+
+def tools_are_not_shown(trial: Trial) -> Finding | None:
+    if not trial.hidden_tools:
+        return None
+    return Finding(
+        name="tools are not shown",
+        what="The model's chat template shows no tools, or prompts do not go through one (task.chat).",
+        change="Take a model whose template shows tools (Qwen2.5, Llama 3, Mistral), or describe them in the prompt "
+        "and answer with environment.name=FILE.py:FUNCTION.",
+    )
+
+
+def the_environment_is_silent(trial: Trial) -> Finding | None:
+    if trial.failed > MAX_FAILED_SHARE or trial.longest:
+        return None
+    return Finding(
+        name="the environment is silent",
+        what="It answers none of the turns that were tried, so no episode has a second turn.",
+        change="See what it expects a turn to hold.",
+    )
+
+
+def every_call_is_invalid(trial: Trial) -> Finding | None:
+    """All calls of a tool failed; those with invented arguments count where that is not the arguments' fault."""
+    broken = [script for script in trial.scripts if script.is_broken and not script.may_be_invention]
+    if not broken:
+        return None
+    return Finding(
+        name="every call is invalid",
+        what=f"Each turn that should be answered ({broken[0].kind}) failed, the first so: {broken[0].first_reason}.",
+        change="Correct the tool, or add the columns that it needs to the rows.",
+    )
+
+
+def answers_by_chance(trial: Trial) -> Finding | None:
+    unsteady = [script.kind for script in trial.scripts if script.unsteady]
+    if not unsteady:
+        return None
+    return Finding(
+        name="answers by chance",
+        what=f"The same turns ({unsteady[0]}) got other answers the second time, so a resumed run is another run.",
+        change="Draw random numbers from the `seed` of an episode.",
+    )
+
+
+def no_turn_to_read_a_reply(trial: Trial) -> Finding | None:
+    if trial.max_turns > 1 or not trial.asked:
+        return None
+    return Finding(
+        name="no turn to read a reply",
+        what="Episodes end after one turn, so the policy reads no reply of the environment.",
+        change="environment.max_turns=2, or as many as the task needs.",
+    )
+
+
+def replies_are_cut(trial: Trial) -> Finding | None:
+    """Half of the replies are more than twice as long as the policy reads."""
+    limit = trial.max_observation_tokens
+    typical = median(len(text) for _, text in trial.asked) / CHARS_A_TOKEN if trial.asked else 0.0
+    if typical <= 2 * limit:
+        return None
+    most = -(-trial.longest // CHARS_A_TOKEN)
+    return Finding(
+        name="replies are cut",
+        what=f"Half of the replies have some {typical:.0f} tokens or more, and the policy reads the first {limit}.",
+        change=f"environment.max_observation_tokens={most}, within the model's positions.",
+        figures={"typical": typical, "limit": float(limit)},
+    )
+
+
+FINDINGS = (
+    the_environment_fails,
+    tools_are_not_shown,
+    the_environment_is_silent,
+    every_call_is_invalid,
+    answers_by_chance,
+    no_turn_to_read_a_reply,
+    replies_are_cut,
+)
+
+
+# ---- the trial ----
+
+
+def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
+    """Ask the environment about gold answers, turns that it should answer, nothing, nonsense and bad calls of tools;
+    None where there is none.
+    """
+    section = CheckSection("environment")
+    rows = rows[:EPISODES]
+    if config.uses("environment") and config.environment.agent:
+        section.lines = [f"{config.environment.agent}: an agent, which is played when the model is loaded"]
+        return section
+    if not config.uses("environment") or not has_environment(config, task):
+        return None
+    prompts = [task.prompt(row) for row in rows]
+    environment = Environment(
+        config.environment,
+        task=task.name,
+        respond=task.respond,
+        use=task.environment,
+        stop=task.stop,
+        length=lambda text: len(text) // CHARS_A_TOKEN,
+    )
+    trial = Trial(max_turns=config.environment.max_turns, max_observation_tokens=environment.max_observation_tokens)
+    with closing(environment):
+        environment.start()
+        if environment.schemas:
+            trial.hidden_tools = not shows_tools(tokenizer_of(config), config.task.chat)
+        columns = row_columns(rows)
+        opening = environment.openings(prompts, columns)[0]
+        columns = {"seed": [*range(len(rows))], **columns}
+        for kind, turns in scripts_of(environment, task, rows, prompts).items():
+            trial.scripts.append(play(environment, kind, turns, prompts, columns))
+        for schema in environment.schemas or []:
+            trial.scripts.append(play_tool(environment, schema, rows, prompts, columns))
+        wrong = {"nothing": "", "nonsense": NONSENSE}
+        if environment.schemas:
+            wrong |= {"unknown tool": UNKNOWN_TOOL, "not JSON": NOT_JSON}
+        for kind, turn in wrong.items():
+            trial.scripts.append(play(environment, kind, [turn] * len(rows), prompts, columns))
+        section.lines = [environment.describe()]
+    if opening:
+        section.lines.append(f"prompts end with {one_line(opening, SHOWN)!r}")
+    for script in trial.scripts:
+        section.lines.append(line_of(script))
+        section.facts[script.kind] = script.counts
+    section.lines += notes_of(trial)
+    section.findings = found_by(FINDINGS, trial)
+    return section
+
+
+def scripts_of(environment: Environment, task: Task, rows: list[Row], prompts: list[Any]) -> dict[str, list[str]]:
+    """Return turns that the environment should know, by kind, one for each row; calls of tools aside."""
+    scripts: dict[str, list[str]] = {}
+    golds = [task.gold(row) for row in rows]
+    if None not in golds:
+        scripts["gold"] = [str(gold) for gold in golds]
+    if environment.built_in is not None:
+        words = [first_words(question_of(row, prompt)) for row, prompt in zip(rows, prompts, strict=True)]
+        scripts[environment.built_in] = [asking_turn(environment.built_in, some) for some in words]
+    elif task.asking_turn is not None and not environment.workers:
+        scripts["a call"] = [task.asking_turn(row) or "" for row in rows]
+    return scripts
+
+
+def question_of(row: Row, prompt: Any) -> str:
+    """Return a row's question: its column of that name, or the last message of its prompt."""
+    question = row.get("question")
+    return question if isinstance(question, str) else str(as_messages(prompt)[-1]["content"])
+
+
+def play(
+    environment: Environment,
+    kind: str,
+    turns: list[str],
+    prompts: list[Any],
+    columns: dict[str, list[Any]],
+    **how: bool,
+) -> Script:
+    """Play one turn of each row, and once more to see whether the replies are the same."""
+    transcripts: list[Any] = [[{"role": "assistant", "content": turn}] for turn in turns]
+    begun = time.perf_counter()
+    answers = environment.respond(prompts, transcripts, columns)
+    seconds = time.perf_counter() - begun
+    unsteady = False
+    if not answers.failures:
+        unsteady = environment.respond(prompts, transcripts, columns).values != answers.values
+    reasons = [failure.reason for failure in answers.failures]
+    return Script(kind, turns, list(answers.values), reasons, seconds, unsteady, **how)
+
+
+def play_tool(
+    environment: Environment,
+    schema: dict[str, Any],
+    rows: list[Row],
+    prompts: list[Any],
+    columns: dict[str, list[Any]],
+) -> Script:
+    """Call a tool with the arguments that its description and the rows give, until some calls have an answer; last with
+    invented ones.
+    """
+    kind = f"call {schema['function']['name']}"
+    questions = [question_of(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    tried = list[Script]()
+    for calls in calls_of_tool(schema, rows, questions):
+        script = play(environment, kind, calls.turns, prompts, columns, should_work=True, is_invented=calls.is_invented)
+        tried.append(script)
+        if not script.is_broken or script.reasons:
+            return script
+    return tried[0]
+
+
+def line_of(script: Script) -> str:
+    """Return what became of a script's turns."""
+    counts = ", ".join(f"{count} {what}" for what, count in script.counts.items())
+    line = f"  {script.kind}: {len(script.turns)} tried, {counts}"
+    paid = [reply.reward for reply in script.given if reply.reward is not None]
+    return f"{line}, mean reward {fmean(paid):.4g}" if any(paid) else line
+
+
+def notes_of(trial: Trial) -> list[str]:
+    """Return an example, the seconds of a call, what is cut, and tools that only failed on invented arguments."""
+    notes = [f"{one_line(turn, SHOWN)!r} -> {one_line(text, SHOWN)!r}" for turn, text in trial.asked[:1]]
+    seconds = fmean(script.seconds for script in trial.scripts)
+    notes.append(f"{1e3 * seconds:.1f} ms a call of {len(trial.scripts[0].turns)} episodes")
+    limit = trial.max_observation_tokens
+    if trial.longest > CHARS_A_TOKEN * limit:
+        most = -(-trial.longest // CHARS_A_TOKEN)
+        cut = f"is cut at environment.max_observation_tokens={limit}"
+        notes.append(f"the longest reply, some {most:,} tokens, {cut}")
+    for script in trial.scripts:
+        if script.is_broken and script.may_be_invention:
+            advice = 'an example in its docstring (such as "...") is tried first'
+            notes.append(f"note: {script.kind} failed with an invented argument: {script.first_reason}; {advice}")
+    return notes

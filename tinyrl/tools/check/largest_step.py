@@ -1,0 +1,203 @@
+"""Train the largest step that a run can have, for `tinyrl check`: how long it takes, and how much memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from tinyrl.config.schema import Config
+from tinyrl.errors import OutOfRoom
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
+from tinyrl.models.checks import ordinary_ids
+from tinyrl.models.device import memory_room, peak_memory_gb
+from tinyrl.models.parallel import ALONE
+from tinyrl.rewards.functions import RewardCall
+from tinyrl.rewards.scorer import Scorer, Scores
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.load import make_method, text_rows
+from tinyrl.runs.findings import Finding
+from tinyrl.runs.records import read_steps
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.text import format_bytes, format_seconds
+from tinyrl.tools.check.offline import check_memory
+from tinyrl.tools.check.policy import Trial
+from tinyrl.tools.check.section import CheckSection
+from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.rows import RowMethod
+from tinyrl.training.run import Run, out_of_memory_stops
+
+MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
+STEP_TO_ROLLOUT = 3  # a guess: update and evaluation take about as long as sampling, each
+LESS_MEMORY = (
+    "A smaller run.micro_batch_tokens, generation.max_new_tokens or model, or model.gradient_checkpointing=true."
+)
+
+
+def worst_step(method: OnPolicy | RowMethod) -> CheckSection:
+    """Train one step of the longest rows, every response as long as it may be, and evaluate after it, in a session that
+    is thrown away: its peak is the run's. The method is of no use afterwards.
+    """
+    policy = method.policy
+    device = policy.accelerator.device
+    policy.config = trial_config(method)
+    if isinstance(method, RowMethod):
+        rows, most = method.keep_longest()
+        longest = f"{rows} rows of up to {most} tokens"
+    else:
+        collector = largest_collector(method.collector)
+        tokens = len(collector.train_prompts[0].tokens)
+        size = f"{method.config.on_policy.batch_size} responses of {method.collector.longest_response} tokens"
+        longest = f"{size} to prompts of up to {tokens}"
+        method = make_method(collector, text_rows(collector.config))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    room = memory_room(device)
+    try:
+        seconds = train_one_step(method)
+    except OutOfRoom as error:
+        finding = Finding(name="not enough memory", what=f"{error}.", change=LESS_MEMORY)
+        return CheckSection("worst step", [str(error)], findings=[finding])
+    peak = peak_memory_gb(device)
+    micro_batch = policy.micro_batches.tokens
+    phases = ", ".join(f"{name} {seconds[name]:.2g}" for name in seconds if name not in ("total", "evaluation"))
+    evaluation = f"; an evaluation {seconds['evaluation']:.2g} s" if "evaluation" in seconds else ""
+    memory = f"peak {peak:.2f} GB; {format_bytes(room)} are there; micro-batches of {micro_batch} tokens"
+    section = CheckSection("worst step")
+    section.lines = [f"{longest}, tried and thrown away: {seconds['total']:.2g} s ({phases}){evaluation}", memory]
+    section.facts = {
+        "seconds": seconds,
+        "peak_gb": peak,
+        "size": longest,
+        "micro_batch_tokens": micro_batch,
+        "room": room,
+    }
+    if peak * 1e9 > room:
+        section.findings = [Finding(name="not enough memory", what=f"{memory}.", change=LESS_MEMORY)]
+    return section
+
+
+def trial_config(method: OnPolicy | RowMethod) -> Config:
+    """Return the settings of a trial: two steps, an evaluation after the first, nothing saved, the critic from the
+    start.
+    """
+    config = method.config
+    run: dict[str, Any] = {"eval_every": 1, "save_every": 0, "trackers": [], "num_steps": max(2, config.run.num_steps)}
+    if isinstance(method, OnPolicy):
+        rows = max(config.on_policy.batch_size, MOST_EVAL_TOKENS // method.collector.longest_response)
+        run["eval_prompts"] = min(config.run.eval_prompts, rows)
+    changes: dict[str, Any] = {"run": config.run.model_copy(update=run)}
+    if config.uses("critic"):
+        changes["critic"] = config.critic.model_copy(update={"warmup_steps": 0})
+    return config.model_copy(update=changes)
+
+
+def train_one_step(method: OnPolicy | RowMethod) -> dict[str, float]:
+    """Train a step in a folder that is deleted; return the seconds of each part."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = RunDir(Path(folder))
+        run = Run(method, made, silent=True)
+        run.until, run.state.phase = 1, "rollout"  # evaluated after the step alone
+        with contextlib.closing(run), out_of_memory_stops("in the largest step"):
+            method.train(run)
+        line = read_steps(made.metrics, [])[1]
+    return {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
+
+
+# ---- the longest responses ----
+
+
+class HalfRewarded(Scorer):
+    """A scorer that rewards half of each group, so that there is a gradient; only a reward model is asked."""
+
+    def __call__(self, prompts: Any, completions: Any, *, group_size: int | None = None, **_: Any) -> Scores:
+        if self.has_model:
+            self._model_scores(prompts, completions, None, ALONE)
+        half = max(1, (group_size or 2) // 2)
+        rewards = (torch.arange(len(prompts)) // half % 2).float()
+        return Scores(rewards.unsqueeze(1).expand(-1, len(self.names)).clone(), rewards)
+
+    def verify(self, prompts: Any, completions: Any, **_: Any) -> RewardCall:
+        return RewardCall([1.0] * len(prompts))
+
+
+class UnsampledEngine(SamplingEngine):
+    """An engine in place of a server, whose memory is elsewhere: completions of ordinary tokens, without sampling."""
+
+    name, exact = "server", False
+
+    def sample(
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
+    ) -> list[list[Completion]]:
+        length = self.settings.max_new_tokens
+        tokens = ordinary_ids(len(self.tokenizer), length)
+        completion = Completion(tokens, [math.log(0.5)] * length, "length")
+        return [[completion] * samples_per_request for _ in requests]
+
+
+def largest_collector(collector: Collector) -> Collector:
+    """Return a collector of the longest prompts, whose responses are as long as they may be (an episode in one turn),
+    with rewards that leave a gradient.
+    """
+    policy, scorer, engine, config = collector.policy, collector.scorer, collector.engine, collector.config
+    length = collector.longest_response
+    prompts = sorted(collector.train_prompts, key=lambda prompt: -len(prompt.tokens))[: config.on_policy.num_prompts]
+    if config.environment.agent is not None:  # an agent writes its own prompts
+        limit = config.generation.max_prompt_tokens
+        repeated = [prompt.tokens * -(-limit // len(prompt.tokens)) for prompt in prompts]
+        prompts = [replace(prompt, tokens=tokens[:limit]) for prompt, tokens in zip(prompts, repeated, strict=True)]
+    largest = Collector(policy, collector.task, None)
+    largest.train_prompts = prompts
+    largest.eval_prompts = collector.eval_prompts
+    largest.row_fingerprints = collector.row_fingerprints
+    largest.owns_scorer = False
+    largest.scorer = HalfRewarded(
+        config.reward,
+        collector.task,
+        tokenizer=policy.tokenizer,
+        policy=policy,
+        policy_format=scorer.policy_format,
+        model=scorer.model,
+        micro_batches=policy.micro_batches,
+        environment=scorer.environment,
+        needed=config.trains.rewarded,
+    )
+    if config.generation.engine == "server":
+        settings = config.generation.model_copy(update={"max_new_tokens": length})
+        largest.engine = UnsampledEngine(policy, policy.tokenizer, settings)
+    else:
+        largest.engine = engine.without_ends(length)
+    largest.engine_reason = collector.engine_reason
+    policy.micro_batches.make_room = largest.engine.release
+    return largest
+
+
+# ---- without a trial ----
+
+
+def estimated_seconds(trial: Trial, collector: Collector) -> float:
+    """Estimate the seconds of the largest step by the answers that were sampled: of full length, and learned from."""
+    longer = collector.longest_response / max(1.0, trial.mean_length)
+    return STEP_TO_ROLLOUT * trial.rollout_seconds * longer
+
+
+def rough_step(config: Config, seconds: float, *, minutes: float, device: str) -> CheckSection:
+    """Return what is known of the largest step where trying it would take too long: memory by arithmetic."""
+    section = CheckSection("worst step", facts={"seconds_estimated": seconds})
+    section.lines = [
+        f"not tried: with its update it may take {format_seconds(seconds)}, and --minutes {minutes:g} leaves no time "
+        "for that"
+    ]
+    try:
+        memory = check_memory(config, device=device)
+    except ValueError as error:  # a model of unusual shape
+        section.lines.append(f"memory: not estimated ({error})")
+        return section
+    section.lines += memory.lines
+    section.findings = memory.findings
+    return section

@@ -1,0 +1,342 @@
+"""Try a reward on rows, in the worker processes of a run, without a model.
+
+A finding is a function of the trial, as those of a run are of its records (runs/findings.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
+from tinyrl.environments.environment import NONSENSE
+from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process, mean
+from tinyrl.rewards.holes import Hole, find_holes
+from tinyrl.runs.findings import Finding, found_by
+from tinyrl.runs.records import json_safe
+from tinyrl.tasks import Task
+from tinyrl.tasks.prompts import row_columns
+from tinyrl.text import format_number, one_line
+from tinyrl.tools.check.section import CheckSection
+from tinyrl.workers.calls import MAX_FAILED_SHARE
+
+REWARD_ROWS, ATTACKED_ROWS = 64, 8
+SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
+SHOWN_HOLES, SHOWN = 6, 80
+IDS = "completion_ids"
+CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
+MESSAGES = " Completions are lists of messages here: the text is completion[-1]['content']."
+
+
+@dataclass
+class Trial:
+    """Scores of texts for each row by kind: gold (if the task knows gold answers), nothing and nonsense; NaN where a
+    function failed or none applies.
+
+    again: the first kind once more; failed: the share of the rows of all calls that failed; why: the first reason;
+    other: where rewards may come from else, "" where a reward is needed here; gets_messages: completions are lists of
+    messages; lacking: the share of gold answers without full marks by the task's own verifier; holes, is_blind: what an
+    attack has found.
+    """
+
+    scores: dict[str, list[float]]
+    again: list[float]
+    failed: float
+    why: str
+    other: str
+    gets_messages: bool
+    lacking: float = 0.0
+    holes: list[Hole] = field(default_factory=list)
+    is_blind: bool = False
+
+    @cached_property
+    def known(self) -> list[float]:
+        return [score for scores in self.scores.values() for score in scores if not math.isnan(score)]
+
+    @property
+    def lowest(self) -> float:
+        return min(self.known, default=math.nan)
+
+    @property
+    def highest(self) -> float:
+        return max(self.known, default=math.nan)
+
+    @property
+    def is_flat(self) -> bool:
+        """Return whether every text has a score, and all the same."""
+        complete = len(self.known) == sum(map(len, self.scores.values()))
+        return complete and self.lowest == self.highest
+
+    @property
+    def advice(self) -> str:
+        return CALLED + MESSAGES if self.gets_messages else CALLED
+
+
+# ---- findings ----
+
+
+def no_rewards(trial: Trial) -> Finding | None:
+    """No text has a score, and not because the function failed."""
+    if trial.known or trial.failed > MAX_FAILED_SHARE or trial.other:
+        return None
+    what = "No completion gets a score"
+    if "gold" in trial.scores:
+        what += ", not the gold answer either"
+    return Finding(name="no rewards", what=f"{what}.", change=trial.advice)
+
+
+def one_reward_for_everything(trial: Trial) -> Finding | None:
+    if "gold" not in trial.scores or not trial.is_flat:
+        return None
+    return Finding(
+        name="one reward for everything",
+        what=f"Gold answers, nothing and nonsense all score {trial.lowest:.4g}.",
+        change=trial.advice,
+        figures={"low": trial.lowest},
+    )
+
+
+def gold_answers_do_not_win(trial: Trial) -> Finding | None:
+    """In more than a fifth of the rows the gold answer scores no more than nothing or nonsense."""
+    if "gold" not in trial.scores or trial.is_flat or not trial.known:
+        return None
+    rivals = np.array([trial.scores["nothing"], trial.scores["nonsense"]])
+    gold = np.array(trial.scores["gold"])
+    some_rival = ~np.isnan(rivals).all(0)
+    beaten = fmean(np.where(np.isnan(gold), some_rival, gold <= np.nan_to_num(rivals).max(0)))
+    if beaten <= MAX_FAILED_SHARE:
+        return None
+    return Finding(
+        name="gold answers do not win",
+        what=f"In {beaten:.0%} of the rows the gold answer scores no more than nothing or nonsense.",
+        change=trial.advice,
+        figures={"beaten": beaten},
+    )
+
+
+def gold_answers_lack_full_marks(trial: Trial) -> Finding | None:
+    if not trial.lowest < trial.highest or trial.lacking <= MAX_FAILED_SHARE:
+        return None
+    return Finding(
+        name="gold answers lack full marks",
+        what=f"In {trial.lacking:.0%} of the rows the task's own gold answer has less than full marks, which are 1.",
+        change="Correct `verify` or `gold` of the task: docs/data.md.",
+        figures={"lacking": trial.lacking},
+    )
+
+
+def rewards_by_chance(trial: Trial) -> Finding | None:
+    first = next(iter(trial.scores.values()))
+    if not trial.known or str(trial.again) == str(first):  # as text, where NaN is equal to itself
+        return None
+    return Finding(
+        name="rewards by chance",
+        what="The same completions got other scores the second time.",
+        change="Draw random numbers from the row alone.",
+    )
+
+
+def rewards_fail(trial: Trial) -> Finding | None:
+    if trial.failed <= MAX_FAILED_SHARE:
+        return None
+    return Finding(
+        name="rewards fail",
+        what=f"{trial.failed:.0%} of the calls' rows failed, the first so: {trial.why}.",
+        change="Correct the function (reward.timeout_s limits a call). Training stops after three such batches."
+        + (MESSAGES if trial.gets_messages else ""),
+        figures={"failed": trial.failed},
+    )
+
+
+def holes_in_the_reward(trial: Trial) -> Finding | None:
+    if not trial.holes:
+        return None
+    return Finding(
+        name="holes in the reward",
+        what=f"Wrong texts score nearly as much as right answers: {', '.join(hole.name for hole in trial.holes[:3])}.",
+        change="Read one marked answer, the last one, and compare all of it.",
+    )
+
+
+def blind_reward(trial: Trial) -> Finding | None:
+    if not trial.is_blind or trial.holes:
+        return None
+    return Finding(
+        name="blind reward",
+        what="No right answer scores more than the worst wrong text of its row, in any form that was tried.",
+        change="Judge a right answer as the data has it by hand.",
+    )
+
+
+FINDINGS = (
+    no_rewards,
+    one_reward_for_everything,
+    gold_answers_do_not_win,
+    gold_answers_lack_full_marks,
+    rewards_by_chance,
+    rewards_fail,
+    holes_in_the_reward,
+    blind_reward,
+)
+
+
+# ---- the trial ----
+
+
+def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
+    """Score gold answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and reward
+    models are left out: they are tried when the model is loaded.
+    """
+    section = CheckSection("reward")
+    rows = rows[:REWARD_ROWS]
+    functions = functions_of(config, task)
+    if not functions and not config.reward.is_verifier:
+        section.lines = ["judged by a model; see below"]
+        return section
+    if not functions and task.verify is None:
+        section.lines = ["none of its own"]
+        return section
+    golds = [task.gold(row) for row in rows]
+    texts = {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
+    if None not in golds:
+        texts = {"gold": [str(gold) for gold in golds], **texts}
+    with ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(function).start()  # its imports are not part of a call's time
+        scorer = TextScorer(config, task, rows, functions)
+        begun = time.perf_counter()
+        scores = {kind: scorer(range(len(rows)), of) for kind, of in texts.items()}
+        again = scorer(range(len(rows)), next(iter(texts.values())))
+        seconds = (time.perf_counter() - begun) / (len(texts) + 1)
+        trial = Trial(
+            scores,
+            again,
+            failed=scorer.failed_rows / scorer.scored_rows,
+            why=next(iter(scorer.failures), ""),
+            other=other_source(config, task),
+            gets_messages=scorer.gets_messages,
+        )
+        if "gold" in scores and not functions:
+            lacking = [not task.is_pass(score) for score in scores["gold"] if not math.isnan(score)]
+            trial.lacking = fmean(lacking) if lacking else 0.0
+        section.lines = lines_of(trial, name=scorer.name, seconds=seconds, rows=len(rows))
+        section.facts = {kind: json_safe(mean(of)) for kind, of in scores.items()}
+        section.facts |= {"seconds": seconds, "failed": trial.failed}
+        if config.reward.functions and seconds < SLOW_CALL_S and not found_by(FINDINGS, trial):
+            section.lines += attack(trial, scorer, task, rows[:ATTACKED_ROWS])
+            section.facts["holes"] = [
+                {"name": hole.name, "share": hole.share, "text": hole.text} for hole in trial.holes
+            ]
+    for function in functions:
+        section.lines += [f"printed: {one_line(line, SHOWN)}" for line in list(function.printed.kept)[-2:]]
+    section.findings = found_by(FINDINGS, trial)
+    return section
+
+
+def functions_of(config: Config, task: Task) -> list[FunctionReward]:
+    """Return the reward functions of a run, not started: those of the settings, or the task's grader."""
+    reward = config.reward
+    used = [(function.use, function.weight) for function in reward.functions if not function.is_judge]
+    if task.grader and reward.is_verifier:
+        used.append((task.grader, 1.0))
+    return [FunctionReward(use, weight=weight, timeout_s=reward.timeout_s) for use, weight in used]
+
+
+def has_environment(config: Config, task: Task) -> bool:
+    return bool(config.environment.name or config.environment.tools or task.respond or task.environment)
+
+
+def other_source(config: Config, task: Task) -> str:
+    """Return why rows may do without a reward here; "" where they may not."""
+    if has_environment(config, task):
+        return "it is the environment's alone"
+    is_asked = config.trains.rewarded or config.reward.functions
+    return "" if is_asked else f"{config.method} needs none"
+
+
+def lines_of(trial: Trial, *, name: str, seconds: float, rows: int) -> list[str]:
+    """Return a line with the mean score of each kind of text, and a warning where some rows failed."""
+    means = [f"{kind} {format_number(mean(scores), missing='no score')}" for kind, scores in trial.scores.items()]
+    lines = [f"{name}: {', '.join(means)}; {seconds * 1e3:.1f} ms for {rows} rows"]
+    if not trial.known and not trial.failed and trial.other:
+        lines = [f"{name} gives none: {trial.other}"]
+    if 0 < trial.failed <= MAX_FAILED_SHARE:
+        lines.append(f"warning: {trial.failed:.0%} of the rows failed, the first so: {trial.why}")
+    return lines
+
+
+class TextScorer:
+    """Scores texts for some of the rows: the weighted sum over the reward functions, or the task's verifier without
+    any; NaN where one that weighs something fails or none applies. It counts the rows scored, and those that failed.
+    """
+
+    def __init__(self, config: Config, task: Task, rows: list[Row], functions: list[FunctionReward]) -> None:
+        self.config, self.task, self.functions = config, task, functions
+        self.name = " + ".join(function.name for function in functions) or task.name
+        self.prompts = [task.prompt(row) for row in rows]
+        self.columns = row_columns(rows)
+        self.is_played = has_environment(config, task)
+        self.gets_messages = self.is_played or not isinstance(self.prompts[0], str)
+        self.failures = list[str]()
+        self.scored_rows = 0
+        self.failed_rows = 0
+        facts = [function.start() for function in functions]
+        wants_ids = any(IDS in [*(of["parameters"] or []), *of["required"]] for of in facts)
+        self.tokenizer = tokenizer_of(config) if wants_ids else None
+
+    def __call__(self, where: Iterable[int], texts: list[str]) -> list[float]:
+        places = [*where]
+        prompts = [self.prompts[i] for i in places]
+        columns = {name: [column[i] for i in places] for name, column in self.columns.items()}
+        forms = [[] if self.is_played else prompt for prompt in prompts]
+        completions = [as_completion(text, form) for text, form in zip(texts, forms, strict=True)]
+        if self.tokenizer is not None:
+            ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            columns[IDS] = [of[: self.config.generation.max_new_tokens] for of in ids]  # no completion is longer
+        calls: list[tuple[RewardCall, float]] = []
+        for function in self.functions:
+            calls.append((function(prompts, completions, columns), function.weight))
+        if self.task.verify is not None and not calls:
+            calls.append((call_in_process(self.task.verify, self.task.name, prompts, completions, columns), 1.0))
+        scores = np.array([weight * np.array(call.scores) for call, weight in calls])
+        total = np.where(np.isnan(scores).all(0), math.nan, np.nansum(scores, 0))
+        failed = set[int]()
+        for call, weight in calls:
+            self.failures += [failure.reason for failure in call.failures]
+            failed |= {failure.row for failure in call.failures}
+            if weight:
+                total[[failure.row for failure in call.failures]] = math.nan
+        self.scored_rows += len(places)
+        self.failed_rows += len(failed)
+        return total.tolist()
+
+
+def tokenizer_of(config: Config) -> Any:
+    """Load the tokenizer of the model, without its weights."""
+    from tinyrl.models.loading import load_tokenizer  # transformers, and torch with it
+
+    return load_tokenizer(config.model.path, revision=config.model.revision)
+
+
+def attack(trial: Trial, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
+    """Look for holes; return lines about them."""
+    found = find_holes(scorer, task, rows)
+    if found is None:
+        return ["holes: not looked for, which takes two rows with different right answers"]
+    trial.holes = found.holes
+    trial.is_blind = found.is_blind
+    tried, kinds = found.tried
+    lines = [f"holes: {len(found.holes) or 'none'} found by {tried:,} wrong texts of {kinds} kinds"]
+    for hole in found.holes[:SHOWN_HOLES]:
+        ends = f"{hole.score:.3g} of a right answer's {hole.right:.3g}"
+        lines.append(f"  {hole.name} ({hole.share:.0%} of the rows, {ends}): {one_line(hole.text, SHOWN)!r}")
+    return lines
