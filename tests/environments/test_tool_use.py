@@ -43,6 +43,11 @@ def answer(*tools: Callable[..., Any], to: str, **columns: Any) -> Reply | str |
     return found
 
 
+def several(*results: str, invalid: bool = False) -> Reply:
+    """Return the reply to several calls: the result of each, and all of them as one text."""
+    return Reply("\n".join(results), invalid=invalid, results=results)
+
+
 # ---- calls ----
 
 
@@ -91,7 +96,7 @@ def test_a_result_becomes_text_and_a_failed_call_is_answered_with_its_reason() -
         (call("divide", a=1, b=-1), "ValueError"),
     ]:
         reply = answer(add, divide, to=made + call("add", a=1))
-        assert reply == Reply(f"{CALL_FAILED} {reason}\n11", invalid=True)
+        assert reply == several(f"{CALL_FAILED} {reason}", "11", invalid=True)
 
 
 def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order() -> None:
@@ -107,7 +112,7 @@ def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order(
 
     transcripts = [[turn(call("fetch", what="a") + call("fetch", what="b"))], [turn(call("fetch", what="bad"))]]
     replies = respond_with([fetch])(["p", "p"], transcripts)
-    assert replies == [Reply("A\nB"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
+    assert replies == [several("A", "B"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
     assert log == ["ask a", "ask bad", "got a", "got bad", "ask b", "got b"]
 
 
@@ -186,10 +191,11 @@ TURNS = [
 TOOLS = "guess, history"
 REPLIES = [
     Reply("1: GG--"),
-    Reply(f"{CALL_FAILED} ValueError: c has not 4 letters.\n2: GG--", invalid=True),
-    Reply(
-        f"{CALL_FAILED} there is no tool '_hidden'; there are: {TOOLS}\n"
-        f'{CALL_FAILED} there is no tool \'get_reward\'; there are: {TOOLS}\n["cart", "cast"]',
+    several(f"{CALL_FAILED} ValueError: c has not 4 letters.", "2: GG--", invalid=True),
+    several(
+        f"{CALL_FAILED} there is no tool '_hidden'; there are: {TOOLS}",
+        f"{CALL_FAILED} there is no tool 'get_reward'; there are: {TOOLS}",
+        '["cart", "cast"]',
         invalid=True,
     ),
     Reply("3: GGGG"),
@@ -264,7 +270,7 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
     assert (service.facts["opening"], service.facts["rewards"]) == (True, False)
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
-    assert service.calls["respond"](given, 2) == ([["2", False, 0.0, False], None], [])
+    assert service.calls["respond"](given, 2) == ([["2", False, 0.0, False, []], None], [])
     assert items == [[1, 2]] * 2
 
 
@@ -282,7 +288,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
     assert (found.facts["rewards"], found.facts["required"]) == (True, ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
     values, problems = found.calls["respond"](given, 6)
-    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False], ["y", False, 0.0, False], *[None] * 4]
+    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False, []], ["y", False, 0.0, False, []], *[None] * 4]
     assert [row for row, _ in problems] == [3, 4, 5]
     assert "no server" in problems[2][1]
 
@@ -294,7 +300,7 @@ def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) ->
     assert (found.facts["opening"], found.facts["rewards"]) == (True, True)
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
-    assert found.calls["respond"](given, 1) == ([[reply.text, False, 0.0, True]], [])
+    assert found.calls["respond"](given, 1) == ([[reply.text, False, 0.0, True, [*reply.results]]], [])
     assert found.calls["final_rewards"]({**given, "transcripts": [until(3)]}, 1) == ([1.0], [])
     assert found.calls["opening"]({"prompts": ["p"], **WORD}, 1) == (["\nIt has 4 letters."], [])
 

@@ -119,8 +119,13 @@ def _failed(reason: str) -> Reply:
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
-    """Join the replies to the calls of a turn, one below the other."""
-    return Reply("\n".join(reply.text for reply in replies), invalid=any(reply.invalid for reply in replies))
+    """Join the replies to the calls of a turn: the results of several, and their texts one below the other."""
+    texts = [reply.text for reply in replies]
+    return Reply(
+        "\n".join(texts),
+        invalid=any(reply.invalid for reply in replies),
+        results=tuple(texts) if len(texts) > 1 else (),
+    )
 
 
 def rows_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

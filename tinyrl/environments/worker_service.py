@@ -62,8 +62,8 @@ def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]]
 
 
 def as_reply(value: Any) -> tuple[list[Any] | None, str]:
-    """Return a reply as JSON has it, [text, done, reward, invalid] or null, and what is wrong with a malformed one; an
-    exception in the place of a reply is its own reason.
+    """Return a reply as JSON has it, [text, done, reward, invalid, results] or null, and what is wrong with a malformed
+    one; an exception in the place of a reply is its own reason.
     """
     if value is None or isinstance(value, Exception):
         return None, "" if value is None else f"gave no answer: {value}"
@@ -74,7 +74,11 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
     number, problem = as_score(reward)
     if number is None:
         return None, f"gave the reward {problem or reward}"
-    return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False))], ""
+    results = getattr(value, "results", ())
+    if not isinstance(results, list | tuple) or not all(isinstance(result, str) for result in results):
+        return None, "gave results that are no list of texts"
+    shown = [result[:MAX_TEXT_CHARS] for result in results]
+    return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False)), shown], ""
 
 
 # ---- agents ----

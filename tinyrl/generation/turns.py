@@ -23,7 +23,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, row_keys
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
@@ -83,9 +83,9 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
             f"{'has none that shows them' if chat else 'is prompted without one'}; describe them in the prompt and "
             "answer with environment.name=FILE.py:FUNCTION"
         )
-    variables, eos = {**template, **({"tools": schemas} if schemas else {})}, eos_token_ids(policy, tokenizer)
+    variables = {**template, **({"tools": schemas} if schemas else {})}
     most = environment.max_observation_tokens
-    observations = ObservationTokens(tokenizer, chat=chat, variables=variables, eos=eos, max_tokens=most)
+    observations = ObservationTokens(tokenizer, chat=chat, variables=variables, max_tokens=most)
     form = call_form(tokenizer, template) if schemas else None
     return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables, form)
 
@@ -201,16 +201,18 @@ class Episodes(AbstractContextManager):
         last = len(episode.turn_ends) == runner.environment.max_turns
         if reply.done or last or episode.num_actions >= runner.max_new_tokens:
             if reply.text:
-                episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
+                texts, _ = runner.observations.fitted(reply.results or [reply.text])
+                episode.transcript += [{"role": "tool", "content": text} for text in texts]
             episode.over = reply.done
             if not reply.done:
                 episode.finish_reason = "turns" if last else "length"
             return None
-        tokens, text = runner.observations(reply.text, ended_at=episode.ended_at)
-        episode.transcript.append({"role": "tool", "content": text})
-        episode.num_tokens += len(tokens)
-        self.responses[sample].add(tokens)
-        return tokens
+        observation = runner.observations(reply.results or [reply.text], ended_at=episode.ended_at)
+        episode.transcript += [{"role": "tool", "content": text} for text in observation.texts]
+        episode.cut += observation.cut
+        episode.num_tokens += len(observation.tokens)
+        self.responses[sample].add(observation.tokens)
+        return observation.tokens
 
     def finalized(self) -> list[Completion]:
         """Return the responses with their finish reasons; episodes cut off get the environment's final reward."""

@@ -75,8 +75,8 @@ def row_lines(trainer: Any) -> list[str]:
     about = f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}"
     lines = [f"as the model reads it: {first.text!r}", f"its last tokens: {pieces}", about]
     if isinstance(runner := trainer.collector.runner, EpisodeRunner):
-        tokens, _ = runner.observations("reply", ended_at=runner.observations.end)
-        text = str(trainer.policy.tokenizer.decode(tokens))
+        observation = runner.observations(["reply"], ended_at=runner.observations.end)
+        text = str(trainer.policy.tokenizer.decode(observation.tokens))
         lines.append(f"a reply of the environment as the model reads it, which is not learnt: {text!r}")
     return lines
 
