@@ -1,6 +1,7 @@
 """Tools and TRL's environment classes: what a turn calls, its reply, and that a replay equals the live episode."""
 
 import asyncio
+import enum
 import json
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_a_result_becomes_text_and_a_failed_call_is_answered_with_its_reason() -
         ("<tool_call></tool_call>", "not JSON: Expecting value: line 1 column 1 (char 0)"),
         (call("multiply", a=1), "there is no tool 'multiply'; there are: add, divide"),
         (call("add"), "add: missing a required argument: 'a'"),
-        (call("divide", a=1, b=0), "ZeroDivisionError: division by zero"),
+        (call("divide", a=1, b=0), "ZeroDivisionError: float division by zero"),
         (call("divide", a=1, b=-1), "ValueError"),
     ]:
         reply = answer(add, divide, to=made + call("add", a=1))
@@ -131,6 +132,70 @@ def test_a_tool_may_get_the_episode_that_called_it() -> None:
     assert forged == Reply(f"{CALL_FAILED} whoami: got an unexpected keyword argument 'episode'", invalid=True)
     (schema,) = worker_service.tools([whoami]).facts["schemas"]
     assert list(schema["function"]["parameters"]["properties"]) == ["loud"]
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def paint(count: int, color: Color = Color.RED, note: int | str = "") -> str:
+    """Paint.
+
+    Args:
+        count: How many.
+        color: In which color.
+        note: Anything.
+    """
+    return f"{count!r} {color!r} {note!r}"
+
+
+def test_arguments_have_the_types_of_the_hints() -> None:
+    for given, shown in (
+        ({"count": 2, "color": "blue"}, "2 <Color.BLUE: 'blue'> ''"),
+        ({"count": "2"}, "2 <Color.RED: 'red'> ''"),
+        ({"count": 2.0, "note": "3"}, "2 <Color.RED: 'red'> '3'"),
+        ({"count": 2, "note": 3}, "2 <Color.RED: 'red'> 3"),
+    ):
+        assert answer(paint, to=call("paint", **given)) == Reply(shown)
+
+
+@pytest.mark.parametrize("given", [{"count": "two"}, {"count": 2.5}, {"count": 2, "color": "green"}, {"count": None}])
+def test_an_argument_of_another_type_is_a_failed_call(given: dict[str, Any]) -> None:
+    reply = answer(paint, to=call("paint", **given))
+    assert isinstance(reply, Reply)
+    assert reply.invalid
+    assert reply.text.startswith(f"{CALL_FAILED} paint: {[*given][-1]}: ")
+
+
+def test_the_schema_of_a_tool_has_its_defaults() -> None:
+    (schema,) = worker_service.schemas([paint])
+    properties = schema["function"]["parameters"]["properties"]
+    assert {name: found.get("default", "none") for name, found in properties.items()} == {
+        "count": "none",
+        "color": "red",
+        "note": "",
+    }
+
+
+def test_parameters_that_a_call_cannot_name_are_refused() -> None:
+    def rest(*places: str) -> None:
+        """Look.
+
+        Args:
+            places: Where.
+        """
+
+    def first(place: str, /) -> None:
+        """Look.
+
+        Args:
+            place: Where.
+        """
+
+    for tool, name in ((rest, "rest"), (first, "first")):
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            worker_service.schemas([tool])
 
 
 # ---- TRL's classes ----

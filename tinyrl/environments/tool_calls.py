@@ -7,9 +7,12 @@ answered with CALL_FAILED and the reason.
 """
 
 import copy
+import functools
 import inspect
 import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +112,52 @@ def _begin(tools: Tools, call: Call) -> Any:
     except TypeError as error:
         return _failed(f"{call.name}: {error}")
     try:
-        return tools[call.name](**call.arguments)
+        arguments = typed_arguments(tools[call.name], call.arguments)
+    except ValueError as error:
+        return _failed(f"{call.name}: {error}")
+    try:
+        return tools[call.name](**arguments)
     except Exception as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
         return error
+
+
+def typed_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Convert arguments, as JSON has them, to the types that a tool's hints name: an Enum from its value, 2 for "2"
+    where a whole number is asked for. Raises ValueError, naming the parameter, for one that is of no such type.
+    """
+    types = _hinted_types(inspect.unwrap(getattr(tool, "__func__", tool)))
+    converted = dict(arguments)
+    for name, value in arguments.items():
+        if name in types:
+            try:
+                converted[name] = types[name].validate_python(value)
+            except ValueError as error:
+                reasons: Any = getattr(error, "errors", list)()
+                raise ValueError(f"{name}: {reasons[0]['msg'] if reasons else error}") from None
+    return converted
+
+
+@functools.lru_cache(maxsize=1024)
+def _hinted_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what validates a function's parameters by their type hints, but for types that pydantic does not know."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):  # a name that is known to type checkers alone
+        hints = {}
+    hints.pop("return", None)
+    if not hints:
+        return {}
+    from pydantic import (
+        PydanticSchemaGenerationError,
+        PydanticUserError,
+        TypeAdapter,
+    )  # takes longer than all else here
+
+    types = {}
+    for name, hint in hints.items():
+        with suppress(PydanticSchemaGenerationError, PydanticUserError):
+            types[name] = TypeAdapter(hint)
+    return types
 
 
 def _failed(reason: str) -> Reply:
