@@ -68,6 +68,13 @@ def test_calls_are_parsed_in_order_and_thoughts_call_nothing() -> None:
     assert calls_of(turn(call("show"), tool_calls=[])) == []
 
 
+def test_a_thought_that_is_not_closed_calls_nothing() -> None:
+    thought = f"<think>I could {call('show')}"
+    assert calls_of(turn(thought)) == []
+    assert calls_of(turn(f"{thought}</think>")) == []
+    assert calls_of(turn(f"I could write <think>: {call('show')}")) == [Call("show", {})]
+
+
 def test_a_call_that_cannot_be_parsed_has_its_problem() -> None:
     for text, problem in [
         ('<tool_call>["add"]</tool_call>', "a call is an object with 'name'"),

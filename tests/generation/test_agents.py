@@ -122,15 +122,13 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     prompt, target = render_answer(tokenizer, CHAT[:1], CHAT[1:2], chat="auto", system_prompt=None, variables={})
     answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
     episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512)
-    asked = Given(CHAT[:1])
-    sequence, conversation = episode.call(prompt, asked, limit=None, stop=[])
-    sequence.on_end(Completion(answer, [-1.0] * len(answer), "eos"))
-    conversation.answer(asked, {"content": "one"})
-    sequence, _ = episode.call([], Given(CHAT), limit=None, stop=[])
+    last = Completion(answer, [-1.0] * len(answer), "eos")
+    added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
     whole = rendered_by_the_library(tokenizer, CHAT)
     extra = answer[-1:] if end == "<eos>" else []  # which this template does not write
     border = len(prompt) + len(answer) - len(extra)
-    assert sequence.prompt == whole[:border] + extra + whole[border:]
+    assert prompt + answer == whole[:border] + extra
+    assert added == whole[border:]
 
 
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:

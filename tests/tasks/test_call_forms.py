@@ -10,6 +10,7 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.environments.tool_calls import Call, calls_of
+from tinyrl.tasks.answers import turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import token_ids
 
@@ -98,6 +99,34 @@ def test_calls_are_read_in_the_form_of_the_template(
     assert ("tool_calls" in message) == (bool(calls) and not form.in_text)
     assert calls_of(message) == calls
     assert form.in_text == (template in (HERMES, None))
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (HERMES, written("<tool_call>ONE</tool_call>")),
+        (LLAMA, written("ONE", "parameters")),
+        (MISTRAL, written("[TOOL_CALLS][ONE]")),
+        (CODER, IN_XML),
+    ],
+)
+def test_a_thought_that_the_prompt_or_a_token_opened_calls_nothing_in_any_form(template: str, call: str) -> None:
+    tokenizer = tokenizer_of(template)
+    for marker in ("<think>", "</think>"):  # which decoding without special tokens drops
+        tokenizer.add_tokens(AddedToken(marker, special=True), special_tokens=True)
+    form = call_form(tokenizer, {})
+    for opened, turn, calls in (
+        ("<think>\n", call, []),
+        ("<think>\n", f"</think>{call}", [ADDED]),
+        ("", f"<think>{call}", []),
+        ("", f"<think>{call}</think>{call}", [ADDED]),
+        ("", call, [ADDED]),
+    ):
+        tokens = token_ids(form.tokenizer, turn + EOS)
+        text = opened + turn_text(form.tokenizer, tokens)
+        assert form.read(text, tokens, tools=TOOLS, opened=opened)[1] == calls
+        message = form.message(text, tokens, tools=TOOLS, opened=opened)
+        assert calls_of(message) == calls
 
 
 def test_a_broken_call_is_one_that_fails() -> None:

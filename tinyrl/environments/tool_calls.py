@@ -2,8 +2,8 @@
 
 A turn holds any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or its message was
 parsed before (tasks/call_forms.py) and has a list `tool_calls`, with text for a call that could not be parsed. As in
-serving engines, a call ends at the first closing tag, and text before `</think>` calls nothing. Any other call is
-answered with CALL_FAILED and the reason.
+serving engines, a call ends at the first closing tag, and thoughts call nothing (text.without_thoughts). Any other call
+is answered with CALL_FAILED and the reason.
 """
 
 import copy
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyrl.environments import Message, Reply
+from tinyrl.text import without_thoughts
 from tinyrl.workers.worker import awaited
 
 CALL_FAILED = "This call failed:"
 MAX_REASON_CHARS = 200  # of an exception's first line
-OPEN, CLOSE, END_OF_THINKING = "<tool_call>", "</tool_call>", "</think>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 DECODER = json.JSONDecoder()
 
 Tools = Mapping[str, Callable[..., Any]]
@@ -49,8 +50,7 @@ def calls_of(message: Message) -> list[Call]:
     if message.get("tool_calls") is not None:
         given = copy.deepcopy(message["tool_calls"])
         return [Call(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
-    text, calls = message["content"], []
-    at = max(0, text.find(END_OF_THINKING))
+    text, calls, at = without_thoughts(message["content"]), list[Call](), 0
     while (opened := text.find(OPEN, at)) >= 0:
         start = opened + len(OPEN)
         end = text.find(CLOSE, start)

@@ -28,7 +28,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
-from tinyrl.tasks.answers import ObservationTokens
+from tinyrl.tasks.answers import ObservationTokens, turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, row_columns, shows_tools
 
@@ -157,10 +157,10 @@ class Episodes(AbstractContextManager):
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
             opened = self.runner.observations.opened if episode.ended_at is not None else ""
-        text = opened + str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = opened + turn_text(self.runner.tokenizer, tokens)
         message: Message = {"role": "assistant", "content": text}
         if (form := self.runner.form) is not None:
-            message = form.message(text, tokens, tools=self.runner.variables["tools"])
+            message = form.message(text, tokens, tools=self.runner.variables["tools"], opened=opened)
         episode.transcript.append(message)
         response.add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)

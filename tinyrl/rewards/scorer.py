@@ -29,7 +29,8 @@ from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import answer_tokens, as_ended
+from tinyrl.tasks.answers import answer_tokens, as_ended, turn_text
+from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.text import one_line
 from tinyrl.workers.calls import RowFailure
@@ -270,7 +271,13 @@ class Scorer:
         return call
 
     def text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return turn_text(self.tokenizer, tokens)
+
+    def answers(
+        self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
+    ) -> list[str]:
+        """Return the texts of completions in which their answers are: without thoughts and an environment's replies."""
+        return [answer_text(one) for one in self._reward_inputs(prompts, completions, transcripts)]
 
     def _reward_inputs(
         self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
-from tinyrl.models.tokens import disguised, template_text, token_ids, tokens_behind
+from tinyrl.models.tokens import THOUGHTS, disguised, markers_of, template_text, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,
@@ -137,6 +137,23 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     found = {*tokenizer.all_special_ids, *added}
     return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)
+
+
+@lru_cache(maxsize=4)
+def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that a turn's text is without, where the markers of thoughts are special tokens: the other
+    special ones. Return none where decoding without special tokens keeps the markers.
+    """
+    special = special_ids(tokenizer)
+    thoughts = {id for marker, id in markers_of(tokenizer).ids.items() if marker in THOUGHTS}
+    return special - thoughts if special & thoughts else frozenset()
+
+
+def turn_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Return the text of a policy's tokens: without special tokens, but with the markers of its thoughts."""
+    hidden = hidden_ids(tokenizer)
+    shown = [token for token in tokens if token not in hidden]
+    return str(tokenizer.decode(shown, skip_special_tokens=not hidden))
 
 
 # ---- answers to learn from ----

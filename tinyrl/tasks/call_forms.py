@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
+from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, Call, call_in, calls_of, parse_json
 from tinyrl.models.tokens import template_text, token_ids
-from tinyrl.tasks.answers import special_ids
+from tinyrl.tasks.answers import hidden_ids, special_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
-from tinyrl.text import truncate
+from tinyrl.text import truncate, without_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -48,7 +48,7 @@ class CallForm:
 
     name      for people
     special   special tokens that are part of calls
-    split     (text with these, tools) -> where the calls begin, and the calls
+    split     (text with these and without thoughts, tools) -> where the calls begin, and the calls
     """
 
     tokenizer: Tokenizer
@@ -61,21 +61,25 @@ class CallForm:
         """Return whether environments parse the calls themselves, from the text of a turn."""
         return self.name == HERMES and not self.special
 
-    def read(self, text: str, tokens: list[int], *, tools: list[Any] | None) -> tuple[str, list[Call]]:
-        """Split a policy's turn into its text before the calls, and the calls."""
+    def read(
+        self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = ""
+    ) -> tuple[str, list[Call]]:
+        """Split a policy's turn into its text before the calls, and the calls. text: with the thought that the prompt
+        has `opened`, which the tokens do not hold.
+        """
         written = text
         if not self.in_text:
-            hidden = special_ids(self.tokenizer) - self.special
-            written = str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
-        start, calls = self.split(written, tools or [])
+            hidden = (hidden_ids(self.tokenizer) or special_ids(self.tokenizer)) - self.special
+            written = opened + str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
+        start, calls = self.split(without_thoughts(written), tools or [])
         head = written[:start]
         return (text[: text.find(head) + len(head)] if head in text else text), calls
 
-    def message(self, text: str, tokens: list[int], *, tools: list[Any] | None) -> Message:
+    def message(self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = "") -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
         that cannot be executed is its problem, as text.
         """
-        calls = [] if self.in_text else self.read(text, tokens, tools=tools)[1]
+        calls = [] if self.in_text else self.read(text, tokens, tools=tools, opened=opened)[1]
         entries = [
             each.problem or {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
             for each in calls
@@ -125,21 +129,19 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
 # ---- the forms ----
 
 
-def _after_thinking(text: str) -> int:
-    at = text.find(END_OF_THINKING)
-    return at + len(END_OF_THINKING) if at >= 0 else 0
-
-
 def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
-    return text.find(OPEN, _after_thinking(text)), calls_of({"content": text})
+    start = text.find(OPEN)
+    return start if start >= 0 else len(text), calls_of({"content": text})
 
 
 def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
     """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
     and JSON without a name is an answer.
     """
-    calls, at = list[Call](), _after_thinking(text)
-    first = max(0, text.find(marker, at)) if marker else at
+    calls, at = list[Call](), 0
+    first = len(text) - len(text.lstrip())
+    if marker:
+        first = text.find(marker) if marker in text else len(text)
     while True:
         if marker:
             at = text.find(marker, at) + len(marker)
@@ -169,9 +171,8 @@ def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
     function or of the calls, follows it, and a parameter opens only at the function's beginning and behind such an end.
     A call that may also be read otherwise is one that fails: no argument is ever shortened.
     """
-    at = _after_thinking(text)
-    starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag, at)) >= 0]
-    calls = list[Call]()
+    starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag)) >= 0]
+    calls, at = list[Call](), 0
     while (opened := text.find(FUNCTION, at)) >= 0:
         end = _function_end(text, opened)
         if end is None:
