@@ -1,5 +1,6 @@
 """`tinyrl check` finds planted faults, each with the setting or the place to mend, and passes sound recipes."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -181,3 +182,12 @@ def test_the_facts_of_rewards_and_environments_are_counted() -> None:
     tools = sections_of(f"{ROWS} environment.tools=[mine.py:add] model.path=tools", QUICK)[-1].facts
     assert tools["call add"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
     assert tools["unknown tool"]["invalid"] == tools["gold"]["ended"] == 15
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the extra math")
+def test_gold_answers_that_cannot_be_read_are_counted() -> None:
+    golds = ["1", r"\frac12", r"\text{}", "$$"] * 4
+    rows = [{"prompt": f"p{place}", "answer": gold} for place, gold in enumerate(golds)]
+    Path("golds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "grpo task.name=rows task.data=golds.jsonl task.eval_data=golds.jsonl task.grading=math model.path=starter"
+    assert sections_of(words, QUICK)[2].facts["unread"] == 8

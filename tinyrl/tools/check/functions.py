@@ -115,9 +115,15 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         )
         names = " + ".join(function.name for function in functions) or task.name
         section.lines = [f"{names}: {shown}; {seconds * 1e3:.1f} ms for {len(rows)} rows"]
+        unread = sum(map(math.isnan, scores.get("gold", []))) if reward.is_verifier and not failures else 0
+        if unread:
+            section.lines.append(
+                f"warning: {unread} of {len(rows)} gold answers cannot be read: those rows have no score"
+            )
+            section.facts["unread"] = unread
         if f.played and not f.known:
             section.lines = [f"{names} gives none: it is the environment's alone"]
-        section.facts = {kind: None if math.isnan(one) else one for kind, one in means.items()}
+        section.facts |= {kind: None if math.isnan(one) else one for kind, one in means.items()}
         section.facts |= {"seconds": seconds, "failed": f.failed}
         if 0 < f.failed <= MAX_FAILED_SHARE:
             section.lines.append(f"warning: {f.failed:.0%} of the rows failed, the first so: {f.why}")
