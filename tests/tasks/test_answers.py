@@ -88,6 +88,16 @@ def test_a_text_has_one_start_and_one_end(prompt: str | None, answer: str, wante
         assert render_answer(around, None, answer, **HOW) == ([2], [3, 2])
 
 
+@pytest.mark.parametrize("bos", ["<s>", " <s> "])
+def test_a_bos_of_the_answer_is_left_out_where_the_prompt_has_it(bos: str):
+    around = small_tokenizer(pattern="<s> $A")
+    assert render_answer(around, "hello", f"{bos}world", **HOW) == ([1, 3], [4, 2])
+    bare = small_tokenizer()
+    assert render_answer(bare, "hello", f"{bos}world", **HOW) == ([3], [1, 4, 2])  # the prompt has none
+    chat = small_tokenizer(template="<s> {% for m in messages %}{{ m.content }} </s> {% endfor %}")
+    assert render_answer(chat, "hello", f"{bos}world", **HOW)[1] == [4, 2]
+
+
 # ---- turns of a chat ----
 
 ASKED = "[user]2+2?<eos>\n[assistant]"

@@ -163,10 +163,14 @@ def answer_tokens(
     tokenizer: Tokenizer, prompt: Rendered | PreparedPrompt, answer: str, *, chat: Chat, variables: dict[str, Any]
 ) -> list[int]:
     """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. A <think> that
-    the prompt has opened is not repeated. Under a chat template the answer is closed as the template closes a turn, and
-    markers in it are read as text, except its end and those that a policy writes itself.
+    the prompt has opened is not repeated, nor a BOS that the prompt begins with. Under a chat template the answer is
+    closed as the template closes a turn, and markers in it are read as text, except its end and those that a policy
+    writes itself.
     """
     end = answer_end(tokenizer, chat=chat, variables=variables)
+    bos = str(tokenizer.bos_token or "")
+    if bos and prompt.tokens[:1] == [tokenizer.bos_token_id] and answer.lstrip().startswith(bos):
+        answer = answer.lstrip().removeprefix(bos)
     if prompt.opened and answer.lstrip().startswith("<think>"):
         thoughts, opened = answer.lstrip().removeprefix("<think>"), prompt.opened.removeprefix("<think>")
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
