@@ -45,6 +45,9 @@ REWARDS = """
     def sleeps(prompts, completions, **columns):
         return [time.sleep(0.2 * (c == "slow")) or 1.0 for p, c in zip(prompts, completions)]
 
+    def comments(prompts, completions, **columns):
+        return [(1.0, "half an emoji: \\ud83d") for c in completions]
+
     def raises_on_one_prompt(prompts, completions, answer, **columns):
         return [1 / (a != "a") for a in answer]
 """
@@ -119,6 +122,15 @@ def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white
         scorer(prompts[:2], [[0], [4]])  # equal
         assert scorer.metrics()["completion/whitespace_duplicates"] == 0.0
         assert any("prompt 7 (p7), 0." in line for line in scorer.functions[0].printed.kept)
+    finally:
+        scorer.close()
+
+
+def test_comments_are_texts_that_can_be_written(tmp_path: Path) -> None:
+    scorer = scorer_of(tmp_path, {"comments": 1.0})
+    try:
+        scores = scorer([PreparedPrompt(0, {"prompt": "p"}, "p", "p", [1], "")], [[5]])
+        assert scores.whys == ["half an emoji: \ufffd"]
     finally:
         scorer.close()
 

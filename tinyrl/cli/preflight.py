@@ -17,12 +17,18 @@ from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
 from tinyrl.workers.loading import parse_use
 
+THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
+
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for what would stop a run before its first step and needs no model to be found."""
     check_training(config)
     if config.generation.engine == "server" and launched().world_size > 1:
         raise ValueError("generation.engine=server samples for one process: leave the launcher out, or take auto")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.run.threads != "auto" and config.run.threads > THREADS_A_CORE * cores:
+        most = f"at most {THREADS_A_CORE * cores} on the {cores} cores of this machine"
+        raise ValueError(f"run.threads={config.run.threads}: {most}; auto chooses them by the model's width")
     check_trackers(config.run.trackers)
     model, teacher = config.model, config.teacher
     if config.learns_from_teacher and teacher.path is None:

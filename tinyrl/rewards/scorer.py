@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Episode, episode_text
+from tinyrl.environments.tool_calls import encodable
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.batch import Example
 from tinyrl.models.micro_batches import MicroBatches, Work
@@ -228,7 +229,8 @@ class Scorer:
         dropped = scores[:, counted].isnan().all(-1)
         dropped[[failure.row for failure in fatal]] = True
         whys = [call.whys for call in calls if call.whys]
-        joined = ["\n".join(filter(None, of_row)) for of_row in zip(*whys, strict=True)] if whys else None
+        rows = zip(*whys, strict=True)
+        joined = [encodable("\n".join(filter(None, of_row))) for of_row in rows] if whys else None
         failures = [failure for call in calls for failure in call.failures] + lost
         return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined)
 

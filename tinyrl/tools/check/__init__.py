@@ -67,13 +67,14 @@ def check(
     from tinyrl.rollout.load import load_method, resolve_threads
     from tinyrl.tools.check import loaded, policy
     from tinyrl.training.run import out_of_memory_stops
+    from tinyrl.training.step import schedule_notes
 
     trainer, notes, refused = None, list[str](), ""
     try:
         with out_of_memory_stops("while the run was checked"):
             try:
                 trainer = load_method(config, options=options)
-                notes = [resolve_threads(trainer.policy), *trainer.check()]
+                notes = [resolve_threads(trainer.policy), *schedule_notes(trainer.policy.config), *trainer.check()]
                 cut = excerpt("\n".join(loaded.row_lines(trainer)), 4 * SHOWN)
                 rows.lines += [cut.head, *([f"[{cut.omitted:,} characters]", cut.tail] if cut.omitted else [])]
             except ExplainedByCheck as error:
