@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tinyrl.text import (
     Excerpt,
+    answer_in,
     excerpt,
     format_bytes,
     format_clock,
@@ -19,6 +20,7 @@ from tinyrl.text import (
     one_line,
     resolve_url,
     typeset_number,
+    without_thoughts,
 )
 from tinyrl.tools.report import text_html
 
@@ -28,6 +30,27 @@ def test_excerpt_keeps_both_ends() -> None:
     assert excerpt("abcdefghijkl", 9) == Excerpt("abcdef", 3, "jkl")
     assert excerpt("1\n2\n3\n4\n5\n6\nend", 48, lines=6) == Excerpt("1\n2\n3\n4", 3, "6\nend")
     assert excerpt("1\n2\n3\n4\n5\n6\n7", 100, lines=6) == Excerpt("1\n2\n3\n4", 3, "6\n7")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<think>maybe 42, no", ""),  # cut off
+        ("<think>a</think>7", "7"),
+        ("maybe 42, no</think>7", "7"),  # the prompt has opened it
+        ("x 42 <think>hm</think> y", "x 42                   y"),
+        ("<think>a</think>\n\n<think>b", ""),
+        ("ok\n <think>\nmaybe", "ok"),
+        ("<think>a<think>b</think>c", "c"),
+        # words of an answer
+        ("use <think> please", "use <think> please"),
+        ("<think>a</think>x</think>y", "x</think>y"),
+        (" 7 ", " 7 "),
+    ],
+)
+def test_an_answer_is_what_is_said_outside_of_thoughts(text: str, shown: str) -> None:
+    assert answer_in(text) == shown
+    assert len(without_thoughts(text)) == len(text)
 
 
 @given(text=st.text(), limit=st.integers(3, 40))

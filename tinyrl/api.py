@@ -27,6 +27,7 @@ from tinyrl.cli.train import print_note
 from tinyrl.config.recipe import as_override, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
+from tinyrl.data.readers import plain_row
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.launched import Options
@@ -252,7 +253,8 @@ def overrides_from(
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path) -> Path:
     """Write rows as a .jsonl file named by its content."""
-    text = "".join(json.dumps(_plain(f"row {at}", row)) + "\n" for at, row in enumerate(rows, start=1))
+    plain = (_plain(f"row {at}", plain_row(row, f"row {at}")) for at, row in enumerate(rows, start=1))
+    text = "".join(json.dumps(row) + "\n" for row in plain)
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)

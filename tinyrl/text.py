@@ -10,7 +10,7 @@ import os
 import re
 import unicodedata
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
@@ -23,6 +23,40 @@ MASK = "***"  # replaces what may be secret in a URL
 # A word is matched from its beginning only, without backtracking: else a line of 64 KB takes minutes.
 _URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
 _URL_QUERY = re.compile(r"((?<!\w)\w++://[^\s?\"'<>]*\?)([^\s\"'<>)\]]+)")
+
+
+_THOUGHT = re.compile(r"<think>|</think>")
+
+
+def without_thoughts(text: str) -> str:
+    """Replace the thoughts of a model's turn by spaces: nothing in them is an answer, or a call of a tool.
+
+    A thought reaches from <think> to the next </think>, or from the beginning to a </think> that nothing opens (its
+    opening is the prompt's). One that is not closed reaches to the end, if its <think> begins the turn or a line of it,
+    as a prompt and a model's own token do; elsewhere it is a word of the answer.
+    """
+    shown, at, start = list[str](), 0, None
+    for tag in _THOUGHT.finditer(text):
+        if tag.group() == "<think>":
+            start = tag.start() if start is None else start
+            continue
+        if start is None and at > 0:  # a word: the turn's thoughts have ended
+            continue
+        begun = 0 if start is None else start
+        shown += [text[at:begun], " " * (tag.end() - begun)]
+        at, start = tag.end(), None
+    rest = text[at:]
+    if start is not None:
+        unclosed = re.search(r"(?m)^[ \t]*<think>", rest)
+        if unclosed:
+            rest = rest[: unclosed.start()] + " " * (len(rest) - unclosed.start())
+    return "".join([*shown, rest])
+
+
+def answer_in(text: str) -> str:
+    """Return what a model's turn says outside of its thoughts; a turn without any as it is."""
+    shown = without_thoughts(text)
+    return text if shown == text else shown.strip()
 
 
 class Excerpt(NamedTuple):
@@ -198,16 +232,19 @@ def resolve_url(url: str, *, setting: str) -> str:
 class IncrementalDetokenizer:
     """Text of tokens as they come, returned once it is whole: bytes of half a character wait for the others.
 
-    before: tokens in front of them, decoded along: a tokenizer may join or drop spaces there. options: of decoding.
+    before: tokens in front of them, decoded along: a tokenizer may join or drop spaces there. hidden: tokens without a
+    text, instead of all special ones. options: of decoding.
     """
 
-    def __init__(self, tokenizer: Any, *, before: Iterable[int] = (), **options: Any) -> None:
-        self._tokenizer, self._tokens = tokenizer, [*before]
-        self._options: Any = options or {"skip_special_tokens": True}
+    def __init__(
+        self, tokenizer: Any, *, before: Iterable[int] = (), hidden: Collection[int] = (), **options: Any
+    ) -> None:
+        self._tokenizer, self._tokens, self._hidden = tokenizer, [*before], hidden
+        self._options: Any = options or {"skip_special_tokens": not hidden}
         self._before, self._out = 0, len(self._tokens)  # text is decoded from `before`; up to `out` it was returned
 
     def add(self, tokens: list[int], *, at_end: bool = False) -> str:
-        self._tokens += tokens
+        self._tokens += [token for token in tokens if token not in self._hidden]
         known, text = (
             str(self._tokenizer.decode(part, **self._options))
             for part in (self._tokens[self._before : self._out], self._tokens[self._before :])

@@ -1,5 +1,7 @@
 """tinyrl in a script or a notebook: the command's run bit for bit, interrupts that save, one run at a time."""
 
+import datetime
+import decimal
 import functools
 import json
 import math
@@ -163,6 +165,12 @@ def test_settings_rewards_and_rows_become_what_the_command_line_takes(tmp_path: 
     assert words[1:3] == ["task.name=rows", f"task.data={tmp_path / 'a.jsonl'}"]
     key, _, file = words[3].partition("=")
     assert (key, Path(file).read_text()) == ("task.eval_data", '{"prompt": "a", "n": 2, "x": {"y": null}}\n')
+    dated = [{"prompt": "a", "on": datetime.date(2026, 11, 28), "price": decimal.Decimal("1.5")}]
+    [_, _, word] = overrides_from({}, None, dated, inputs=tmp_path)
+    written = Path(word.partition("=")[2]).read_text()
+    assert written == '{"prompt": "a", "on": "2026-11-28", "price": 1.5}\n'
+    with pytest.raises(ValueError, match="row 1: column 'image' holds bytes"):
+        overrides_from({}, None, [{"prompt": "a", "image": b"x"}], inputs=tmp_path)
     [word] = overrides_from({}, [functools.partial(variety, scale=2), "r.py:f"])
     assert "__main__:variety" in word
     assert "r.py:f" in word

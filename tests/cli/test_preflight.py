@@ -54,6 +54,7 @@ IN_ORDER: list[dict[str, Any]] = [
     {"model": {"path": "model", "adapter": "runs/mine"}},
     {"task": {"data": "owner/name:main@train"}},  # it may be on the hub
     {"reward": {**function("rewards.py:score"), "model": "runs/mine"}},
+    {"run": {"threads": 4}},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [  # and what is named
     ({"model": {"path": "./modle"}}, "`model`"),
@@ -67,6 +68,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # and what is named
     ({"task": {}}, "task.data is missing"),
     ({"task": {"name": "srot"}}, "srot"),
     *(({"task": {"data": name}}, name) for name in ("nowhere.jsonl", "./a/b", "model")),
+    *(({"task": {"data": "x" * 5000 + ending}}, "xxx...") for ending in ("", ".jsonl")),
+    ({"run": {"threads": 100_000}}, "run.threads=100000"),
 ]
 
 

@@ -299,3 +299,41 @@ def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any], method: 
         assert 1 <= len(str(error).splitlines()) <= 6  # noqa: PT017
     else:
         assert config.method == method
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("task.system_prompt=Answer as item # then stop", "Answer as item # then stop"),
+        ("task.system_prompt=yes: no", "yes: no"),
+        ("task.system_prompt=[a", "[a"),
+        ("task.system_prompt=5", "5"),
+        ("task.system_prompt= a ", " a "),
+        ('task.system_prompt="a # b"', "a # b"),
+        ('task.system_prompt="Go" he said', '"Go" he said'),
+        *[(f"task.system_prompt={null}", None) for null in ("null", "~", "")],
+        ("model.path=null", "null"),  # which may not be null
+        # others are YAML
+        ("run.num_steps=5 # steps", 5),
+        ("generation.stop=[a, 'b # c']", ["a", "b # c"]),
+        ("task.columns={q: a}", {"q": "a"}),
+    ],
+)
+def test_a_text_on_the_command_line_is_what_was_typed(override: str, value: Any):
+    section, _, name = override.partition("=")[0].partition(".")
+    assert apply_overrides({}, [override]) == {section: {name: value}}
+
+
+@pytest.mark.parametrize("value", ["a # b", "'a", '"a"', "null", "5", " a ", "", "x: [", "line\nbreak", None])
+def test_an_override_of_a_text_reads_back_as_it_was(value: str | None):
+    assert apply_overrides({}, [as_override("task.system_prompt", value)]) == {"task": {"system_prompt": value}}
+
+
+@pytest.mark.parametrize(
+    "override", ["task.system_prompt=a\ud83d", 'generation.stop=["\\ud83d"]', "task.columns={q: \ud83d}"]
+)
+def test_a_lone_surrogate_in_a_setting_is_refused(override: str):
+    with pytest.raises(ValueError, match=r"surrogate|not allowed"):
+        apply_overrides({}, [override])
+    with pytest.raises(ValueError, match=r"task\.system_prompt.*surrogate"):
+        apply_overrides({"task": {"system_prompt": "\ud83d"}}, [])

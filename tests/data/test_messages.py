@@ -72,6 +72,52 @@ def test_arguments_of_a_call_are_an_object(given: dict[str, Any], arguments: Any
     assert function == {"name": "add", **given}  # the row is not changed
 
 
+def calling(*ids: str | None) -> dict[str, Any]:
+    calls = [{"id": one, "type": "function", "function": {"name": "f", "arguments": {}}} for one in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def result(content: str, call: str | None = None) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **({} if call is None else {"tool_call_id": call})}
+
+
+@pytest.mark.parametrize(
+    ("before", "results", "wanted"),
+    [
+        ([USER, calling("a", "b")], [result("B", "b"), result("A", "a")], "AB"),
+        ([USER, calling("a", "b")], [result("B", "b")], "B"),
+        # nothing tells which result is whose
+        ([USER, calling(None, None)], [result("B", "b"), result("A", "a")], "BA"),
+        ([USER, calling("x", "x")], [result("B", "x"), result("A", "x")], "BA"),
+        ([USER, calling("a", "b")], [result("B"), result("A")], "BA"),
+        ([USER], [result("B", "b"), result("A", "a")], "BA"),
+    ],
+)
+def test_results_are_in_the_order_of_their_calls(before: list[Any], results: list[Any], wanted: str):
+    read = messages_of([*before, *results, USER], "messages")
+    assert "".join(message["content"] for message in read[len(before) : -1]) == wanted
+    assert read[-1] == USER
+
+
+def test_each_turn_has_its_own_calls():
+    given = [USER, calling("a", "b"), result("B", "b"), result("A", "a"), calling("c"), result("C", "c"), USER]
+    assert [message["content"] for message in messages_of(given, "messages")][2:6] == ["A", "B", "", "C"]
+    with pytest.raises(ValueError, match="tool_call_id='a'"):
+        messages_of([*given, calling("d"), result("A", "a")], "messages")
+
+
+@pytest.mark.parametrize("results", [[result("A", "c")], [result("A", "a"), result("B", "a")]])
+def test_a_result_of_no_call_and_a_second_one_are_refused(results: list[Any]):
+    with pytest.raises(ValueError, match="tool_call_id"):
+        messages_of([USER, calling("a", "b"), *results], "messages")
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "x"}}])
+def test_an_image_is_refused_by_its_name(part: dict[str, Any]):
+    with pytest.raises(ValueError, match=part["type"]):
+        messages_of([{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "messages")
+
+
 def test_keys_of_tools_that_are_null_are_absent():
     schema = {"type": "object", "properties": {"a": {"type": "string", "enum": None}, "b": None}}
     tool = {"type": "function", "function": {"name": "add", "description": None, "parameters": schema}, "id": None}

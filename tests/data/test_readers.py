@@ -1,11 +1,14 @@
 """Readers of rows: what good files give, and where a broken one is broken."""
 
+import datetime
+import decimal
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tinyrl.data.readers import placed_rows
+from tinyrl.data.readers import placed_rows, plain_row
 
 
 def written(folder: Path, name: str, content: str | bytes) -> str:
@@ -21,7 +24,7 @@ def written(folder: Path, name: str, content: str | bytes) -> str:
          [(":1", {"q": "1", "n": 2}), (":4", {"q": "\u2028two\x85", "n": [True, None]})]),
         ("a.json", '\n[{"q": "[,{"},\n\n {"q":\n"b"}\n]\n', [(" row 1", {"q": "[,{"}), (" row 2", {"q": "b"})]),
         ("a.csv", 'q,answer\n"two\nlines, ""quoted""",1\n\nlast,\n',
-         [(":3", {"q": 'two\nlines, "quoted"', "answer": "1"}), (":5", {"q": "last", "answer": ""})]),
+         [(":3", {"q": 'two\nlines, "quoted"', "answer": "1"}), (":5", {"q": "last", "answer": None})]),
         ("a.csv", f"q\r\n{'x' * 1_000_000}\r\n", [(":2", {"q": "x" * 1_000_000})]),
         *[(name, b"\xef\xbb\xbf" + text.encode(), [(place, {"q": "é"})]) for name, text, place in
           [("a.jsonl", '{"q": "é"}', ":1"), ("a.json", '[{"q": "é"}]', " row 1"), ("a.csv", "q\né", ":2")]],
@@ -72,6 +75,9 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path) -> None:
         ("a.json", '{"q": 1}\n{"q": 2}', ["a.json:2"]),
         ("a.csv", "q,a\n1,2\n3,4,5\n", ["a.csv:3", "2 values"]),
         ("a.csv", 'q,a\n1,2\n"open,4\n5,6\n', ["a.csv:4", "broken CSV"]),
+        ("a.csv", "q,answer,answer\n1,2,3\n", ["a.csv:1", "'answer'"]),
+        ("a.jsonl", '{"q": "fine \\ud83d\\ude00"}\n{"q": ["half \\ud83d"]}\n', ["a.jsonl:2", "'q'", "surrogate"]),
+        ("a.json", '[{"q": {"\\udc00": 1}}]', ["a.json row 1", "'q'", "surrogate"]),
         ("a.parquet", "q,a\n1,2\n", ["a.parquet", "not a parquet file"]),
         ("a.txt", "hello", ["a.txt", ".jsonl, .json, .csv, .parquet"]),
     ],
@@ -81,6 +87,46 @@ def test_an_error_in_a_file_names_its_place(tmp_path: Path, name: str, content: 
         placed_rows(written(tmp_path, name, content))
     assert [part for part in wanted if part not in str(caught.value)] == []
     assert len(str(caught.value)) < 400
+
+
+def test_values_of_a_table_become_json(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    day, noon = datetime.date(2026, 11, 28), datetime.datetime(2026, 11, 28, 12, 30)
+    row = {
+        "day": day,
+        "noon": noon,
+        "in_zone": noon.replace(tzinfo=datetime.UTC),
+        "at": datetime.time(12, 30),
+        "price": decimal.Decimal("1.50"),
+        "count": decimal.Decimal("7.00"),
+        "spent": [{"on": day}],
+        "no": None,
+    }
+    parquet.write_table(pyarrow.Table.from_pylist([row]), str(tmp_path / "a.parquet"))
+    [(_, read)] = placed_rows(str(tmp_path / "a.parquet"))
+    assert read == {
+        "day": "2026-11-28",
+        "noon": "2026-11-28T12:30:00",
+        "in_zone": "2026-11-28T12:30:00+00:00",
+        "at": "12:30:00",
+        "price": 1.5,
+        "count": 7,
+        "spent": [{"on": "2026-11-28"}],
+        "no": None,
+    }
+    assert plain_row(row, "row 1") == read
+    assert json.loads(json.dumps(read)) == read
+
+
+@pytest.mark.parametrize("value", [b"x", {"bytes": b"x", "path": None}, [bytearray(b"x")]])
+def test_bytes_are_refused_by_the_name_of_their_column(tmp_path: Path, value: Any) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    with pytest.raises(ValueError, match="row 1: column 'picture' holds bytes"):
+        plain_row({"q": "x", "picture": value}, "row 1")
+    if isinstance(value, bytes):
+        parquet.write_table(pyarrow.Table.from_pylist([{"picture": value}]), str(tmp_path / "a.parquet"))
+        with pytest.raises(ValueError, match=r"a\.parquet row 1: column 'picture' holds bytes"):
+            placed_rows(str(tmp_path / "a.parquet"))
 
 
 def test_sources_that_do_not_exist(tmp_path: Path) -> None:

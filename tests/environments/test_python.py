@@ -85,6 +85,9 @@ def test_the_last_block_or_the_last_tool_call_of_a_turn_is_run(shared: Python):
     assert call_in(block("a") + tool_call("b")) == ("b", False)
     assert call_in(tool_call("a").removesuffix("</tool_call>")) == ("a", False)
     assert call_in("The answer is 7. ```python\n7") is None
+    assert call_in(f"<think>\n{block('a')}") is None
+    assert call_in(f"<think>{tool_call('a')}") is None
+    assert call_in(f"<think>\n{block('a')}</think>\n{block('b')}") == ("b", True)
     transcripts = [turns("It is 7."), turns(block("7"), "7", "It is 7.")]
     assert shared.respond(["a", "b"], transcripts, seed=[1, 2], answer=["7", "7"]) == [None, None]
     for call in (

@@ -48,7 +48,8 @@ def test_the_last_complete_search_of_a_turn_counts_and_an_answer_ends_the_episod
     shelf = Shelf()
     over = ["<answer>Paris</answer>", "<search>capital</search> no, <answer>Paris</answer>", "<answer></answer>"]
     invalid = ["", "Paris.", "<search>capital", "</search><search>", "</answer><answer>"]
-    assert play(*over, *invalid, shelf=shelf) == [None] * 3 + [Reply(INVALID, invalid=True)] * 5
+    invalid += ["<think><search>capital</search>", "<think><answer>Paris</answer>"]
+    assert play(*over, *invalid, shelf=shelf) == [None] * 3 + [Reply(INVALID, invalid=True)] * 7
     assert shelf.asked == []
 
 

@@ -1,6 +1,7 @@
 """Tools and TRL's environment classes: what a turn calls, its reply, and that a replay equals the live episode."""
 
 import asyncio
+import enum
 import json
 import subprocess
 import sys
@@ -43,6 +44,11 @@ def answer(*tools: Callable[..., Any], to: str, **columns: Any) -> Reply | str |
     return found
 
 
+def several(*results: str, invalid: bool = False) -> Reply:
+    """Return the reply to several calls: the result of each, and all of them as one text."""
+    return Reply("\n".join(results), invalid=invalid, results=results)
+
+
 # ---- calls ----
 
 
@@ -60,6 +66,13 @@ def test_calls_are_parsed_in_order_and_thoughts_call_nothing() -> None:
     parsed = turn(call("show", text="not this one"), tool_calls=given)  # by the form of the model's template
     assert calls_of(parsed) == [Call("add", {"a": 1}), Call("x"), Call(problem="no JSON")]
     assert calls_of(turn(call("show"), tool_calls=[])) == []
+
+
+def test_a_thought_that_is_not_closed_calls_nothing() -> None:
+    thought = f"<think>I could {call('show')}"
+    assert calls_of(turn(thought)) == []
+    assert calls_of(turn(f"{thought}</think>")) == []
+    assert calls_of(turn(f"I could write <think>: {call('show')}")) == [Call("show", {})]
 
 
 def test_a_call_that_cannot_be_parsed_has_its_problem() -> None:
@@ -87,11 +100,11 @@ def test_a_result_becomes_text_and_a_failed_call_is_answered_with_its_reason() -
         ("<tool_call></tool_call>", "not JSON: Expecting value: line 1 column 1 (char 0)"),
         (call("multiply", a=1), "there is no tool 'multiply'; there are: add, divide"),
         (call("add"), "add: missing a required argument: 'a'"),
-        (call("divide", a=1, b=0), "ZeroDivisionError: division by zero"),
+        (call("divide", a=1, b=0), "ZeroDivisionError: float division by zero"),
         (call("divide", a=1, b=-1), "ValueError"),
     ]:
         reply = answer(add, divide, to=made + call("add", a=1))
-        assert reply == Reply(f"{CALL_FAILED} {reason}\n11", invalid=True)
+        assert reply == several(f"{CALL_FAILED} {reason}", "11", invalid=True)
 
 
 def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order() -> None:
@@ -107,7 +120,7 @@ def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order(
 
     transcripts = [[turn(call("fetch", what="a") + call("fetch", what="b"))], [turn(call("fetch", what="bad"))]]
     replies = respond_with([fetch])(["p", "p"], transcripts)
-    assert replies == [Reply("A\nB"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
+    assert replies == [several("A", "B"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
     assert log == ["ask a", "ask bad", "got a", "got bad", "ask b", "got b"]
 
 
@@ -126,6 +139,70 @@ def test_a_tool_may_get_the_episode_that_called_it() -> None:
     assert forged == Reply(f"{CALL_FAILED} whoami: got an unexpected keyword argument 'episode'", invalid=True)
     (schema,) = worker_service.tools([whoami]).facts["schemas"]
     assert list(schema["function"]["parameters"]["properties"]) == ["loud"]
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def paint(count: int, color: Color = Color.RED, note: int | str = "") -> str:
+    """Paint.
+
+    Args:
+        count: How many.
+        color: In which color.
+        note: Anything.
+    """
+    return f"{count!r} {color!r} {note!r}"
+
+
+def test_arguments_have_the_types_of_the_hints() -> None:
+    for given, shown in (
+        ({"count": 2, "color": "blue"}, "2 <Color.BLUE: 'blue'> ''"),
+        ({"count": "2"}, "2 <Color.RED: 'red'> ''"),
+        ({"count": 2.0, "note": "3"}, "2 <Color.RED: 'red'> '3'"),
+        ({"count": 2, "note": 3}, "2 <Color.RED: 'red'> 3"),
+    ):
+        assert answer(paint, to=call("paint", **given)) == Reply(shown)
+
+
+@pytest.mark.parametrize("given", [{"count": "two"}, {"count": 2.5}, {"count": 2, "color": "green"}, {"count": None}])
+def test_an_argument_of_another_type_is_a_failed_call(given: dict[str, Any]) -> None:
+    reply = answer(paint, to=call("paint", **given))
+    assert isinstance(reply, Reply)
+    assert reply.invalid
+    assert reply.text.startswith(f"{CALL_FAILED} paint: {[*given][-1]}: ")
+
+
+def test_the_schema_of_a_tool_has_its_defaults() -> None:
+    (schema,) = worker_service.schemas([paint])
+    properties = schema["function"]["parameters"]["properties"]
+    assert {name: found.get("default", "none") for name, found in properties.items()} == {
+        "count": "none",
+        "color": "red",
+        "note": "",
+    }
+
+
+def test_parameters_that_a_call_cannot_name_are_refused() -> None:
+    def rest(*places: str) -> None:
+        """Look.
+
+        Args:
+            places: Where.
+        """
+
+    def first(place: str, /) -> None:
+        """Look.
+
+        Args:
+            place: Where.
+        """
+
+    for tool, name in ((rest, "rest"), (first, "first")):
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            worker_service.schemas([tool])
 
 
 # ---- TRL's classes ----
@@ -186,10 +263,11 @@ TURNS = [
 TOOLS = "guess, history"
 REPLIES = [
     Reply("1: GG--"),
-    Reply(f"{CALL_FAILED} ValueError: c has not 4 letters.\n2: GG--", invalid=True),
-    Reply(
-        f"{CALL_FAILED} there is no tool '_hidden'; there are: {TOOLS}\n"
-        f'{CALL_FAILED} there is no tool \'get_reward\'; there are: {TOOLS}\n["cart", "cast"]',
+    several(f"{CALL_FAILED} ValueError: c has not 4 letters.", "2: GG--", invalid=True),
+    several(
+        f"{CALL_FAILED} there is no tool '_hidden'; there are: {TOOLS}",
+        f"{CALL_FAILED} there is no tool 'get_reward'; there are: {TOOLS}",
+        '["cart", "cast"]',
         invalid=True,
     ),
     Reply("3: GGGG"),
@@ -264,7 +342,7 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
     assert (service.facts["opening"], service.facts["rewards"]) == (True, False)
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
-    assert service.calls["respond"](given, 2) == ([["2", False, None, False], None], [])
+    assert service.calls["respond"](given, 2) == ([["2", False, None, False, []], None], [])
     assert items == [[1, 2]] * 2
 
 
@@ -282,7 +360,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
     assert (found.facts["rewards"], found.facts["required"]) == (True, ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
     values, problems = found.calls["respond"](given, 6)
-    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False], ["y", False, None, False], *[None] * 4]
+    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False, []], ["y", False, None, False, []], *[None] * 4]
     assert [row for row, _ in problems] == [3, 4, 5]
     assert "no server" in problems[2][1]
 
@@ -294,7 +372,7 @@ def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) ->
     assert (found.facts["opening"], found.facts["rewards"]) == (True, True)
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
-    assert found.calls["respond"](given, 1) == ([[reply.text, False, None, True]], [])
+    assert found.calls["respond"](given, 1) == ([[reply.text, False, None, True, [*reply.results]]], [])
     assert found.calls["final_rewards"]({**given, "transcripts": [until(3)]}, 1) == ([1.0], [])
     assert found.calls["opening"]({"prompts": ["p"], **WORD}, 1) == (["\nIt has 4 letters."], [])
 

@@ -16,6 +16,7 @@ import torch
 
 from tests import running
 from tests.generation.conftest import listening_to
+from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
@@ -36,6 +37,7 @@ from tinyrl.rollout.sample import (
     padded,
     token_rewards_of,
 )
+from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
@@ -109,6 +111,24 @@ def test_a_text_that_continues_is_one_row(server: Running, *, as_tokens: bool) -
     [(_, row)] = server.episode.rows()
     read = [token for token, chosen in zip(row.tokens, row.action_mask or [], strict=True) if not chosen]
     assert read == ([70, 71] if as_tokens else server.tokenizer(" and", add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("make", "end"), [(spaced_tokenizer, "</s>"), (marked_tokenizer, "<|observation|>"), (marked_tokenizer, "<eos>")]
+)
+def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
+    """By the space and the end that a template writes, or by the next role's marker where the policy has not."""
+    tokenizer = make()
+    prompt, target = render_answer(tokenizer, CHAT[:1], CHAT[1:2], chat="auto", system_prompt=None, variables={})
+    answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
+    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512)
+    last = Completion(answer, [-1.0] * len(answer), "eos")
+    added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
+    whole = rendered_by_the_library(tokenizer, CHAT)
+    extra = answer[-1:] if end == "<eos>" else []  # which this template does not write
+    border = len(prompt) + len(answer) - len(extra)
+    assert prompt + answer == whole[:border] + extra
+    assert added == whole[border:]
 
 
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:

@@ -317,6 +317,7 @@ def test_a_client_that_leaves_ends_its_completion(*, streams: bool) -> None:
         (f"Let me look. {CALL}", "Let me look.", 1),
         ("no call", "no call", 0),
         ("<tool_call>{broken", "<tool_call>{broken", 0),
+        (f"<think>or {CALL}", f"<think>or {CALL}", 0),
     ],
 )
 def test_calls_of_tools_are_read(text: str, content: str, calls: int) -> None:

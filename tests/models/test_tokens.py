@@ -138,11 +138,11 @@ def test_a_text_behind_a_text_has_no_space_of_its_own(scheme: str):
     assert pieces(tokenizer, answer) == ["yes", "▁sir", "</s>"]
     whole = reward_tokens(tokenizer, "hello", "yes sir", text_format=TextFormat(), max_tokens=99, adapter=True)
     assert pieces(tokenizer, whole)[-3:] == ["yes", "▁sir", "</s>"]
-    observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={2}, max_tokens=50)
-    said = [*render_prompt(tokenizer, "hello").tokens, *answer, *observations("no sir", ended_at=2)[0]]
+    observations = ObservationTokens(tokenizer, chat=True, variables={}, max_tokens=50)
+    said = [*render_prompt(tokenizer, "hello").tokens, *answer, *observations(["no sir"], ended_at=2).tokens]
     messages = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "content": "no sir"}]
     assert said == render_prompt(tokenizer, messages).tokens
-    assert pieces(tokenizer, observations("no", ended_at=None)[0]) == ["no"]
+    assert pieces(tokenizer, observations(["no"], ended_at=None).tokens) == ["no"]
     tokenizer = sentencepiece("always", template=None)
     assert pieces(tokenizer, tokens_behind(tokenizer, "hello", " yes sir")) == ["▁yes", "▁sir"]
     assert pieces(tokenizer, tokens_behind(tokenizer, "", "yes sir")) == ["▁yes", "▁sir"]
@@ -154,7 +154,7 @@ def test_a_template_that_writes_a_tool_as_the_assistant_has_no_tools():
     role = "{{ 'user' if m.role == 'user' else 'assistant' }}"
     template = CHATML.replace("<|im_start|>{{ m.role }}", f"<|im_start|>{role}")
     for given, wanted in ((template, "user"), (CHATML, "tool")):
-        assert ObservationTokens(chatml(given), chat=True, variables={}, eos={1}, max_tokens=9).role == wanted
+        assert ObservationTokens(chatml(given), chat=True, variables={}, max_tokens=9).role == wanted
 
 
 # ---- chat templates ----

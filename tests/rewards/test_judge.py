@@ -177,6 +177,15 @@ def test_each_answer_gets_what_the_judge_says_of_it(mode: str, serving: Any, tmp
     }
 
 
+def test_thoughts_are_not_judged(serving: Any, tmp_path: Path) -> None:
+    judge = serving(by_length)
+    with_judge = reward(judge.url, tmp_path)
+    turns = [{"role": "assistant", "content": "<think>hm</think>bbb"}]
+    call = with_judge(["p"] * 3, ["<think>ab</think>\nbbb", turns, "<think>cut"], {})
+    assert call.scores == pytest.approx([0.3, 0.3, 0.0])
+    assert not any("think>" in body["messages"][1]["content"] for body in judge.asked)
+
+
 def test_a_group_is_shuffled_alike_each_time_and_never_in_one_order(serving: Any, tmp_path: Path) -> None:
     orders, judge = set(), serving(by_length)
     for name in ("a", "b"):

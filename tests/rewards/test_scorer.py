@@ -52,6 +52,9 @@ REWARDS = """
             scores.append(1.0)
         return scores
 
+    def comments(prompts, completions, **columns):
+        return [(1.0, "half an emoji: \\ud83d") for c in completions]
+
     def raises_on_one_prompt(prompts, completions, answer, **columns):
         return [1 / (a != "a") for a in answer]
 """
@@ -127,6 +130,15 @@ def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white
         assert scorer.metrics()["completion/whitespace_duplicates"] == 0.0
         [line] = scorer.functions[0].printed.kept
         assert "prompt 7 (p7), 0.5 s" in line
+    finally:
+        scorer.close()
+
+
+def test_comments_are_texts_that_can_be_written(tmp_path: Path) -> None:
+    scorer = scorer_of(tmp_path, {"comments": 1.0})
+    try:
+        scores = scorer([PreparedPrompt(0, {"prompt": "p"}, "p", "p", [1], "")], [[5]])
+        assert scores.whys == ["half an emoji: \ufffd"]
     finally:
         scorer.close()
 

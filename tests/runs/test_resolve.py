@@ -165,3 +165,11 @@ def test_max_new_tokens_leaves_room_for_a_prompt_where_nobody_has_set_it():
     assert asked["generation"]["max_new_tokens"] == 200
     assert settled(model={"path": "starter"})["generation"]["max_new_tokens"] == 128
     assert settled(model={"path": "owner/name"})["generation"]["max_new_tokens"] == 256
+
+
+@pytest.mark.parametrize("damaged", ["[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"n_positions": "many"}'])
+def test_a_damaged_config_json_sets_no_lengths(folder: Path, damaged: str):
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "config.json").write_text(damaged)
+    (folder / "damaged" / "model.safetensors").write_text("")
+    assert settled(model={"path": "damaged"})["generation"] == settled(model={"path": "owner/name"})["generation"]

@@ -10,6 +10,7 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.environments.tool_calls import Call, calls_of
+from tinyrl.tasks.answers import turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import token_ids
 
@@ -100,6 +101,34 @@ def test_calls_are_read_in_the_form_of_the_template(
     assert form.in_text == (template in (HERMES, None))
 
 
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (HERMES, written("<tool_call>ONE</tool_call>")),
+        (LLAMA, written("ONE", "parameters")),
+        (MISTRAL, written("[TOOL_CALLS][ONE]")),
+        (CODER, IN_XML),
+    ],
+)
+def test_a_thought_that_the_prompt_or_a_token_opened_calls_nothing_in_any_form(template: str, call: str) -> None:
+    tokenizer = tokenizer_of(template)
+    for marker in ("<think>", "</think>"):  # which decoding without special tokens drops
+        tokenizer.add_tokens(AddedToken(marker, special=True), special_tokens=True)
+    form = call_form(tokenizer, {})
+    for opened, turn, calls in (
+        ("<think>\n", call, []),
+        ("<think>\n", f"</think>{call}", [ADDED]),
+        ("", f"<think>{call}", []),
+        ("", f"<think>{call}</think>{call}", [ADDED]),
+        ("", call, [ADDED]),
+    ):
+        tokens = token_ids(form.tokenizer, turn + EOS)
+        text = opened + turn_text(form.tokenizer, tokens)
+        assert form.read(text, tokens, tools=TOOLS, opened=opened)[1] == calls
+        message = form.message(text, tokens, tools=TOOLS, opened=opened)
+        assert calls_of(message) == calls
+
+
 def test_a_broken_call_is_one_that_fails() -> None:
     for template, text in (
         (LLAMA, '{"name": "add", "parameters": {'),
@@ -113,6 +142,100 @@ def test_a_broken_call_is_one_that_fails() -> None:
         message = form.message("", token_ids(form.tokenizer, text), tools=TOOLS)
         assert json.loads(json.dumps(message)) == message
         assert [each.problem for each in calls_of(message)] == [call.problem]
+
+
+# ---- XML: where arguments end, and their types ----
+
+TEXT = "<tool_call>\n<function=show>\n<parameter=text>\nTEXT\n</parameter>\n</function>\n</tool_call>"
+
+
+def xml_calls(written: str, tools: list[Any] = TOOLS) -> list[Call]:
+    form = call_form(tokenizer_of(CODER), {})
+    tokens = token_ids(form.tokenizer, written + EOS)
+    return form.read(written, tokens, tools=tools)[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A block ends with </parameter> here.",
+        "A block ends with\n</parameter>\nand so on.",
+        "<parameter=x> begins one",
+        "Write\n<parameter=x>\n1\n</parameter>\nand close.",
+        "def f():\n    return '</function>'",
+        "a </tool_call> b <tool_call> c",
+        "a\n<function=g>\n</function>\n</tool_call>\nb",
+        "",
+    ],
+)
+def test_a_text_argument_in_xml_may_hold_its_tags(text: str) -> None:
+    assert xml_calls(TEXT.replace("TEXT", text)) == [Call("show", {"text": text})]
+    both = xml_calls(TEXT.replace("TEXT", text) + "\n<tool_call>\n" + IN_XML + "\n</tool_call>")
+    assert both == [Call("show", {"text": text}), ADDED]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        # as a whole call, whose end may be this one's
+        TEXT.replace("TEXT", f"see\n<tool_call>\n{IN_XML}\n</tool_call>\nthere"),
+        TEXT.replace("TEXT", "see\n</parameter>\n</function>\n</tool_call>\nthere"),
+        # an end was forgotten
+        "<function=add>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<function=show>\n<parameter=text>\n1\n</function>",
+        # text between arguments, and two values of one
+        "<function=add>\n<parameter=a>\n1\n</parameter>\nand\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<function=add>\n{}\n<parameter=a>\n1\n</parameter>\n</function>",
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>",
+    ],
+)
+def test_a_call_in_xml_that_may_be_read_otherwise_fails(written: str) -> None:
+    calls = xml_calls(written)
+    assert calls
+    assert all(call.problem for call in calls)
+
+
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"anyOf": [INTEGER, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [INTEGER, {"type": "null"}]}, "None", None),
+        ({"anyOf": [INTEGER, STRING]}, "3", "3"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "3", 3),
+        ({"oneOf": [{"const": "a"}, {"const": 3}]}, "3", 3),
+        ({"allOf": [INTEGER, {"minimum": 1}]}, "3", 3),
+        ({"allOf": [STRING, {"minLength": 1}]}, "3", "3"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"type": ["string", "integer"], "enum": ["auto", 2]}, "2", 2),
+        ({"type": ["string", "integer"], "enum": ["auto", 2]}, "auto", "auto"),
+        ({"const": 2}, "2", 2),
+        ({"$ref": "#/$defs/Place"}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/Name"}, '{"a": 1}', '{"a": 1}'),
+        ({"$ref": "#/$defs/Loop"}, "x", "x"),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "null", "null"),
+        (STRING, " 3 ", " 3 "),
+        ({}, "3", "3"),
+        (True, "3", "3"),
+        ({"type": "boolean"}, "True", True),
+        (INTEGER, "three", "three"),
+    ],
+)
+def test_an_argument_in_xml_is_text_where_its_schema_allows_this_text(schema: Any, written: str, value: Any) -> None:
+    defs = {"Place": {"type": "object"}, "Name": STRING, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    parameters = {"type": "object", "properties": {"text": schema}, "$defs": defs}
+    [call] = xml_calls(TEXT.replace("TEXT", written), [{"function": {"name": "show", "parameters": parameters}}])
+    assert call == Call("show", {"text": value})
+    assert type(call.arguments["text"]) is type(value)
+
+
+def test_many_calls_in_xml_are_read_in_linear_time() -> None:
+    assert len(xml_calls(IN_XML * 5000)) == 5000
+    assert [bool(call.problem) for call in xml_calls("<function=a>" * 100_000)] == [True]
 
 
 def test_a_marker_of_hermes_may_be_a_special_token_and_unknown_forms_are_refused() -> None:

@@ -21,6 +21,22 @@ def test_the_text_of_a_completion():
     assert [grading.completion_text(completion) for completion in ("hi", said, [])] == ["hi", "a\nb", ""]
 
 
+def test_the_answer_of_a_completion_is_outside_of_its_thoughts():
+    said = [
+        {"role": "assistant", "content": "<think>1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "<think>3</think>4"},
+    ]
+    assert grading.answer_text("<think>maybe 42, no") == ""
+    assert grading.answer_text(said) == "\n4"
+    assert grading.completion_text(said) == "<think>1\n<think>3</think>4"
+    last = grading.by_row(lambda text, row: float(grading.numbers_equal(grading.last_number(text), row["answer"])))
+    texts = ["<think>maybe 42, no", "<think>no</think>42", "42"]
+    assert last(["p"] * 3, texts, answer=[42] * 3) == [0.0, 1.0, 1.0]
+    form = grading.by_row(lambda text, row: float("<think>" in text), with_thoughts=True)
+    assert form(["p"], ["<think>no</think>42"]) == [1.0]
+
+
 NUMBERS: dict[Any, list[Any]] = {
     1000: ["1,000", "1000.00", "$1,000.", "1e3"],
     -5: ["-$5", "$-5"],

@@ -19,6 +19,12 @@ OTHER = [
     ("It is 3, so the answer is 4.", "3", 0.0),
     ("7", None, None),
     ("7", " ", None),
+    # gold answers that cannot be read; near them, signs and words, which are compared as text
+    *[("<answer>7</answer>", unread, None) for unread in (r"\text{}", "$$", r"\boxed{}", r"\frac{1}{", r"\sqrt")],
+    ("<answer>+</answer>", "+", 1.0),
+    ("<answer>-</answer>", "+", 0.0),
+    ("<answer>no</answer>", r"\text{No}", 1.0),
+    ("<answer>東京</answer>", "東京", 1.0),
     ("<answer>(1,2)</answer>", "(2,1)", 0.0),
     ("<answer>listen</answer>", "silent", 0.0),  # the same product of letters
     ("<answer>0.333</answer>", "1/3", 0.0),

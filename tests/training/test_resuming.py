@@ -293,6 +293,9 @@ def test_a_resume_uses_the_options_of_the_start(tmp_path: Path) -> None:
     assert started_with(run, Options(trust_remote_code=True)) == Options(trust_remote_code=True)
     with pytest.raises(ValueError, match="--trust-remote-code"):
         started_with(run, Options())
+    for damaged in ('{"options": {}}', '{"options": []}', "[]", "null", "{", "[" * 100_000):
+        (tmp_path / "env.json").write_text(damaged)
+        assert started_with(run, Options()) == Options()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,15 @@ from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import World, sum_step
 from tinyrl.models.policy import Policy
-from tinyrl.training.step import Pass, RoleOptimizer, Updater, load_optimizers, optimizer_tensors, rate_factor
+from tinyrl.training.step import (
+    Pass,
+    RoleOptimizer,
+    Updater,
+    load_optimizers,
+    optimizer_tensors,
+    rate_factor,
+    schedule_notes,
+)
 
 
 def make(weight_decay: float = 0.0, /, **values: Any) -> RoleOptimizer:
@@ -102,6 +110,12 @@ def test_a_schedule_is_a_function_of_the_step(schedule: str, warmup: int, factor
     """Four steps (0 to 3) and the one after the last."""
     got = [rate_factor(schedule, step, num_steps=4, warmup_steps=warmup) for step in range(5)]
     assert got == pytest.approx(factors, abs=1e-12)
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(5, True), (4, False), (0, False)])
+def test_a_warm_up_that_outlasts_the_run_is_said(warmup: int, said: bool):
+    config = Config.model_validate({"method": "grpo", "run": {"num_steps": 4}, "optim": {"warmup_steps": warmup}})
+    assert len(schedule_notes(config)) == int(said)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     """Rewards of turns are on their last tokens, and the rest on the last."""
     first = Completion([5, 6, 7, 8, 9, 5], [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0], "stop", MASK[0])
     second = Completion([5, 6, 7, 8], [-1.0] * 4, "length", [True] * 4)
-    turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25]), Episode(turn_ends=[3], turn_rewards=[None])]
+    turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25], cut=1), Episode(turn_ends=[3], turn_rewards=[None])]
     two = [Sample.of([4], first, row=0, reward=1.75, played=turns[0])]
     two.append(Sample.of([4], second, row=0, episode=1, reward=3.0, played=turns[1]))
     fill(two, "ref", torch.full((2, 6), -1.5))
@@ -48,6 +48,7 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     assert environment_metrics(two) == {
         "environment/turns": 1.5,
         "environment/invalid_calls": 0.0,
+        "environment/cut_observations": 0.5,
         "environment/observation_tokens": 1.5,
         "environment/out_of_turns": 0.0,
     }

@@ -20,6 +20,7 @@ from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
 GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before step 1, at most: Scorer.check
+THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
 
 
 def check_before_loading(config: Config) -> None:
@@ -27,6 +28,10 @@ def check_before_loading(config: Config) -> None:
     check_training(config)
     if config.generation.engine == "server" and launched().world_size > 1:
         raise ValueError("generation.engine=server samples for one process: leave the launcher out, or take auto")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.run.threads != "auto" and config.run.threads > THREADS_A_CORE * cores:
+        most = f"at most {THREADS_A_CORE * cores} on the {cores} cores of this machine"
+        raise ValueError(f"run.threads={config.run.threads}: {most}; auto chooses them by the model's width")
     check_trackers(config.run.trackers)
     if config.learns_from_teacher and config.teacher.path is None:
         raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")

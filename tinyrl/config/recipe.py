@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tinyrl.config.effect import contradictions, given_settings, without_effect
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
@@ -23,6 +25,7 @@ from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
+NULLS = ("", "~", "null", "Null", "NULL")
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
 
 
@@ -95,7 +98,9 @@ def read_with_lines(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of `values` with `section.key=value` overrides laid over it; their values are parsed as YAML."""
+    """Return a copy of `values` with `section.key=value` overrides laid over it; their values are parsed as YAML, but
+    for those of text fields (override_value). Raises ValueError for invalid Unicode anywhere in the values.
+    """
     values = deepcopy(values)
     for override in overrides:
         where = f"override '{truncate(override)}'"
@@ -113,8 +118,62 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
                     f"{where}: `{name}` is {truncate(repr(target[parent]))}, so give all of it: {name}=..."
                 )
             target = target[parent]
-        target[last] = parse_plain(text, where)
+        target[last] = override_value(key, text, where)
+    _check_texts(values, "")
     return values
+
+
+def override_value(key: str, text: str, where: str) -> Any:
+    """Return the value of an override: of a text field the text as it was typed, or what is between quotes; null where
+    the field may be that. Values of other fields, lists too, are YAML.
+    """
+    types = _types_of(key)
+    is_null = text.strip() in NULLS and type(None) in types
+    if str not in types or not types <= {str, type(None)} or is_null:
+        return parse_plain(text, where)
+    if text.strip()[:1] in ("'", '"'):
+        with suppress(ValueError):
+            value = parse_plain(text, where)
+            return value if isinstance(value, str) else text
+    return text
+
+
+def _types_of(key: str) -> set[Any]:
+    """Return the types that a setting may be of; none for a section, an unknown setting, or a part of one."""
+    section, _, name = key.partition(".")
+    fields = [Config.model_fields[section]] if section in Config.model_fields else []
+    for of_section in _members(fields[0].annotation) if fields else []:
+        if isinstance(of_section, type) and issubclass(of_section, BaseModel) and name in of_section.model_fields:
+            return {*_members(of_section.model_fields[name].annotation)}
+    return set()
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types of a union, without what annotates them."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        found = list[Any]()
+        for member in get_args(annotation):
+            found += _members(member)
+        return found
+    return [annotation]
+
+
+def _check_texts(value: Any, setting: str) -> None:
+    """Raise ValueError, naming the setting, for a text with half of a character, which no file can hold."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_texts(str(name), setting)
+            _check_texts(inner, f"{setting}.{name}" if setting else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_texts(inner, setting)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{setting}: {truncate(value)!r} holds invalid Unicode (a lone surrogate)") from None
 
 
 def as_override(key: str, value: Any) -> str:

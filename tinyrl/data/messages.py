@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 from tinyrl.data.readers import Row
@@ -18,6 +19,7 @@ Message = dict[str, Any]  # role, content (text), and what else a chat template 
 Prompt = str | list[Message]  # text, or chat messages, as the data has them
 
 CONVERSATIONS = ("messages", "conversations")
+NOT_TEXT = "whose `content` is not text"
 TEXT_PARTS = ("text", "input_text", "output_text")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -47,10 +49,45 @@ def conversation(row: Row, column: str) -> list[Message]:
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
-    """Parse a list of messages, each with a `role` and its `content` as text. Raises ValueError naming the column."""
+    """Parse a list of messages, each with a `role` and its `content` as text. Results of tools are put in the order of
+    the calls whose ids they have, since most chat templates write no ids. Raises ValueError naming the column.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(f"'{column}' must be a list of messages, not {value!r:.60}")
-    return [_message(message, column) for message in value]
+    messages = [_message(message, column) for message in value]
+    calls = list[str]()
+    for is_result, run in groupby(enumerate(messages), key=lambda placed: placed[1]["role"] == "tool"):
+        places = [place for place, _ in run]
+        if is_result:
+            results = messages[places[0] : places[-1] + 1]
+            messages[places[0] : places[-1] + 1] = _in_order(results, calls, column)
+        else:
+            turns = [messages[place] for place in places if messages[place]["role"] == "assistant"]
+            calls = _ids(turns[-1]) if turns else calls
+    return messages
+
+
+def _ids(turn: Message) -> list[str]:
+    """Return the ids of a turn's calls; none where they do not tell the calls apart."""
+    ids = [str(call.get("id") or "") for call in turn.get("tool_calls", []) if isinstance(call, dict)]
+    return ids if all(ids) and len({*ids}) == len(ids) else []
+
+
+def _in_order(results: list[Message], calls: list[str], column: str) -> list[Message]:
+    """Return results in the order of the calls with these ids. Raises ValueError for an id of no call, or given twice;
+    results without ids, or to calls without ids, stay as they are.
+    """
+    ids = [str(result["tool_call_id"]) for result in results if result.get("tool_call_id")]
+    if not calls or not ids:
+        return results
+    for place, one in enumerate(ids):
+        if one not in calls:
+            raise ValueError(f"'{column}' has a result with tool_call_id={one!r:.60}; the calls are {calls!r:.80}")
+        if one in ids[:place]:
+            raise ValueError(f"'{column}' has two results with tool_call_id={one!r:.60}")
+    if len(ids) < len(results):
+        return results
+    return sorted(results, key=lambda result: calls.index(str(result["tool_call_id"])))
 
 
 def tools_of(value: Any) -> list[Any] | None:
@@ -88,7 +125,9 @@ def _message(value: Any, column: str) -> Message:
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type", "text") in TEXT_PARTS for p in content):
         content = "".join(part.get("text") or "" for part in content)
     if not isinstance(content, str):
-        raise refuse("whose `content` is not text")  # an image
+        kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        other = next((kind for kind in kinds if kind not in (None, *TEXT_PARTS)), None)
+        raise refuse(f"with a part of the type {other!r:.30}, and only text is read" if other else NOT_TEXT)
     return {**message, "content": content}
 
 

@@ -1,17 +1,21 @@
 """Readers of rows: .jsonl, .json, .csv and .parquet files, folders of save_to_disk, and the Hugging Face hub.
 
 Every reader yields (place, row) and reads no further than it is asked to, except for .json. An error is a ValueError
-that names the file and, for text, the line. `datasets` reads folders and the hub, but no text: it turns "007" into 7,
-fills short lines, and turns messages with different keys into JSON text.
+that names the file and, for text, the line. An empty cell of a .csv is null. `datasets` reads folders and the hub, but
+no text: it turns "007" into 7, fills short lines, and turns messages with different keys into JSON text.
 """
 
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,6 +27,7 @@ Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # rows with their places: "train.jsonl:12", "train.parquet row 12"
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
+MOST_HUB_CHARS = 500  # of a data set's name, its configuration and split
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # in a folder of save_to_disk: of one split, of several
 
 
@@ -35,29 +40,84 @@ def placed_rows(
     `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
     (reward_model.ground_truth). Raises ValueError naming the place.
     """
-    placed = list(islice(reader_of(source, revision=revision)(), most))
+    placed = [(place, plain_row(row, place)) for place, row in islice(reader_of(source, revision=revision)(), most)]
     if not placed:
         raise ValueError(f"{source} is empty: no rows in it")
     return [(place, _renamed(row, columns, place)) for place, row in placed] if columns else placed
+
+
+def plain_row(row: Mapping[str, Any], place: str) -> Row:
+    """Return a row with values of JSON: dates and times as ISO text, decimals as numbers, arrays as lists. Raises
+    ValueError, naming place and column, for bytes, other objects, and texts with a lone surrogate.
+    """
+    plain = Row()
+    for name, value in row.items():
+        try:
+            plain[_plain(name)] = _plain(value)
+        except ValueError as error:
+            raise ValueError(f"{place}: column '{truncate(str(name))}' {error}") from None
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return _valid(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_valid(str(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, datetime.date | datetime.time):
+        is_missing = value != value  # pandas' NaT
+        return None if is_missing else value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+    if isinstance(value, uuid.UUID | os.PathLike):
+        return str(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise ValueError("holds bytes (an image, or a file?), and only text and numbers are read; leave it out")
+    if hasattr(value, "tolist"):  # of numpy and torch
+        return _plain(value.tolist())
+    raise ValueError(f"holds a {type(value).__name__}, and only what JSON has is read: text, numbers, lists, objects")
+
+
+def _valid(text: str) -> str:
+    """Return a text that is valid Unicode. Raises ValueError for half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x} at character {error.start + 1}"
+        raise ValueError(f"holds invalid Unicode: a lone surrogate (half an emoji), {half}") from None
+    return text
 
 
 def reader_of(source: str, *, revision: str | None = None) -> Callable[[], Iterator[tuple[str, Row]]]:
     """Return the reader of a source. Raises ValueError for one that does not exist; the hub is not asked yet."""
     path, kinds = Path(source), ", ".join(_READERS)
     if read := _READERS.get(path.suffix.lower()):
-        if path.is_file():
+        if os.path.isfile(path):  # which is false, not an error, of a name that no file system has
             return partial(read, source)
-        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*") if file.suffix in _READERS])
-        raise ValueError(f"{source}: no such file.{near}")
-    if any((path / name).is_file() for name in _SAVED) or (_HUB.fullmatch(source) and not path.exists()):
+        near = did_you_mean(path.name, [file.name for file in _beside(path) if file.suffix in _READERS])
+        raise ValueError(f"{truncate(source)}: no such file.{near}")
+    is_saved = any(os.path.isfile(path / name) for name in _SAVED)
+    if is_saved or (_HUB.fullmatch(source) and len(source) <= MOST_HUB_CHARS and not os.path.exists(path)):
         return partial(_read_dataset, source, revision)
-    raise ValueError(f"'{source}' is no file ({kinds}), folder of save_to_disk, or hub name (openai/gsm8k:main@train)")
+    wanted = f"file ({kinds}), folder of save_to_disk, or hub name (openai/gsm8k:main@train)"
+    raise ValueError(f"'{truncate(source)}' is no {wanted}")
+
+
+def _beside(path: Path) -> list[Path]:
+    return [*path.parent.glob("*")] if os.path.isdir(path.parent) else []
 
 
 def hub_name(source: str) -> str | None:
     """Return the data set (owner/name) of a hub source; None for a file."""
     match = _HUB.fullmatch(source)
-    return match["id"] if match and Path(source).suffix.lower() not in _READERS and not Path(source).exists() else None
+    is_name = match is not None and len(source) <= MOST_HUB_CHARS and Path(source).suffix.lower() not in _READERS
+    return match["id"] if match is not None and is_name and not os.path.exists(source) else None
 
 
 def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
@@ -123,11 +183,14 @@ def _read_csv(source: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)  # the default is 131,072 characters a field
     reader = csv.DictReader((line for _, line in _lines(source)), strict=True)
     try:
+        names = reader.fieldnames or []
+        if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+            raise ValueError(f"{source}:{reader.line_num}: two columns are called '{truncate(twice)}'")
         for row in reader:
             if None in row or None in row.values():
                 count = len(reader.fieldnames or [])
                 raise ValueError(f"{source}:{reader.line_num}: this row has not {count} values; quote commas")
-            yield f"{source}:{reader.line_num}", row
+            yield f"{source}:{reader.line_num}", {name: value or None for name, value in row.items()}
     except csv.Error as error:
         raise ValueError(f"{source}:{reader.reader.line_num}: broken CSV: {error}") from None
 

@@ -20,13 +20,16 @@ Transcript = list[Message]
 @dataclass(frozen=True)
 class Reply:
     """Reply to a turn: text for the policy, whether the episode ends with it (nobody reads it then), a reward for the
-    turn (None: it has none). `invalid`: the turn asked for something that does not exist.
+    turn (None: it has none). `invalid`: the turn asked for something that does not exist. results: those of a turn's
+    several calls, each a message of its own where the chat template has a place for it; `text` is all of them, one
+    below the other.
     """
 
     text: str = ""
     done: bool = False
     reward: float | None = None
     invalid: bool = False
+    results: tuple[str, ...] = ()
 
 
 def last_turn(transcript: Transcript) -> str:

@@ -116,8 +116,7 @@ class Environment:
         else:
             values, problems = check_values(self._respond(**arguments), len(prompts), check=worker_service.as_reply)
             rows = Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
-        replies = [None if value is None else Reply(encodable(value[0]), *value[1:]) for value in rows.values]
-        return Rows(replies, rows.failures)
+        return Rows([None if value is None else _reply(value) for value in rows.values], rows.failures)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
         """Return the rewards of episodes that were cut off, of a class that has get_reward; else None for each."""
@@ -125,6 +124,12 @@ class Environment:
             return Rows([None] * len(prompts))
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
         return self.workers[0].rows(arguments, len(prompts), call="final_rewards")
+
+
+def _reply(value: list[Any]) -> Reply:
+    """Return a reply from its form in JSON (worker_service.as_reply)."""
+    text, done, reward, invalid, results = value
+    return Reply(encodable(text), done, reward, invalid, tuple(map(encodable, results)))
 
 
 @dataclass
@@ -135,6 +140,7 @@ class Episode:
     turn_ends       index of the last token of each turn
     turn_rewards    the environment's rewards, by turn; None: it gave none
     invalid         turns that asked for what does not exist
+    cut             replies that were longer than environment.max_observation_tokens
     num_actions     tokens that the policy chose, of num_tokens
     finish_reason   of the last turn; "turns": there were no more
     ended_at        the EOS token of the last turn, if it ended at one
@@ -146,6 +152,7 @@ class Episode:
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     invalid: int = 0
+    cut: int = 0
     num_tokens: int = 0
     num_actions: int = 0
     finish_reason: Literal["eos", "stop", "length", "turns"] = "length"

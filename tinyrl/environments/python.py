@@ -28,7 +28,7 @@ from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import excerpt
+from tinyrl.text import excerpt, without_thoughts
 from tinyrl.workers.calls import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 
@@ -171,7 +171,7 @@ def call_in(turn: str) -> tuple[str | None, bool] | None:
     """
     calls = calls_of({"content": turn + CLOSE})  # also of a turn that ended before its call was closed
     if not calls:
-        block = python_block(turn)
+        block = python_block(without_thoughts(turn))
         return None if block is None else (block, True)
     code = calls[-1].arguments.get("code") if calls[-1].name == "python" else None
     return code if isinstance(code, str) else None, False

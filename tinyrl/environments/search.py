@@ -32,7 +32,7 @@ from tinyrl.data.readers import Row, reader_of
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.runs.signals import watched
-from tinyrl.text import join_truncated, mask_url, resolve_url, truncate
+from tinyrl.text import join_truncated, mask_url, resolve_url, truncate, without_thoughts
 
 STOP, ASKS = ("</search>", "</answer>"), "<search>{words}</search>"
 OPENING, CLOSING, CUT = "\n\n<information>", "</information>\n\n", " ..."
@@ -203,7 +203,7 @@ def respond(
     Passages are shortened until a reply has `max_length` by `length` (characters, or tokens); the tags around them are
     never cut. A failed search is returned in the place of its replies: nothing can be learnt from such an episode.
     """
-    turns = [last_turn(transcript) for transcript in transcripts]
+    turns = [without_thoughts(last_turn(transcript)) for transcript in transcripts]
     over = [_between(turn, "answer") is not None for turn in turns]
     queries = [None if done else _between(turn, "search") for turn, done in zip(turns, over, strict=True)]
     asked = list(dict.fromkeys(query for query in queries if query))  # a group often asks the same

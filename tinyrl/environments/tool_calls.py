@@ -2,23 +2,27 @@
 
 A turn holds any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or its message was
 parsed before (tasks/call_forms.py) and has a list `tool_calls`, with text for a call that could not be parsed. As in
-serving engines, a call ends at the first closing tag, and text before `</think>` calls nothing. Any other call is
-answered with CALL_FAILED and the reason.
+serving engines, a call ends at the first closing tag, and thoughts call nothing (text.without_thoughts). Any other call
+is answered with CALL_FAILED and the reason.
 """
 
 import copy
+import functools
 import inspect
 import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinyrl.environments import Message, Reply
+from tinyrl.text import without_thoughts
 from tinyrl.workers.worker import awaited
 
 CALL_FAILED = "This call failed:"
 MAX_REASON_CHARS = 200  # of an exception's first line
-OPEN, CLOSE, END_OF_THINKING = "<tool_call>", "</tool_call>", "</think>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 DECODER = json.JSONDecoder()
 
 Tools = Mapping[str, Callable[..., Any]]
@@ -46,8 +50,7 @@ def calls_of(message: Message) -> list[Call]:
     if message.get("tool_calls") is not None:
         given = copy.deepcopy(message["tool_calls"])
         return [Call(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
-    text, calls = message["content"], []
-    at = max(0, text.find(END_OF_THINKING))
+    text, calls, at = without_thoughts(message["content"]), list[Call](), 0
     while (opened := text.find(OPEN, at)) >= 0:
         start = opened + len(OPEN)
         end = text.find(CLOSE, start)
@@ -109,9 +112,52 @@ def _begin(tools: Tools, call: Call) -> Any:
     except TypeError as error:
         return _failed(f"{call.name}: {error}")
     try:
-        return tools[call.name](**call.arguments)
+        arguments = typed_arguments(tools[call.name], call.arguments)
+    except ValueError as error:
+        return _failed(f"{call.name}: {error}")
+    try:
+        return tools[call.name](**arguments)
     except Exception as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
         return error
+
+
+def typed_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Convert arguments, as JSON has them, to the types that a tool's hints name: an Enum from its value, 2 for "2"
+    where a whole number is asked for. Raises ValueError, naming the parameter, for one that is of no such type.
+    """
+    types = _hinted_types(inspect.unwrap(getattr(tool, "__func__", tool)))
+    converted = dict(arguments)
+    for name, value in arguments.items():
+        if name in types:
+            try:
+                converted[name] = types[name].validate_python(value)
+            except ValueError as error:
+                reasons: Any = getattr(error, "errors", list)()
+                raise ValueError(f"{name}: {reasons[0]['msg'] if reasons else error}") from None
+    return converted
+
+
+@functools.lru_cache(maxsize=1024)
+def _hinted_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what validates a function's parameters by their type hints, but for types that pydantic does not know."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):  # a name that is known to type checkers alone
+        hints = {}
+    hints.pop("return", None)
+    if not hints:
+        return {}
+    from pydantic import (
+        PydanticSchemaGenerationError,
+        PydanticUserError,
+        TypeAdapter,
+    )  # takes longer than all else here
+
+    types = {}
+    for name, hint in hints.items():
+        with suppress(PydanticSchemaGenerationError, PydanticUserError):
+            types[name] = TypeAdapter(hint)
+    return types
 
 
 def _failed(reason: str) -> Reply:
@@ -119,8 +165,13 @@ def _failed(reason: str) -> Reply:
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
-    """Join the replies to the calls of a turn, one below the other."""
-    return Reply("\n".join(reply.text for reply in replies), invalid=any(reply.invalid for reply in replies))
+    """Join the replies to the calls of a turn: the results of several, and their texts one below the other."""
+    texts = [reply.text for reply in replies]
+    return Reply(
+        "\n".join(texts),
+        invalid=any(reply.invalid for reply in replies),
+        results=tuple(texts) if len(texts) > 1 else (),
+    )
 
 
 def rows_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

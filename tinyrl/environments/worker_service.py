@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 from tinyrl.environments import MAX_TEXT_CHARS, Reply, Transcript
@@ -62,8 +64,8 @@ def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]]
 
 
 def as_reply(value: Any) -> tuple[list[Any] | None, str]:
-    """Return a reply as JSON has it, [text, done, reward, invalid] or null, and what is wrong with a malformed one; an
-    exception in the place of a reply is its own reason.
+    """Return a reply as JSON has it, [text, done, reward, invalid, results] or null, and what is wrong with a malformed
+    one; an exception in the place of a reply is its own reason.
     """
     if value is None or isinstance(value, Exception):
         return None, "" if value is None else f"gave no answer: {value}"
@@ -74,7 +76,11 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
     number, problem = as_score(reward)
     if problem:
         return None, f"gave the reward {problem}"
-    return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False))], ""
+    results = getattr(value, "results", ())
+    if not isinstance(results, list | tuple) or not all(isinstance(result, str) for result in results):
+        return None, "gave results that are no list of texts"
+    shown = [result[:MAX_TEXT_CHARS] for result in results]
+    return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False)), shown], ""
 
 
 # ---- agents ----
@@ -112,20 +118,41 @@ def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """Describe each tool as chat templates take it: name, description, and its parameters as JSON schema.
 
-    Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint.
+    Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint; and
+    for parameters that cannot be given by name, as calls give them.
     """
     from transformers.utils.chat_template_utils import get_json_schema  # a second, and torch with it
 
     found = []
     for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        if unnamed := [str(each) for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL)]:
+            raise ValueError(
+                f"tool '{function.__name__}': the parameter {unnamed[0]} has no name in a call; "
+                "write one that may be given by name"
+            )
         try:
-            found.append(get_json_schema(function))
+            schema = get_json_schema(function)
         except Exception as error:
             raise ValueError(
                 f"tool '{function.__name__}': {first_line(error)}. A tool is described to the model by its docstring, "
                 "with a line `name: what it is` for each parameter under `Args:`, and by their type hints."
             ) from error
+        described = schema["function"].get("parameters", {}).get("properties", {})
+        for parameter in parameters:
+            if parameter.default is not parameter.empty and parameter.name in described:
+                described[parameter.name] |= _default(parameter.default)
+        found.append(schema)
     return found
+
+
+def _default(value: Any) -> dict[str, Any]:
+    """Return the `default` of a schema; none for a value that JSON does not have."""
+    value = value.value if isinstance(value, Enum) else value
+    try:
+        return {"default": json.loads(json.dumps(value, allow_nan=False))}
+    except (TypeError, ValueError):
+        return {}
 
 
 def _without_episode(tool: Callable[..., Any], episode: dict[str, Any] | None = None) -> Callable[..., Any]:

@@ -77,13 +77,15 @@ def _evaluate(
     if not greedy:
         metrics |= _divergence(collector, whole, role)
     verdicts = columns[0] if scorer.uses_verifier else None
+    repeated = [p for p in prompts for _ in range(samples)]
+    transcripts = [answer.played.transcript for answer in answers if answer.played is not None] or None
+    tokens = [answer.response for answer in answers]
     if verdicts is None and task.verify is not None:
-        repeated = [p for p in prompts for _ in range(samples)]
-        transcripts = [answer.played.transcript for answer in answers if answer.played is not None]
-        tokens = [answer.response for answer in answers]
-        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=collector.world).scores
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).scores
     if verdicts is not None:
-        final = None if task.answer is None else [task.answer(text) for text in texts]
+        read_answer = task.answer
+        shown = scorer.answers(repeated, tokens, transcripts)
+        final = None if read_answer is None else [read_answer(text) for text in shown]
         metrics |= verdict_metrics(verdicts, final, samples, is_pass=task.is_pass)
     lines = sample_lines(
         answers,

@@ -45,7 +45,7 @@ from tinyrl.generation.engine import (
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import after_answer
+from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
 from tinyrl.tasks.prompts import PreparedPrompt
 
 if TYPE_CHECKING:  # it needs the extra `serve`
@@ -231,15 +231,16 @@ class AgentEpisode:
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)
             whole = template_text(self.tokenizer, theirs, variables=given.variables, add_generation_prompt=True)
-            closing = after_answer(self.tokenizer, given.variables)
+            closing = turn_closing(self.tokenizer, given.variables)
+            after = after_answer(self.tokenizer, given.variables)
         except ValueError:
             return None
         if not whole.startswith(first):
             return None
-        end = str(self.tokenizer.decode([last.tokens[-1]]))
+        behind = after + whole[len(first) :]
         if last.finish_reason == "eos":
-            closing = closing.removeprefix(end)
-        return tokens_behind(self.tokenizer, end, closing + whole[len(first) :])
+            behind = left_to_write(self.tokenizer, behind, ended_at=last.tokens[-1], closing=closing)
+        return tokens_behind(self.tokenizer, str(self.tokenizer.decode([last.tokens[-1]])), behind)
 
 
 def _content(message: Message) -> tuple[Any, ...]:

@@ -45,6 +45,7 @@ from tinyrl.data.messages import Message, messages_of, tools_of
 from tinyrl.generation.agents import AgentEpisode, Call, Given, Refused
 from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, score
+from tinyrl.tasks.answers import hidden_ids
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, render_prompt
 from tinyrl.text import IncrementalDetokenizer, truncate
@@ -454,8 +455,14 @@ class Endpoint:
             else:
                 call = episode.call(prompt, answer.given, limit=limit, stop=stops)
                 sequence = call.sequence
-            hidden, text = [] if body.include_stop_str_in_output else stops, IncrementalDetokenizer(self.tokenizer)
-            choice = Choice(len(answer.choices), sequence, text, hidden, answer.text, call)
+            choice = Choice(
+                index=len(answer.choices),
+                sequence=sequence,
+                detokenizer=IncrementalDetokenizer(self.tokenizer, hidden=hidden_ids(self.tokenizer)),
+                stop=[] if body.include_stop_str_in_output else stops,
+                text=answer.text,
+                call=call,
+            )
             answer.choices.append(choice)
             sequence.on_tokens = partial(answer.put, choice)
             sequence.on_end = partial(answer.put, choice)
@@ -523,7 +530,7 @@ class Endpoint:
         tokens, logprobs = completion.tokens, list[float | None](completion.logprobs)
         tops = list[list[tuple[int, float]]]([[] for _ in tokens])
         if answer.reads_calls and self.form is not None:
-            content, calls = self.form.read(choice.text, tokens, tools=body.tools)
+            content, calls = self.form.read(choice.text, tokens, tools=body.tools, opened=answer.text)
             if calls and not any(call.problem for call in calls):
                 called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
                 made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]

@@ -23,12 +23,12 @@ from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, row_keys
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
-from tinyrl.tasks.answers import ObservationTokens
+from tinyrl.tasks.answers import ObservationTokens, turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, row_columns, shows_tools
 
@@ -83,9 +83,9 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
             f"{'has none that shows them' if chat else 'is prompted without one'}; describe them in the prompt and "
             "answer with environment.name=FILE.py:FUNCTION"
         )
-    variables, eos = {**template, **({"tools": schemas} if schemas else {})}, eos_token_ids(policy, tokenizer)
+    variables = {**template, **({"tools": schemas} if schemas else {})}
     most = environment.max_observation_tokens
-    observations = ObservationTokens(tokenizer, chat=chat, variables=variables, eos=eos, max_tokens=most)
+    observations = ObservationTokens(tokenizer, chat=chat, variables=variables, max_tokens=most)
     form = call_form(tokenizer, template) if schemas else None
     return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables, form)
 
@@ -157,10 +157,10 @@ class Episodes(AbstractContextManager):
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
             opened = self.runner.observations.opened if episode.ended_at is not None else ""
-        text = opened + str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = opened + turn_text(self.runner.tokenizer, tokens)
         message: Message = {"role": "assistant", "content": text}
         if (form := self.runner.form) is not None:
-            message = form.message(text, tokens, tools=self.runner.variables["tools"])
+            message = form.message(text, tokens, tools=self.runner.variables["tools"], opened=opened)
         episode.transcript.append(message)
         response.add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)
@@ -201,16 +201,18 @@ class Episodes(AbstractContextManager):
         last = len(episode.turn_ends) == runner.environment.max_turns
         if reply.done or last or episode.num_actions >= runner.max_new_tokens:
             if reply.text:
-                episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
+                texts, _ = runner.observations.fitted(reply.results or [reply.text])
+                episode.transcript += [{"role": "tool", "content": text} for text in texts]
             episode.over = reply.done
             if not reply.done:
                 episode.finish_reason = "turns" if last else "length"
             return None
-        tokens, text = runner.observations(reply.text, ended_at=episode.ended_at)
-        episode.transcript.append({"role": "tool", "content": text})
-        episode.num_tokens += len(tokens)
-        self.responses[sample].add(tokens)
-        return tokens
+        observation = runner.observations(reply.results or [reply.text], ended_at=episode.ended_at)
+        episode.transcript += [{"role": "tool", "content": text} for text in observation.texts]
+        episode.cut += observation.cut
+        episode.num_tokens += len(observation.tokens)
+        self.responses[sample].add(observation.tokens)
+        return observation.tokens
 
     def finalized(self) -> list[Completion]:
         """Return the responses with their finish reasons; episodes cut off get the environment's final reward."""

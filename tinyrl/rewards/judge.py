@@ -40,7 +40,7 @@ from tinyrl.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.rewards.functions import RewardCall, as_completion, mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import answer_in, mask_url, truncate
 from tinyrl.workers.calls import Printed, RowFailure
 
 MAX_RETRIES = 5  # by the openai client: after 0.5, 1, 2, 4 and 8 s, or as the server asks
@@ -183,7 +183,7 @@ class JudgeReward:
             row = {name: values[group[0]] for name, values in columns.items()}
             # {answer} in a rubric is the row's column; other braces stay
             rubric = re.sub(r"\{(\w+)\}", lambda m, row=row: str(row[m[1]]) if m[1] in row else m[0], self.rubric)
-            task, answers = text_of(as_messages(prompts[group[0]])), [text_of(completions[i]) for i in group]
+            task, answers = text_of(as_messages(prompts[group[0]])), [answer_of(completions[i]) for i in group]
             nonce = sha256(json.dumps([rubric, task, *answers]))[:12]
             system = (RANK if ranks else SCORE).format(rubric=rubric, count=len(answers), low=low, high=high)
             order, tags = [*range(len(answers))], [f"task-{nonce}", f"answer-{nonce}"]
@@ -417,6 +417,17 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def answer_of(completion: Any) -> str:
+    """Return what is judged of a completion: its text without the policy's thoughts."""
+    if isinstance(completion, str):
+        return answer_in(completion)
+    shown = [
+        {**message, "content": answer_in(str(message["content"]))} if message["role"] == "assistant" else message
+        for message in completion
+    ]
+    return text_of(shown)
 
 
 def text_of(completion: Any) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Episode, episode_text
+from tinyrl.environments.tool_calls import encodable
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.batch import Example
 from tinyrl.models.micro_batches import MicroBatches, Work
@@ -29,7 +30,8 @@ from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import answer_tokens, as_ended
+from tinyrl.tasks.answers import answer_tokens, as_ended, turn_text
+from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.text import one_line
 from tinyrl.workers.calls import RowFailure
@@ -235,7 +237,8 @@ class Scorer:
         dropped = scores[:, counted].isnan().all(-1)
         dropped[[failure.row for failure in fatal]] = True
         whys = [call.whys for call in calls if call.whys]
-        joined = ["\n".join(filter(None, of_row)) for of_row in zip(*whys, strict=True)] if whys else None
+        rows = zip(*whys, strict=True)
+        joined = [encodable("\n".join(filter(None, of_row))) for of_row in rows] if whys else None
         failures = [failure for call in calls for failure in call.failures] + lost
         return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined)
 
@@ -280,7 +283,13 @@ class Scorer:
         return call
 
     def text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return turn_text(self.tokenizer, tokens)
+
+    def answers(
+        self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
+    ) -> list[str]:
+        """Return the texts of completions in which their answers are: without thoughts and an environment's replies."""
+        return [answer_text(one) for one in self._reward_inputs(prompts, completions, transcripts)]
 
     def _reward_inputs(
         self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None

@@ -220,6 +220,7 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {
         "environment/turns": _mean(len(episode.turn_ends) for episode in played),
         "environment/invalid_calls": _mean(episode.invalid for episode in played),
+        "environment/cut_observations": _mean(episode.cut for episode in played),
         "environment/observation_tokens": _mean(by_episode(samples, read)),
         "environment/out_of_turns": _mean(sample.finish == "turns" for sample in firsts),
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinyrl.text import Excerpt, excerpt, one_line
+from tinyrl.text import Excerpt, excerpt, first_line, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 Item = TypeVar("Item")
@@ -49,6 +49,17 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: json_safe(inner) for key, inner in value.items()}
     return [json_safe(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises ValueError, naming it, for anything else, and OSError."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON that can be read: {first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {found!r:.40} instead of an object")
+    return found
 
 
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.records import json_object
 from tinyrl.runs.run_dir import named_run, open_run
 
 
@@ -126,8 +127,10 @@ def _positions(path: str) -> int | None:
     """Return the number of positions of the model in a folder; None where no config.json has it."""
     folder = starter_path(path) or Path(path)
     try:
-        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts = json_object(folder / "config.json")
     except (OSError, ValueError):  # a hub name; loading reports what is wrong with a folder
         return None
-    facts = facts.get("text_config", facts)
-    return facts.get("max_position_embeddings", facts.get("n_positions"))
+    of_text = facts.get("text_config")
+    facts = of_text if isinstance(of_text, dict) else facts
+    positions = facts.get("max_position_embeddings", facts.get("n_positions"))
+    return positions if isinstance(positions, int) else None

@@ -8,13 +8,15 @@ Torch is never imported.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
-from tinyrl.models.tokens import disguised, reads_parts_alike, template_text, token_ids, tokens_behind
+from tinyrl.models.tokens import THOUGHTS, disguised, markers_of, template_text, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,
@@ -32,6 +34,8 @@ from tinyrl.text import first_line, truncate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+REPLACEMENT = "\ufffd"  # which decoding writes for part of a character
+
 
 # ---- the end of an answer ----
 
@@ -41,15 +45,29 @@ def answer_end(tokenizer: Tokenizer, *, chat: Chat, variables: dict[str, Any]) -
     it writes one, else EOS.
     """
     assert isinstance(tokenizer.eos_token_id, int)
-    return _turn_end(tokenizer, json.dumps(variables)) if in_chat(tokenizer, chat) else tokenizer.eos_token_id
+    closing = turn_closing(tokenizer, variables) if in_chat(tokenizer, chat) else ""
+    return token_ids(tokenizer, closing)[-1] if closing else tokenizer.eos_token_id
+
+
+def turn_closing(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
+    """Return the text with which the chat template closes an answer, through the special token that ends it:
+    `<|im_end|>`, or ` </s>` with a space of the template. Return "" where no special token ends it, as in templates
+    whose turns end with the next role's marker, and where the template refuses.
+    """
+    return _turn_closing(tokenizer, json.dumps(variables))
 
 
 @lru_cache(maxsize=16)
-def _turn_end(tokenizer: Tokenizer, variables: str) -> int:
-    tokens = list[int]()
+def _turn_closing(tokenizer: Tokenizer, variables: str) -> str:
+    after = ""
     with suppress(ValueError):
-        tokens = token_ids(tokenizer, after_answer(tokenizer, json.loads(variables)))
-    return _through_end(tokenizer, tokens, end=tokenizer.eos_token_id)[-1]  # pyright: ignore[reportArgumentType]
+        after = after_answer(tokenizer, json.loads(variables))
+    tokens = token_ids(tokenizer, after)
+    last = _ending_special(tokenizer, tokens)
+    if last is None:
+        return ""
+    before, end, _ = after.rpartition(str(tokenizer.decode([tokens[last]])))
+    return before + end
 
 
 def after_answer(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
@@ -58,13 +76,32 @@ def after_answer(tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
     return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
 
 
-def _through_end(tokenizer: Tokenizer, turn: list[int], *, end: int) -> list[int]:
-    """Return a turn through its last special token if only space follows that, and else through an appended `end`."""
+def left_to_write(tokenizer: Tokenizer, behind: str, *, ended_at: int, closing: str) -> str:
+    """Return what is left of `behind`, the template's text behind an answer, after a policy that ended it with the
+    token `ended_at`.
+
+    Where the template closes turns (`closing`), any token that ends a completion stands for all of that. Otherwise the
+    text begins with the next role's marker, which the policy has written only if it is the token that it ended with.
+    """
+    if closing and behind.startswith(closing):
+        return behind.removeprefix(closing)
+    before, _, rest = behind.partition(str(tokenizer.decode([ended_at])))
+    return behind if before.strip() else rest
+
+
+def _ending_special(tokenizer: Tokenizer, turn: list[int]) -> int | None:
+    """Return the place of a turn's last special token if only space follows that, else None."""
     special = special_ids(tokenizer)
     last = next((i for i in reversed(range(len(turn))) if turn[i] in special), None)
     if last is None or str(tokenizer.decode(turn[last + 1 :])).strip():
-        return [*turn, end]
-    return turn[: last + 1]
+        return None
+    return last
+
+
+def _through_end(tokenizer: Tokenizer, turn: list[int], *, end: int) -> list[int]:
+    """Return a turn through its last special token if only space follows that, and else through an appended `end`."""
+    last = _ending_special(tokenizer, turn)
+    return [*turn, end] if last is None else turn[: last + 1]
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:
@@ -102,6 +139,23 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)
 
 
+@lru_cache(maxsize=4)
+def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that a turn's text is without, where the markers of thoughts are special tokens: the other
+    special ones. Return none where decoding without special tokens keeps the markers.
+    """
+    special = special_ids(tokenizer)
+    thoughts = {id for marker, id in markers_of(tokenizer).ids.items() if marker in THOUGHTS}
+    return special - thoughts if special & thoughts else frozenset()
+
+
+def turn_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Return the text of a policy's tokens: without special tokens, but with the markers of its thoughts."""
+    hidden = hidden_ids(tokenizer)
+    shown = [token for token in tokens if token not in hidden]
+    return str(tokenizer.decode(shown, skip_special_tokens=not hidden))
+
+
 # ---- answers to learn from ----
 
 
@@ -109,17 +163,24 @@ def answer_tokens(
     tokenizer: Tokenizer, prompt: Rendered | PreparedPrompt, answer: str, *, chat: Chat, variables: dict[str, Any]
 ) -> list[int]:
     """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. A <think> that
-    the prompt has opened is not repeated. Under a chat template markers in the answer are read as text, except its end
-    and those that a policy writes itself.
+    the prompt has opened is not repeated, nor a BOS that the prompt begins with. Under a chat template the answer is
+    closed as the template closes a turn, and markers in it are read as text, except its end and those that a policy
+    writes itself.
     """
     end = answer_end(tokenizer, chat=chat, variables=variables)
+    bos = str(tokenizer.bos_token or "")
+    if bos and prompt.tokens[:1] == [tokenizer.bos_token_id] and answer.lstrip().startswith(bos):
+        answer = answer.lstrip().removeprefix(bos)
     if prompt.opened and answer.lstrip().startswith("<think>"):
         thoughts, opened = answer.lstrip().removeprefix("<think>"), prompt.opened.removeprefix("<think>")
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
     if in_chat(tokenizer, chat):
-        written, ending = answer.rstrip(), str(tokenizer.decode([end]))
-        answer = written.removesuffix(ending) if written.endswith(ending) else answer
-        answer = disguised(tokenizer, answer, own=True)
+        closing = turn_closing(tokenizer, variables)
+        for ending in (closing, str(tokenizer.decode([end]))):
+            if ending and answer.rstrip().endswith(ending):
+                answer = answer.rstrip().removesuffix(ending)
+                break
+        answer = disguised(tokenizer, answer, own=True) + closing
     return _ended(tokens_behind(tokenizer, prompt.text, answer), end)
 
 
@@ -177,76 +238,165 @@ def render_answer(
 
 # ---- observations: an environment's reply behind the policy's turn ----
 
-REPLY = "environmentanswered"
-CHARS_A_TOKEN = 64  # of longer texts only the beginning is tokenised
+REPLY, NEXT_REPLY = "environmentanswered", "environmentwenton"  # contents that are rendered, as ASKED and ANSWER
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy reads of a reply: its tokens, the contents of its messages, and whether any of them was cut."""
+
+    tokens: list[int]
+    texts: list[str]
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The chat template's text around replies of a role: behind a turn, between two replies (None: the template has no
+    place for a second one), and before the next turn.
+    """
+
+    role: str
+    before: str
+    between: str | None
+    after: str
 
 
 class ObservationTokens:
-    """Tokenise replies, at most `max_tokens` of each reply's own, as the chat template would write them.
+    """Tokenise replies, at most `max_tokens` of a reply's own, as the chat template would write them.
 
     Tokens are appended and never made again from text, so the trained tokens are the sampled ones. After a stop string,
-    and without a chat template, a reply is raw text. After the end of a chat turn it is a message of role `tool`: the
-    template's text around it has markers, the content has none, so that a reply with "<|im_end|>" ends no turn.
+    and without a chat template, a reply is raw text. After the end of a chat turn each result is a message of role
+    `tool`: the template's text around it has markers, the content has none, so that a reply with "<|im_end|>" ends no
+    turn. Of the template's text behind the turn it begins with what the policy has not written itself (left_to_write).
 
-    chat: whether prompts go through the chat template, with `variables` and `tools`; eos: tokens that end a turn.
-    role: of a message that replies; end: the token that ends a turn; opened: a <think> that the template opens for the
-    next turn. Raises ValueError for a template that has no place for a reply.
+    chat: whether prompts go through the chat template, with `variables` and `tools`. role: of a message that replies;
+    end: the token that ends a turn; opened: a <think> that the template opens for the next turn. Raises ValueError for
+    a template that has no place for a reply.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, chat: bool, variables: dict[str, Any], eos: set[int], max_tokens: int
-    ) -> None:
-        self.tokenizer, self.chat, self.eos, self.max_tokens = tokenizer, chat, eos, max_tokens
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool, variables: dict[str, Any], max_tokens: int) -> None:
+        self.tokenizer, self.chat, self.max_tokens = tokenizer, chat, max_tokens
         self.end = answer_end(tokenizer, chat=chat, variables=variables)
-        self.role, self._around = self._find_role(variables) if chat else ("tool", ("", ""))
-        self._before, self._after = (token_ids(tokenizer, text) for text in self._around)
-        self.opened = open_thinking(self._around[1])
-        self.most = max_tokens + len(self._before) + len(self._after)  # tokens of one observation
+        around = _surroundings(tokenizer, variables) if chat else Surroundings("tool", "", None, "")
+        self._around, self.role, self.opened = around, around.role, open_thinking(around.after)
+        self._closing = turn_closing(tokenizer, variables) if chat else ""
+        # tokens of one observation
+        self.most = max_tokens + len(token_ids(tokenizer, around.before)) + len(token_ids(tokenizer, around.after))
 
-    def __call__(self, text: str, *, ended_at: int | None) -> tuple[list[int], str]:
-        """Tokenise a reply to a turn that ended with the EOS token `ended_at` (None: at a stop string); return its text
-        too, as far as the tokens go.
+    def __call__(self, results: Sequence[str], *, ended_at: int | None) -> Observation:
+        """Tokenise the results of a turn that ended with the EOS token `ended_at` (None: at a stop string). Where they
+        cannot be messages of their own they are one, a result below the other.
         """
-        tokens, text = self._cut(text)
-        before, after = self._around if ended_at is not None else ("", "")
-        if ended_at is not None:
-            tokens = [*self._before, *tokens, *self._after]
-        if not reads_parts_alike(self.tokenizer):
-            whole = tokens_behind(self.tokenizer, "\n", f"{before}{disguised(self.tokenizer, text)}{after}")
-            tokens = whole if len(whole) <= self.most else tokens
-        closes = bool(before) and tokens[0] in self.eos  # the policy has closed its turn itself
-        return tokens[closes:], text
+        as_messages = self.chat and ended_at is not None
+        between = self._around.between if as_messages else None
+        texts, cut = self.fitted(results, between=between)
+        context, before, after = "\n", "", ""
+        if as_messages:
+            assert ended_at is not None
+            context, after = str(self.tokenizer.decode([ended_at])), self._around.after
+            before = left_to_write(self.tokenizer, self._around.before, ended_at=ended_at, closing=self._closing)
+        contents = (between or "").join(disguised(self.tokenizer, text) for text in texts)
+        tokens = tokens_behind(self.tokenizer, context, f"{before}{contents}{after}")
+        if len(tokens) > (self.most if as_messages else self.max_tokens):
+            tokens = [token for piece in (before, contents, after) for token in token_ids(self.tokenizer, piece)]
+        return Observation(tokens, texts, cut)
 
-    def cut(self, text: str) -> str:
-        return self._cut(text)[1]
-
-    def _cut(self, text: str) -> tuple[list[int], str]:
-        text = text[: CHARS_A_TOKEN * self.max_tokens]
-        content = token_ids(self.tokenizer, disguised(self.tokenizer, text))
-        if len(content) <= self.max_tokens:
-            return content, text
-        return content[: self.max_tokens], str(self.tokenizer.decode(content[: self.max_tokens]))
-
-    def _find_role(self, variables: dict[str, Any]) -> tuple[str, tuple[str, str]]:
-        """Return the role of a reply, the template's text between a turn and its reply, and that before the next turn.
-
-        Some templates write every role that they do not know as the assistant, and so a tool's reply as another turn of
-        the policy.
+    def fitted(self, results: Sequence[str], *, between: str | None = None) -> tuple[list[str], bool]:
+        """Return the contents of a reply's messages in `max_tokens` together, with the text `between` two of them, and
+        whether any was cut. Short ones stay whole, and long ones are cut to the same length. Without `between`, and
+        where that alone takes all tokens, it is one message.
         """
-        problem, texts = "", dict[str, str]()
-        for role in ("assistant", "user", "tool"):
-            contents = (("user", ASKED), ("assistant", ANSWER), (role, REPLY))
-            messages = [{"role": each, "content": content} for each, content in contents]
-            try:
-                texts[role] = template_text(self.tokenizer, messages, variables=variables, add_generation_prompt=True)
-            except ValueError as error:
-                problem = f" ({error})"
-        for role in ("tool", "user"):
-            text = texts.get(role, "")
-            between, reply, after = text.partition(ANSWER)[2].partition(REPLY)
-            if reply and REPLY not in after and text != texts.get("assistant"):
-                return role, (between, after)
-        raise ValueError(
-            "the model's chat template has no place for what an environment answers: neither a message of role tool "
-            f"nor another of the user's{problem}"
-        )
+        separators = (len(results) - 1) * len(token_ids(self.tokenizer, between or ""))
+        room = self.max_tokens - separators
+        if between is None or room < len(results):
+            joined = "\n".join(results)
+            shown = self._shortened(joined, self.max_tokens)
+            return [shown], shown != joined
+        sizes = [len(token_ids(self.tokenizer, disguised(self.tokenizer, text))) for text in results]
+        share = room
+        for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
+            share = room // count
+            if size > share:
+                break
+            room -= size
+        shown = [
+            text if size <= share else self._shortened(text, share) for text, size in zip(results, sizes, strict=True)
+        ]
+        return shown, shown != [*results]
+
+    def _shortened(self, text: str, most: int) -> str:
+        """Cut the middle out of a text of more than `most` tokens, between whole characters, and put a line there that
+        says how many tokens were left out; where that line does not fit, return the beginning alone.
+        """
+        tokens = token_ids(self.tokenizer, disguised(self.tokenizer, text))
+        if len(tokens) <= most:
+            return text
+        kept = most - len(token_ids(self.tokenizer, _left_out(len(tokens))))
+        while kept > 1:
+            head = self._whole_characters(tokens[: (kept + 1) // 2], text, at_end=False)
+            tail = self._whole_characters(tokens[-(kept // 2) :], text, at_end=True)
+            left_out = len(tokens) - len(head) - len(tail)
+            shown = f"{self.tokenizer.decode(head)}{_left_out(left_out)}{self.tokenizer.decode(tail)}"
+            excess = len(token_ids(self.tokenizer, disguised(self.tokenizer, shown))) - most
+            if excess <= 0:
+                return shown
+            kept -= excess
+        return str(self.tokenizer.decode(self._whole_characters(tokens[:most], text, at_end=False)))
+
+    def _whole_characters(self, tokens: list[int], text: str, *, at_end: bool) -> list[int]:
+        """Return tokens at the beginning (or at the end) of a text without those that are part of a character."""
+        while tokens:
+            piece = str(self.tokenizer.decode(tokens))
+            whole = text.endswith(piece) if at_end else text.startswith(piece)
+            broken = piece.startswith(REPLACEMENT) if at_end else piece.endswith(REPLACEMENT)
+            if whole or not broken:
+                break
+            tokens = tokens[1:] if at_end else tokens[:-1]
+        return tokens
+
+
+def _left_out(count: int) -> str:
+    return f"\n[{count} tokens left out]\n"
+
+
+def _surroundings(tokenizer: Tokenizer, variables: dict[str, Any]) -> Surroundings:
+    """Return what the chat template writes around replies, as messages of the role `tool`, else of the user.
+
+    Some templates write every role that they do not know as the assistant, and so a tool's reply as another turn of
+    the policy. Raises ValueError for a template that has no place for a reply.
+    """
+    problem, texts = "", dict[str, str]()
+    for role in ("assistant", "user", "tool"):
+        try:
+            texts[role] = _behind_answer(tokenizer, variables, role, [REPLY])
+        except ValueError as error:
+            problem = f" ({error})"
+    for role in ("tool", "user"):
+        text = texts.get(role, "")
+        before, reply, after = text.partition(REPLY)
+        if reply and REPLY not in after and text != texts.get("assistant"):
+            between = _between_replies(tokenizer, variables, before, after) if role == "tool" else None
+            return Surroundings(role, before, between, after)
+    raise ValueError(
+        "the model's chat template has no place for what an environment answers: neither a message of role tool "
+        f"nor another of the user's{problem}"
+    )
+
+
+def _between_replies(tokenizer: Tokenizer, variables: dict[str, Any], before: str, after: str) -> str | None:
+    """Return the template's text between two messages of the role `tool`; None where it has no place for a second."""
+    try:
+        text = _behind_answer(tokenizer, variables, "tool", [REPLY, NEXT_REPLY])
+    except ValueError:
+        return None
+    start, end = before + REPLY, NEXT_REPLY + after
+    is_surrounded = text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end)
+    return text[len(start) : len(text) - len(end)] if is_surrounded else None
+
+
+def _behind_answer(tokenizer: Tokenizer, variables: dict[str, Any], role: str, replies: list[str]) -> str:
+    """Return what the template writes behind an answer that is followed by these replies of a role."""
+    messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}]
+    messages += [{"role": role, "content": reply} for reply in replies]
+    return template_text(tokenizer, messages, variables=variables, add_generation_prompt=True).partition(ANSWER)[2]

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.tool_calls import CLOSE, DECODER, END_OF_THINKING, OPEN, Call, call_in, calls_of, parse_json
+from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, Call, call_in, calls_of, parse_json
 from tinyrl.models.tokens import template_text, token_ids
-from tinyrl.tasks.answers import special_ids
+from tinyrl.tasks.answers import hidden_ids, special_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
-from tinyrl.text import truncate
+from tinyrl.text import truncate, without_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -31,6 +31,15 @@ _CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}  # Mistra
 FUNCTION, ARGUMENT = "<function=", "<parameter="
 HERMES = f"{OPEN}{{json}}{CLOSE}"
 _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and between two
+MAX_SCHEMA_DEPTH = 32  # of references that may lead in a circle
+# Of a call in XML: one without arguments; the end of others; what follows it; the beginning and the end of an argument;
+# such tags in a value.
+_EMPTY_FUNCTION = re.compile(r"<function=[^<>\n]*>\s*(?P<function></function>)")
+_FUNCTION_END = re.compile(r"</parameter>\s*(?P<function></function>)")
+_AFTER_FUNCTION = re.compile(r"\s*(?:</tool_call>|<tool_call>|<function=|\Z)")
+_PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>\n]*)>")
+_PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=[^<>\n]*>|\Z)")
+_TAG = re.compile(r"(?m)^[ \t]*(?P<opens><parameter=[^<>\n]*>)(?![ \t]+\S)|</parameter>")
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class CallForm:
 
     name      for people
     special   special tokens that are part of calls
-    split     (text with these, tools) -> where the calls begin, and the calls
+    split     (text with these and without thoughts, tools) -> where the calls begin, and the calls
     """
 
     tokenizer: Tokenizer
@@ -52,21 +61,25 @@ class CallForm:
         """Return whether environments parse the calls themselves, from the text of a turn."""
         return self.name == HERMES and not self.special
 
-    def read(self, text: str, tokens: list[int], *, tools: list[Any] | None) -> tuple[str, list[Call]]:
-        """Split a policy's turn into its text before the calls, and the calls."""
+    def read(
+        self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = ""
+    ) -> tuple[str, list[Call]]:
+        """Split a policy's turn into its text before the calls, and the calls. text: with the thought that the prompt
+        has `opened`, which the tokens do not hold.
+        """
         written = text
         if not self.in_text:
-            hidden = special_ids(self.tokenizer) - self.special
-            written = str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
-        start, calls = self.split(written, tools or [])
+            hidden = (hidden_ids(self.tokenizer) or special_ids(self.tokenizer)) - self.special
+            written = opened + str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
+        start, calls = self.split(without_thoughts(written), tools or [])
         head = written[:start]
         return (text[: text.find(head) + len(head)] if head in text else text), calls
 
-    def message(self, text: str, tokens: list[int], *, tools: list[Any] | None) -> Message:
+    def message(self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = "") -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
         that cannot be executed is its problem, as text.
         """
-        calls = [] if self.in_text else self.read(text, tokens, tools=tools)[1]
+        calls = [] if self.in_text else self.read(text, tokens, tools=tools, opened=opened)[1]
         entries = [
             each.problem or {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
             for each in calls
@@ -116,21 +129,19 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
 # ---- the forms ----
 
 
-def _after_thinking(text: str) -> int:
-    at = text.find(END_OF_THINKING)
-    return at + len(END_OF_THINKING) if at >= 0 else 0
-
-
 def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
-    return text.find(OPEN, _after_thinking(text)), calls_of({"content": text})
+    start = text.find(OPEN)
+    return start if start >= 0 else len(text), calls_of({"content": text})
 
 
 def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
     """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
     and JSON without a name is an answer.
     """
-    calls, at = list[Call](), _after_thinking(text)
-    first = max(0, text.find(marker, at)) if marker else at
+    calls, at = list[Call](), 0
+    first = len(text) - len(text.lstrip())
+    if marker:
+        first = text.find(marker) if marker in text else len(text)
     while True:
         if marker:
             at = text.find(marker, at) + len(marker)
@@ -154,32 +165,108 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
 
 
 def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
-    """Parse Qwen-Coder's <function=NAME> with a <parameter=NAME> for each argument, as text of its type in `tools`."""
-    at = _after_thinking(text)
-    starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag, at)) >= 0]
-    first, calls = min(starts, default=0), list[Call]()
+    """Parse Qwen-Coder's <function=NAME> with a <parameter=NAME> for each argument, as text of its type in `tools`.
+
+    A text argument may hold the same tags. One that closes counts only where the next opening, or the end of the
+    function or of the calls, follows it, and a parameter opens only at the function's beginning and behind such an end.
+    A call that may also be read otherwise is one that fails: no argument is ever shortened.
+    """
+    starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag)) >= 0]
+    calls, at = list[Call](), 0
     while (opened := text.find(FUNCTION, at)) >= 0:
-        at = text.find("</function>", opened)
-        if at < 0:
-            return first, [*calls, Call(problem=f"{FUNCTION}...> without </function>")]
-        name, _, body = text[opened + len(FUNCTION) : at].partition(">")
-        arguments = {}
-        for part in body.split(ARGUMENT)[1:]:
-            key, _, value = part.partition(">")
-            arguments[key.strip()] = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
-        calls.append(_typed(call_in({"name": name.strip(), "arguments": arguments}), tools))
-    return first, calls
+        end = _function_end(text, opened)
+        if end is None:
+            calls.append(Call(problem=f"{FUNCTION}...> without </function>"))
+            break
+        at = end.end()
+        following = text.find(FUNCTION, at)
+        between = text[at : following if following >= 0 else len(text)]
+        if "</parameter>" in between or "</function>" in between:
+            calls.append(Call(problem=f"it is not clear where the text of {FUNCTION}...> ends"))
+        else:
+            calls.append(_typed(_xml_call(text[opened + len(FUNCTION) : end.start("function")]), tools))
+    return min(starts, default=len(text)), calls
+
+
+def _function_end(text: str, opened: int) -> re.Match[str] | None:
+    """Return where a function ends: at once, or at the first </function> behind a parameter's end that the end of the
+    calls or another call follows; else at the only one. None if there is none, or several.
+    """
+    if empty := _EMPTY_FUNCTION.match(text, opened):
+        return empty
+    ends = list[re.Match[str]]()
+    for end in _FUNCTION_END.finditer(text, opened):
+        if _AFTER_FUNCTION.match(text, end.end()):
+            return end
+        ends.append(end)
+    return ends[0] if len(ends) == 1 else None
+
+
+def _xml_call(written: str) -> Call:
+    """Parse NAME>, and its parameters as texts, up to </function>."""
+    name, _, body = written.rstrip().partition(">")
+    name, arguments, at = name.strip(), dict[str, Any](), 0
+    while at < len(body):
+        start = _PARAMETER.match(body, at)
+        if start is None:
+            found = truncate(body[at:].strip(), 60)
+            return Call(name, problem=f"{name}: there is text outside of {ARGUMENT}...>: {found!r}")
+        end = _PARAMETER_END.search(body, start.end())
+        key = start["name"].strip()
+        value = body[start.end() : end.start() if end else len(body)]
+        if end is None or _holds_an_open_parameter(value):
+            return Call(name, problem=f"{name}: it is not clear where the parameter '{key}' ends")
+        if key in arguments:
+            return Call(name, problem=f"{name}: the parameter '{key}' is given twice")
+        arguments[key] = value.removeprefix("\n").removesuffix("\n")
+        at = end.end()
+    return call_in({"name": name, "arguments": arguments})
+
+
+def _holds_an_open_parameter(value: str) -> bool:
+    """Return whether a line of a value opens a parameter that the value does not close, so that the end that was found
+    may be that one's.
+    """
+    opened = 0
+    for tag in _TAG.finditer(value):
+        opened = opened + 1 if tag["opens"] else max(0, opened - 1)
+    return opened > 0
 
 
 def _typed(call: Call, tools: list[Any]) -> Call:
-    """Parse arguments in text as JSON if the tool's parameter is no text."""
+    """Parse arguments in text as JSON where the schema of the tool's parameter does not allow this text."""
     parsed = dict(call.arguments)
     with suppress(AttributeError, LookupError, TypeError):  # a client may send anything as tools
         functions = {each["name"]: each for each in (tool.get("function", tool) for tool in tools)}
-        properties = functions[call.name]["parameters"]["properties"]
+        parameters = functions[call.name]["parameters"]
         for key, value in call.arguments.items():
-            kinds, text = properties.get(key, {}).get("type"), str(value).strip()
-            if kinds and "string" not in kinds:
+            text = str(value)
+            if not allows_text(parameters["properties"].get(key, True), text, within=parameters):
+                text = text.strip()
                 with suppress(ValueError, RecursionError):
                     parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     return Call(call.name, parsed, call.problem)
+
+
+def allows_text(schema: Any, text: str, *, within: dict[str, Any], depth: int = 0) -> bool:
+    """Return whether a JSON schema allows a text as a value, by its type, enum, const, anyOf, oneOf, allOf and $ref
+    (to a place `within` another schema). What it does not restrict, it allows.
+    """
+    if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
+        return schema is not False
+    if "$ref" in schema:
+        target: Any = within
+        for name in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
+            target = target.get(name, {}) if isinstance(target, dict) else {}
+        if not allows_text(target, text, within=within, depth=depth + 1):
+            return False
+    kinds = schema.get("type", "string")
+    if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+        return False
+    if ("enum" in schema and text not in schema["enum"]) or ("const" in schema and schema["const"] != text):
+        return False
+    for name, needed in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        options = schema.get(name)
+        if options and not needed(allows_text(each, text, within=within, depth=depth + 1) for each in options):
+            return False
+    return True

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+from tinyrl.text import answer_in
+
 MAX_NUMBER_CHARS = 100  # more digits than any answer has
 MAX_EXPONENT = 300  # 1e999999999 as an exact number would fill the memory
 MAX_EXPRESSION_CHARS = 500
@@ -37,20 +39,34 @@ def folded(text: str) -> str:
 
 def completion_text(completion: Any) -> str:
     """Return the text of a completion: text as it is, or the contents of its assistant messages."""
+    return "\n".join(text for text in _turns(completion) if text)
+
+
+def answer_text(completion: Any) -> str:
+    """Return the text of a completion without its thoughts, turn by turn: nothing in them is an answer."""
+    return "\n".join(answer_in(text) for text in _turns(completion) if text)
+
+
+def _turns(completion: Any) -> list[str | None]:
     if isinstance(completion, str):
-        return completion
+        return [completion]
     contents = [message.get("content") for message in completion if message.get("role", "assistant") == "assistant"]
-    texts = ["".join(part.get("text") or "" for part in c) if isinstance(c, list) else c for c in contents]
-    return "\n".join(text for text in texts if text)
+    return ["".join(part.get("text") or "" for part in c) if isinstance(c, list) else c for c in contents]
 
 
-def by_row(score: Callable[[str, dict[str, Any]], float | None]) -> Callable[..., list[float | None]]:
-    """Return verify(prompts, completions, **columns) from the score of one completion's text and its row."""
+def by_row(
+    score: Callable[[str, dict[str, Any]], float | None], *, with_thoughts: bool = False
+) -> Callable[..., list[float | None]]:
+    """Return verify(prompts, completions, **columns) from the score of one completion's text and its row.
+
+    with_thoughts: score a text with its thoughts, as a rule about their form does.
+    """
+    text_of = completion_text if with_thoughts else answer_text
 
     def verify(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         pairs = zip(completions, rows or [{}] * len(completions), strict=True)
-        return [score(completion_text(completion), row) for completion, row in pairs]
+        return [score(text_of(completion), row) for completion, row in pairs]
 
     return verify
 

@@ -65,7 +65,7 @@ TASK = Task(
     summary="who tells the truth and who lies, three people, with <think> and <answer> (Logic-RL's reward)",
     rows=lambda split: read_rows(HUB[split], columns=HUB_COLUMNS),
     prompt=lambda row: f"{text_in(row, 'prompt')}\n{INSTRUCTION}",
-    verify=by_row(score),
+    verify=by_row(score, with_thoughts=True),
     gold=gold,
     columns=("prompt", "answer"),
     answer=answer,

@@ -4,7 +4,8 @@ For tasks whose rows have an `answer`. A completion's answer is the one it marks
 of a short one, else what math-verify finds in its end. Two answers are equal when they are the same text or number, or
 when math-verify says so: (1,2) and (1, 2), \\frac12 and 0.5, 2\\sqrt{3} and \\sqrt{12}, (x+1)^2 and x^2+2x+1.
 
-Words are compared as text only: to math-verify they are products of letters, and "listen" is "silent". The package
+An `answer` that cannot be read (\\text{}, $$, broken LaTeX) has no score: every completion would be wrong. Words are
+compared as text only: to math-verify they are products of letters, and "listen" is "silent". The package
 simplifies what a model wrote, which can take any time and memory, so this runs as a reward function does: in a process
 of its own, within reward.timeout_s. A comparison that takes longer than `PATIENCE_S` is a wrong answer.
 """
@@ -27,11 +28,15 @@ _IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
 
 def score(text: str, row: Row) -> float | None:
-    """Return 1.0 if a completion's answer equals the row's `answer`, 0.0 if not, None if the row has none."""
+    """Return 1.0 if a completion's answer equals the row's `answer`, 0.0 if not, None if the row has none, or one that
+    cannot be read.
+    """
     reference, marked = row.get("answer"), marked_answer(text)
     if reference is None or not str(reference).strip():
         return None
     wanted = _plain(marked_answer(str(reference)) or str(reference))
+    if not _is_readable(wanted):
+        return None
     given = _plain(text if marked is None else marked)
     if normalised_text(given) == normalised_text(wanted) or numbers_equal(given, wanted):
         return 1.0
@@ -44,6 +49,15 @@ def score(text: str, row: Row) -> float | None:
 
 
 equal_answers = by_row(score)
+
+
+def _is_readable(wanted: str) -> bool:
+    """Return whether an answer may be compared: not \\text{} or $$, of which nothing is left, and no broken LaTeX, in
+    which math-verify finds no more than the text itself.
+    """
+    if "\\" not in wanted:
+        return bool(wanted)
+    return any(not isinstance(each, str) for each in _formula(wanted))
 
 
 def _plain(text: str) -> str:

@@ -26,6 +26,7 @@ from tinyrl.rollout.load import load_policy, load_scorer
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks.answers import hidden_ids, turn_text
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
 from tinyrl.text import IncrementalDetokenizer, escape_control
 
@@ -165,7 +166,8 @@ class ChatSession(ExitStack):
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
         key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + self.turn, "role": self.role}
         key["greedy"] = greedy or self.greedy
-        written, tokenizer = IncrementalDetokenizer(self.policy.tokenizer), self.policy.tokenizer
+        tokenizer = self.policy.tokenizer
+        written = IncrementalDetokenizer(tokenizer, hidden=hidden_ids(tokenizer))
 
         def reply(tokens: list[int]) -> None:
             on_text("policy", written.end())
@@ -175,7 +177,7 @@ class ChatSession(ExitStack):
         if self.runner is None:
             [[completion]] = self.engine.sample([request], 1, **key)
             on_text("policy", written.end())
-            text = str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            text = turn_text(tokenizer, completion.tokens)
             return ChatAnswer(prompt, completion, text, None)
         [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
         on_text("policy", written.end())

@@ -34,12 +34,13 @@ from tinyrl.rollout.load import load_method, resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
+from tinyrl.runs.records import json_object
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.method import Method
 from tinyrl.training.run import OF_A_RUN, CheckpointState, InputHashes, Run, SourceFile, out_of_memory_stops
-from tinyrl.training.step import rate_factor
+from tinyrl.training.step import rate_factor, schedule_notes
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -52,7 +53,7 @@ def start(
     with contextlib.ExitStack() as undo:
         method = _load(resolve(config), options=options, undo=undo)
         policy, world = method.policy, method.world
-        notes = [resolve_threads(policy), *method.check()]
+        notes = [resolve_threads(policy), *schedule_notes(policy.config), *method.check()]
         if policy.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
             run_section = policy.config.run.model_copy(update={"threads": torch.get_num_threads()})
             policy.config = policy.config.model_copy(update={"run": run_section})
@@ -143,7 +144,7 @@ def resume(
         inputs = changed_sources(known, sources)
         refuse(what, inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
-        notes += [resolve_threads(method.policy), *method.check()]
+        notes += [resolve_threads(method.policy), *schedule_notes(method.policy.config), *method.check()]
         run = Run(method, folder)
         run.sources = lambda: sources
         if checkpoint is None or kept is None:
@@ -194,15 +195,16 @@ def started_with(folder: RunDir, given: Options) -> Options:
     anybody, so only the command line lets code of a model run.
     """
     try:
-        kept = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))["options"]
-    except (OSError, ValueError, LookupError):
+        kept = json_object(folder.path / "env.json").get("options")
+    except (OSError, ValueError):
         return given
-    if kept["trust_remote_code"] and not given.trust_remote_code:
+    kept = kept if isinstance(kept, dict) else {}
+    if kept.get("trust_remote_code") and not given.trust_remote_code:
         raise ValueError(
             f"{folder.path} was started with --trust-remote-code: "
             f"`{shlex.join(['tinyrl', 'train', '--resume', str(folder.path), '--trust-remote-code'])}`"
         )
-    return replace(given, device="cpu") if given.device == "auto" and kept["device"] == "cpu" else given
+    return replace(given, device="cpu") if given.device == "auto" and kept.get("device") == "cpu" else given
 
 
 def fork(

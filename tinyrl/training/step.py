@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tinyrl.config.schema import Config
 from tinyrl.config.sections import OptimConfig
 from tinyrl.errors import GuardStop
 from tinyrl.models.device import free_bytes, reset_peak_memory, restore_torch_rng, torch_rng
@@ -240,6 +241,16 @@ def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Ten
         else:
             kept = value.to(parameter.device, copy=True)
         optimizer.state.setdefault(parameter, {})[key] = kept
+
+
+def schedule_notes(config: Config) -> list[str]:
+    """Return a warning where the learning rate never gets where it is set, since the run ends before its warm-up."""
+    warmup, steps = config.optim.warmup_steps, config.run.num_steps
+    if warmup <= steps:
+        return []
+    most = steps / warmup
+    what = f"optim.warmup_steps={warmup} is more than run.num_steps={steps}"
+    return [f"warning: {what}: the learning rate gets to {most:.0%} of optim.learning_rate"]
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:

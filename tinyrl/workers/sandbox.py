@@ -2,10 +2,10 @@
 
     # rewards.py, for rows with a column of tests: [[stdin, expected stdout], ...]
     from tinyrl.workers.sandbox import passes_tests, python_block
-    from tinyrl.tasks.grading import completion_text
+    from tinyrl.tasks.grading import answer_text
 
     def score(prompts, completions, tests, **columns):
-        return [share_passed(python_block(completion_text(c)), t) for c, t in zip(completions, tests)]
+        return [share_passed(python_block(answer_text(c)), t) for c, t in zip(completions, tests)]
 
     def share_passed(program, tests):
         if program is None:

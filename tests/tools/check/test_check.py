@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -130,6 +131,26 @@ def test_weights_are_counted_as_the_library_has_them(tiny: TinyModels) -> None:
         matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "wpe" not in n)
         gate = shapes.layers * shapes.width * shapes.inner if architecture == "gpt2" else 0  # which GPT-2 does without
         assert shapes.linear + shapes.embeddings - gate == matrices
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"hidden_size": "64"}', "{}", "{"],
+)
+def test_a_damaged_config_json_is_a_sentence(damaged: str, tiny: TinyModels, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(damaged)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_shapes(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": "two"}, {"vocab_size": -1}, {"hidden_size": 0.5}])
+def test_sizes_in_config_json_that_are_no_numbers_are_named(
+    change: dict[str, Any], tiny: TinyModels, tmp_path: Path
+) -> None:
+    facts = json.loads((tiny("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(facts | change))
+    with pytest.raises(ValueError, match=next(iter(change))):
+        read_shapes(str(tmp_path))
 
 
 def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:

@@ -1,5 +1,6 @@
 """`tinyrl check` finds planted faults, each with the setting or the place to mend, and passes sound recipes."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -264,3 +265,12 @@ def test_a_reward_is_the_environments_only_where_no_call_failed() -> None:
 def test_advice_about_messages_is_for_rewards_that_get_them() -> None:
     changes = [[one.change for one in found_by(FINDINGS, trial(gets_messages=gets))] for gets in (True, False)]
     assert ["completion[-1]['content']" in change for [change] in changes] == [True, False]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the extra math")
+def test_gold_answers_that_cannot_be_read_are_counted() -> None:
+    golds = ["1", r"\frac12", r"\text{}", "$$"] * 4
+    rows = [{"prompt": f"p{place}", "answer": gold} for place, gold in enumerate(golds)]
+    Path("golds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "grpo task.name=rows task.data=golds.jsonl task.eval_data=golds.jsonl task.grading=math model.path=starter"
+    assert sections_of(words, QUICK)[2].facts["unread"] == 8

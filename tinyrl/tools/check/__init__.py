@@ -128,10 +128,11 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
     where the run would be refused.
     """
     from tinyrl.rollout.load import load_method, resolve_threads
+    from tinyrl.training.step import schedule_notes
 
     method = load_method(config, options=options)
     try:
-        return method, [resolve_threads(method.policy), *method.check()]
+        return method, [resolve_threads(method.policy), *schedule_notes(method.policy.config), *method.check()]
     except BaseException:
         method.close()
         raise

@@ -63,8 +63,8 @@ def row_lines(method: OnPolicy | RowMethod) -> list[str]:
         f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}",
     ]
     if isinstance(runner := collector.runner, EpisodeRunner):
-        tokens, _ = runner.observations("reply", ended_at=runner.observations.end)
-        text = str(tokenizer.decode(tokens))
+        observation = runner.observations(["reply"], ended_at=runner.observations.end)
+        text = str(tokenizer.decode(observation.tokens))
         lines.append(f"a reply of the environment as the model reads it, which is not learnt: {text!r}")
     return lines
 

@@ -7,16 +7,15 @@ a run whose completions end early takes less.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.findings import Finding
+from tinyrl.runs.records import json_object
 from tinyrl.text import format_bytes
 from tinyrl.tools.check.section import CheckSection
 
@@ -71,6 +70,19 @@ KNOWN_SHAPES = {
 }
 
 
+# Sizes in config.json, and GPT-2's names of them.
+SIZES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "n_inner",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+NEEDED_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
 def read_shapes(path: str) -> Shapes:
     """Read the shapes of a model in a folder, embedded, known here or in the hub's cache; ValueError for another."""
     file = (starter_path(path) or Path(path).expanduser()) / "config.json"
@@ -83,17 +95,26 @@ def read_shapes(path: str) -> Shapes:
             file = Path(hf_hub_download(path, "config.json"))
         except OSError as error:
             raise ValueError(f"{path}: its config.json cannot be read ({error})") from error
-    facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    facts = json_object(file)
     facts = facts.get("text_config") or facts
-    try:
-        width = facts.get("hidden_size") or facts["n_embd"]
-        heads = facts.get("num_attention_heads") or facts["n_head"]
-        size, inner = facts.get("head_dim") or width // heads, facts.get("intermediate_size") or facts.get("n_inner")
-        layers, keys = facts.get("num_hidden_layers") or facts["n_layer"], facts.get("num_key_value_heads") or heads
-        vocabulary, tied = facts["vocab_size"], facts.get("tie_word_embeddings", True)
-    except KeyError as error:
-        raise ValueError(f"{path}: its config.json does not name its sizes as usual ({error})") from None
-    return Shapes(width, inner or 4 * width, layers, heads * size, keys * size, vocabulary, tied=tied)
+    unusual = f"{path}: its config.json does not name its sizes as usual"
+    if not isinstance(facts, dict):
+        raise ValueError(f"{unusual} (text_config={facts!r:.40})")
+    sizes = {}
+    for name, other in SIZES.items():
+        value = facts.get(name) or facts.get(other)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{unusual} ({name}={value!r:.40})")
+        sizes[name] = value
+    missing = [name for name in NEEDED_SIZES if sizes[name] is None]
+    if missing:
+        raise ValueError(f"{unusual} ('{missing[0]}')")
+    width, heads, vocabulary = sizes["hidden_size"], sizes["num_attention_heads"], sizes["vocab_size"]
+    size = sizes["head_dim"] or width // heads
+    keys = sizes["num_key_value_heads"] or heads
+    inner = sizes["intermediate_size"] or 4 * width
+    tied = bool(facts.get("tie_word_embeddings", True))
+    return Shapes(width, inner, sizes["num_hidden_layers"], heads * size, keys * size, vocabulary, tied=tied)
 
 
 def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str, float]]:

@@ -231,6 +231,13 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         section.lines = lines_of(trial, name=scorer.name, seconds=seconds, rows=len(rows))
         section.facts = {kind: json_safe(mean(of)) for kind, of in scores.items()}
         section.facts |= {"seconds": seconds, "failed": trial.failed}
+        if config.reward.is_verifier and not scorer.failures:
+            unread = sum(map(math.isnan, scores.get("gold", [])))
+            if unread:
+                section.facts["unread"] = unread
+                section.lines.append(
+                    f"warning: {unread} of {len(rows)} gold answers cannot be read: those rows have no score"
+                )
         if config.reward.functions and seconds < SLOW_CALL_S and not found_by(FINDINGS, trial):
             section.lines += attack(trial, scorer, task, rows[:ATTACKED_ROWS])
             section.facts["holes"] = [
