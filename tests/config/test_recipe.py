@@ -22,6 +22,7 @@ from tinyrl.config.recipe import (
     method_of,
     packaged_recipes,
 )
+from tinyrl.config.removed import RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
@@ -231,6 +232,22 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
     first, second = refused("grpo", name).splitlines()
     assert "4 unknown settings" in first
     assert second.startswith("r.yaml:3: `lora.r` is 0")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_answered_with_the_new_one(old: str, new: str):
+    section, _, name = new.partition(".")
+    assert name in fields_of(section)
+    method = section if section in METHODS else "ppo" if section == "critic" else "grpo"
+    assert refused(method, None, "task.name=sort", f"{old}=1") == f"override '{old}=1': `{old}` is `{new}` now"
+
+
+def test_an_old_name_in_a_run_s_config_yaml_is_read(recipe: Callable[..., str]):
+    """But a recipe is somebody's, and is told."""
+    old = "method: grpo\ngrpo: {refill_rounds: 2}\nenvironment: {use: python}\n"
+    config = load_written_config(Path(recipe(old)))
+    assert (config.grpo.dynamic_sampling_rounds, config.environment.name) == (2, "python")
+    assert "`grpo.dynamic_sampling_rounds`" in refused("grpo", "r.yaml")
 
 
 def test_every_name_from_elsewhere_is_answered_with_a_setting_there_is():

@@ -76,8 +76,8 @@ def test_wandb_goes_on_in_the_same_run_by_its_own_steps(tmp_path: Path, monkeypa
 def test_a_failing_tracker_is_switched_off_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: dict[str, Calls] = {"swanlab": [], "aim": [], "dvclive": []}
-    for name, fails in {"swanlab": "log", "aim": "", "dvclive": "start"}.items():
+    calls: dict[str, Calls] = {"mlflow": [], "trackio": [], "tensorboard": []}
+    for name, fails in {"mlflow": "log", "trackio": "", "tensorboard": "start"}.items():
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, partial(Tracker, calls=calls[name], fails=fails))
     notes: list[str] = []
     trackers = Trackers([*calls], tmp_path, config={}, note=notes.append)
@@ -85,10 +85,10 @@ def test_a_failing_tracker_is_switched_off_and_the_others_go_on(
     for step in range(3):
         trackers.log({"loss": 1.0, "text": "left out", "list": [1]}, step)
     trackers.close()
-    assert [("dvclive" in note, "no such server" in note) for note in notes] == [(True, True), (False, False)]
-    assert "swanlab" in notes[1]
-    assert [value for kind, value in calls["swanlab"] if kind == "log"] == [({"loss": 1.0}, 0)]
-    assert [value for kind, value in calls["aim"] if kind == "log"] == [({"loss": 1.0}, step) for step in range(3)]
+    assert [("tensorboard" in note, "no such server" in note) for note in notes] == [(True, True), (False, False)]
+    assert "mlflow" in notes[1]
+    assert [value for kind, value in calls["mlflow"] if kind == "log"] == [({"loss": 1.0}, 0)]
+    assert [value for kind, value in calls["trackio"] if kind == "log"] == [({"loss": 1.0}, step) for step in range(3)]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

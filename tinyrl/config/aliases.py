@@ -1,22 +1,10 @@
-"""Names of settings in TRL, verl, OpenRLHF, PEFT and transformers, and earlier names here, with what they are now.
+"""Names of settings in TRL, verl, OpenRLHF, PEFT and transformers, with what they are here.
 
 A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n. An answer is a
 setting, with a remark behind it where there is one, or begins with "!" and gives the reason why there is no such
 setting.
 """
 
-RENAMED = {
-    "use": "environment.name (of a task: `task.name`)",
-    "at_once": "environment.max_concurrency",
-    "most_requests": "reward.functions: max_requests of a judge",
-    "refill_rounds": "grpo.dynamic_sampling_rounds",
-    "mismatch": "grpo.importance_correction",
-    "long_prompts": "task.on_overlong_prompt",
-    "chat_template": "task.chat_template_kwargs",
-    "warmup": "critic.warmup_steps",
-    "coef": "teacher.kl_coef",
-    "on_policy": "distill.on_policy_fraction",
-}
 ANSWERS = {
     "num_generations rollout_n rollout.n n_samples_per_prompt": "grpo.group_size",
     "beta kl_loss_coef": "grpo.kl_coef (for the others ppo.kl_coef, dpo.beta, teacher.divergence)",
@@ -113,4 +101,4 @@ ANSWERS = {
     "delta clip_ratio_c top_entropy_quantile": "!no loss here has that term",
     "adv_estimator": "!it is the method (`tinyrl train ppo` for gae), or grpo.preset (rloo, reinforce++)",
 }  # fmt: skip
-ALIASES = {name: answer for names, answer in (RENAMED | ANSWERS).items() for name in names.split()}
+ALIASES = {name: answer for names, answer in ANSWERS.items() for name in names.split()}

@@ -1,8 +1,9 @@
-"""Settings that were removed, so that run folders of earlier versions stay readable.
+"""Settings that were renamed or removed, so that run folders of earlier versions stay readable.
 
 A run's config.yaml and its checkpoints hold every setting there was when they were written. One that is gone is ignored
 there at its neutral value: the one under which that version did what this one always does. Any other value is refused
-by name, and so is the setting in a recipe or on the command line.
+by name, and so is the setting in a recipe or on the command line. One that has another name now is read by it; in a
+recipe or on the command line its old name is answered with the new one.
 """
 
 from __future__ import annotations
@@ -22,9 +23,30 @@ REMOVED: dict[str, Removed] = {
 }
 
 
+RENAMED = {
+    "critic.warmup": "critic.warmup_steps",
+    "distill.on_policy": "distill.on_policy_fraction",
+    "environment.at_once": "environment.max_concurrency",
+    "environment.use": "environment.name",
+    "grpo.mismatch": "grpo.importance_correction",
+    "grpo.refill_rounds": "grpo.dynamic_sampling_rounds",
+    "task.chat_template": "task.chat_template_kwargs",
+    "task.long_prompts": "task.on_overlong_prompt",
+    "teacher.coef": "teacher.kl_coef",
+}
+
+
 def ignore_neutral(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the settings of a run or checkpoint without the removed ones that have their neutral value."""
+    """Return a copy of the settings of a run or checkpoint with today's names, and without the removed ones that have
+    their neutral value.
+    """
     values = {name: {**section} if isinstance(section, dict) else section for name, section in values.items()}
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        fields = values.get(section)
+        if isinstance(fields, dict) and name in fields:
+            value = fields.pop(name)
+            fields.setdefault(new.partition(".")[2], value)
     for setting, removed in REMOVED.items():
         section, _, name = setting.partition(".")
         fields = values.get(section)

@@ -39,7 +39,7 @@ Variables = dict[str, bool | int | float | str | None]
 Truncated = Literal["keep", "mask", "penalize"]
 Engine = Literal["auto", "fused", "hf", "server"]
 Schedule = Literal["constant", "linear", "cosine"]
-Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
+Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 
 EMBEDDED = {  # models by name; tinyrl/starter has their weights
     "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from tinyrl.config.aliases import ALIASES
 from tinyrl.config.marks import OnlyIf
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
-from tinyrl.config.removed import REMOVED
+from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
 from tinyrl.text import did_you_mean, join_truncated, truncate
@@ -76,6 +76,8 @@ def _problems(problem: Any, method: object) -> list[Problem]:
         if removed := REMOVED.get(name):
             sentence = f"`{name}` is {truncate(repr(value))}, and this setting was removed: {removed.instead}"
             return [Problem([name], sentence, f"`{name}` was removed")]
+        if name in RENAMED:
+            return [Problem([name], f"`{name}` is `{RENAMED[name]}` now", f"`{name}` is `{RENAMED[name]}`")]
         return [_unknown(key, whole, method) for whole in _leaves(key, value)]
     if problem["type"] == "missing":
         return [Problem([name], f"`{name}` is missing; it must be {allowed(kind)}")]

@@ -20,7 +20,7 @@ from typing import Any
 
 def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
     """Return the arguments of accelerate's class of a tracker. next_step: the first one logged; 0 in a new run."""
-    project = os.environ.get(f"{name.upper()}_PROJECT", "tinyrl")  # accelerate reads those of mlflow and clearml
+    project = os.environ.get(f"{name.upper()}_PROJECT", "tinyrl")  # accelerate reads that of mlflow
     if name == "tensorboard":
         purge = {"purge_step": next_step} if next_step else {}  # else steps after the checkpoint would be there twice
         return {"run_name": name, "logging_dir": str(run), **purge}
@@ -33,7 +33,7 @@ def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
         one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
         one["dir"] = os.environ.get("WANDB_DIR", str(run))
         return {"run_name": project, **one, "settings": {"console": "off"}}
-    return {"experiment_name": project, "run_name": run.name} if name == "mlflow" else {"run_name": project}
+    return {"experiment_name": project, "run_name": run.name}  # mlflow
 
 
 class Trackers:
