@@ -121,9 +121,9 @@ def test_each_answer_gets_what_the_judge_says_of_it(mode: str, serving: Any, tmp
     answers = ["a", "bbb", "cc", "dddd", "e", "ff"]
     call = with_judge(["p"] * 6, answers, {"answer": ["1"] * 3 + ["2"] * 3}, group_size=3)
     expected = [0.1, 0.3, 0.2, 0.4, 0.1, 0.2] if mode == "score" else [0.0, 1.0, 0.5, 1.0, 0.0, 0.5]
-    assert call.scores == pytest.approx(expected)
+    assert call.values == pytest.approx(expected)
     assert not call.failures
-    assert all(call.whys)
+    assert all(call.comments)
     assert len(judge.asked) == (6 if mode == "score" else 2)
     assert {"The answer is 1. {other}", "The answer is 2. {other}"} == {
         body["messages"][0]["content"].partition("\n")[0] for body in judge.asked
@@ -193,7 +193,7 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     failed = [1] if mode == "score" else [0, 1]
     assert sorted(failure.row for failure in call.failures) == failed
     assert all("judge" in failure.reason for failure in call.failures)
-    assert [math.isnan(score) for score in call.scores] == [row in failed for row in range(4)]
+    assert [math.isnan(score) for score in call.values] == [row in failed for row in range(4)]
 
 
 def test_a_lost_connection_ends_the_call_and_keeps_the_replies(serving: Any, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_lost_connection_ends_the_call_and_keeps_the_replies(serving: Any, tmp
     with pytest.raises(JudgeGone):
         reward(judge.url, tmp_path, timeout_s=2.0)(["p"] * 2, ["d", "e"], {})
     judge.reply = lambda system, answers: None
-    assert reward(judge.url, tmp_path, timeout_s=2.0)(["p"], ["e"], {}).scores == [0.1]
+    assert reward(judge.url, tmp_path, timeout_s=2.0)(["p"], ["e"], {}).values == [0.1]
 
 
 def test_a_server_that_is_busy_is_asked_again_and_never_by_too_many(serving: Any, tmp_path: Path) -> None:

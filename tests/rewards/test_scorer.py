@@ -12,9 +12,9 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.errors import ExplainedByCheck, GuardStop
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.rewards.functions import check_failure_streak
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.scores import check_failure_streak
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 

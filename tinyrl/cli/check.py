@@ -32,7 +32,7 @@ def check(
 
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
-    begun, sections, config = time.perf_counter(), [], config_of(words)
+    begun, sections, config = time.perf_counter(), [], config_of(words, reads_rows=not offline)
     from tinyrl.tools import check as page
 
     how = {"prompts": prompts, "samples": samples, "minutes": minutes, "write": write}

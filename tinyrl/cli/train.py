@@ -79,12 +79,12 @@ def train(
     return partial(run.go, report=write_report, until=until)
 
 
-def config_of(words: list[str]) -> Config:
+def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
     """Load the configuration that the command line asks for, and check what can be checked without torch."""
     from tinyrl.cli.preflight import check_before_loading
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     config = load_config(method, words[0] if has_recipe else None, overrides=words[has_recipe:])
-    check_before_loading(config)
+    check_before_loading(config, reads_rows=reads_rows)
     return config

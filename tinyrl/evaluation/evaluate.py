@@ -80,10 +80,9 @@ def _evaluate(
         repeated = [p for p in prompts for _ in range(samples)]
         transcripts = [answer.played.transcript for answer in answers if answer.played is not None]
         tokens = [answer.response for answer in answers]
-        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=collector.world).scores
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts or None, world=collector.world).values
     if verdicts is not None:
-        final = None if task.answer is None else [task.answer(text) for text in texts]
-        metrics |= verdict_metrics(verdicts, final, samples, is_pass=task.is_pass)
+        metrics |= verdict_metrics(verdicts, task.answers(texts), samples, is_pass=task.is_pass)
     lines = sample_lines(
         answers,
         texts,

@@ -145,7 +145,7 @@ class Collector:
         for i, sample in enumerate(samples):
             sample.scores, sample.reward = found.scores[i].tolist(), float(found.rewards[i])
             sample.episode, sample.in_loss = i, sample.rewarded
-            sample.comment = found.whys[i] if found.whys else ""
+            sample.comment = found.comments[i] if found.comments else ""
         for failure in found.failures:
             samples[failure.row].failures.append(failure.reason)
         return samples

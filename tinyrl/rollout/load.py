@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import placed_rows
-from tinyrl.data.rows import example_rows, fingerprints
+from tinyrl.data.rows import fingerprints
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -30,7 +29,7 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.launched import Options
-from tinyrl.tasks import Task, load_splits, load_task
+from tinyrl.tasks import ReadRows, Task, load_task, rows_of_run, take_rows
 
 
 def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
@@ -87,12 +86,18 @@ def resolve_threads(policy: Policy) -> str:
 
 
 def load_collector(
-    config: Config, *, options: Options, judge: Scorer | None = None, teacher: bool = False
+    config: Config,
+    *,
+    options: Options,
+    judge: Scorer | None = None,
+    teacher: bool = False,
+    rows: ReadRows | None = None,
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
-    teacher: also the model to learn from. Raises ValueError for what a user can fix.
+    teacher: also the model to learn from; rows: the configuration's, if they are read already. Raises ValueError for
+    what a user can fix.
     """
-    rows = load_splits(config)  # a bad row is reported before a weight is loaded
+    rows = rows or rows_of_run(config)  # a bad row is reported before a weight is loaded
     policy = load_policy(config, options=options, teacher=teacher)
     config = policy.config
     task = load_task(config.task.name or "rows", grading=config.task.grading)
@@ -115,7 +120,8 @@ def load_collector(
             "positions for prompt and response (of longrope those of original_max_position_embeddings)"
         )
     limit = min(generation.max_prompt_tokens, positions - longest)
-    collector.train_prompts, collector.eval_prompts = (collector.prepared(split, limit=limit) for split in rows)
+    collector.train_prompts = collector.prepared(rows.train, limit=limit)
+    collector.eval_prompts = collector.prepared(rows.held_out, limit=limit)
     collector.owns_scorer = judge is None
     if judge is None:
         collector.scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
@@ -166,12 +172,10 @@ def method_of(name: str) -> Any:
 def load_method(config: Config, *, options: Options) -> Any:
     """Load a method (training/method.py) with all that it works on. Raises ValueError for what a user can fix."""
     method = method_of(config.method)
+    rows = take_rows(config)
     if not METHODS[config.method].samples:
-        notes: list[str] = []
-        rows, held_out = example_rows(config, notes)
-        return method(load_policy(config, options=options), rows, held_out, notes)
-    text = placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
-    made = method(load_collector(config, options=options, teacher=True))
-    if text:
-        made.read_text(text)
+        return method(load_policy(config, options=options), rows.train, rows.held_out, rows.notes)
+    made = method(load_collector(config, options=options, teacher=True, rows=rows))
+    if rows.text:
+        made.read_text(rows.text)
     return made

@@ -75,6 +75,9 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
         for name, change in (("use", _absolute_use), ("rubric", os.path.abspath), ("cache", os.path.abspath)):
             if isinstance(function, dict) and isinstance(function.get(name), str):
                 function[name] = change(os.path.expanduser(function[name]))
+    task = values.get("task", {})
+    if isinstance(task.get("name"), str):
+        task["name"] = _absolute_use(task["name"])
     if environment := values.get("environment"):
         environment |= {name: _absolute_use(environment[name]) for name in ("name", "agent") if environment[name]}
         environment["tools"] = [_absolute_use(use) for use in environment["tools"]]

@@ -297,6 +297,8 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
     models = {"model.path": config.model.path, "model.adapter": config.model.adapter}
     functions = config.reward.functions if config.uses("reward") else []
     uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
+    if ".py:" in (config.task.name or ""):
+        uses.append(("task.name", str(config.task.name)))
     if config.uses("critic"):
         models["critic.path"] = config.critic.path
     if config.uses("reward"):

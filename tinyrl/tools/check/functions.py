@@ -17,14 +17,14 @@ from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn, tool_call
-from tinyrl.rewards.functions import FunctionReward, as_completion, call_in_process, mean
+from tinyrl.rewards.functions import FunctionReward, as_completion, verifier_of
 from tinyrl.rewards.holes import find_holes
+from tinyrl.rewards.scores import MAX_FAILED_SHARE, mean
 from tinyrl.runs.findings import Rule
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, format_number, one_line
 from tinyrl.tools.check.offline import CheckSection
-from tinyrl.workers.calls import MAX_FAILED_SHARE
 
 REWARD_ROWS, ATTACKED_ROWS, EPISODES = 64, 8, 16
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
@@ -87,9 +87,11 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
     """
     section, reward, rows, failures = CheckSection("reward"), config.reward, rows[:REWARD_ROWS], list[str]()
     used = [(f.use, f.weight) for f in reward.functions if not f.is_judge]
-    used += [(task.grader, 1.0)] if task.grader and reward.is_verifier else []
     functions = [FunctionReward(use, weight=weight, timeout_s=reward.timeout_s) for use, weight in used]
-    if not functions and (not reward.is_verifier or task.verify is None):
+    verified = reward.is_verifier and task.verify is not None
+    if verified:
+        functions.append(verifier_of(task, timeout_s=reward.timeout_s))
+    if not functions:
         section.lines = ["judged by a model; see below" if not reward.is_verifier else "none of its own"]
         return section
     golds, everywhere = [task.gold(row) for row in rows], [*range(len(rows))]
@@ -108,12 +110,12 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         ours = config.environment
         f.played = bool(ours.name or ours.tools or task.respond or task.environment)  # which may give the reward
         lacking = [not task.is_pass(one) for one in scores.get("gold", []) if not math.isnan(one)]
-        f.lacking = fmean(lacking) if lacking and not functions else 0.0
+        f.lacking = fmean(lacking) if lacking and verified and not task.grader else 0.0
         means = {kind: mean(of) for kind, of in scores.items()}
         shown = ", ".join(
             f"{kind} {'no score' if math.isnan(one) else format_number(one)}" for kind, one in means.items()
         )
-        names = " + ".join(function.name for function in functions) or task.name
+        names = " + ".join(function.name for function in functions)
         section.lines = [f"{names}: {shown}; {seconds * 1e3:.1f} ms for {len(rows)} rows"]
         if f.played and not f.known:
             section.lines = [f"{names} gives none: it is the environment's alone"]
@@ -133,8 +135,8 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
 def _scorer(
     functions: list[FunctionReward], config: Config, task: Task, rows: list[Row], failures: list[str]
 ) -> Callable[[list[int], list[str]], list[float]]:
-    """Return a function that scores texts for some of the rows: the weighted sum over the reward functions, or the
-    task's verifier without any; NaN where one that weighs something fails or none applies. Failures are noted.
+    """Return a function that scores texts for some of the rows: the weighted sum over the reward functions; NaN where
+    one that weighs something fails or none applies. Failures are noted.
     """
     ours, prompts, columns = config.environment, [task.prompt(row) for row in rows], row_columns(rows)
     chat = bool(ours.name or ours.tools or task.respond or task.environment)
@@ -149,9 +151,7 @@ def _scorer(
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
             here[IDS] = [of[: config.generation.max_new_tokens] for of in ids]
         calls = [(function(asked, answers, here), function.weight) for function in functions]
-        if task.verify is not None and not calls:
-            calls = [(call_in_process(task.verify, task.name, asked, answers, here), 1.0)]
-        scores = np.array([weight * np.array(call.scores) for call, weight in calls])
+        scores = np.array([weight * np.array(call.values) for call, weight in calls])
         total = np.where(np.isnan(scores).all(0), math.nan, np.nansum(scores, 0))
         for call, weight in calls:
             failures.extend(failure.reason for failure in call.failures)
@@ -210,7 +210,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     environment = Environment(
         ours, task=task.name, respond=task.respond, use=task.environment, stop=task.stop,
-        length=lambda text: len(text) // CHARS_A_TOKEN,
+        length=lambda text: len(text) // CHARS_A_TOKEN, worker=task.replies_worker(timeout_s=ours.seconds),
     )  # fmt: skip
     f, seconds, longest = SimpleNamespace(unsteady="", broken="", answer=""), list[float](), list[int]()
     reasons, asked = list[str](), list[tuple[str, str]]()
@@ -264,7 +264,7 @@ def _scripts(environment: Environment, task: Task, rows: list[Row], prompts: lis
     scripts = {"gold": [str(gold) for gold in golds]} if None not in golds else {}
     if environment.built_in is not None:
         scripts[environment.built_in] = [asking_turn(environment.built_in, q) for q in questions]
-    elif task.asking_turn is not None and not environment.workers:
+    elif task.asking_turn is not None and environment.name == task.name:
         scripts["a call"] = [task.asking_turn(row) or "" for row in rows]
     for schema in environment.schemas or []:
         scripts[f"call {schema['function']['name']}"] = [tool_call(schema, question) for question in questions]

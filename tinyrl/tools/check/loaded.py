@@ -28,7 +28,6 @@ from tinyrl.models.loading import embedding_rows
 from tinyrl.models.parallel import ALONE
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import asks_for_date, token_ids
-from tinyrl.rewards.functions import RewardCall
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import template_fault
 from tinyrl.rollout.records import completion_text
@@ -41,6 +40,7 @@ from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
 from tinyrl.text import truncate
 from tinyrl.tools.check.offline import CheckSection, size
 from tinyrl.training.run import Run, out_of_memory_stops
+from tinyrl.workers.values import RowResults
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
 LESS_MEMORY = (
@@ -175,8 +175,8 @@ class PlantedScorer(Scorer):
         rewards = (torch.arange(len(prompts)) // max(1, (group_size or 2) // 2) % 2).float()
         return Scores(rewards.unsqueeze(1).expand(-1, len(self.names)).clone(), rewards)
 
-    def verify(self, prompts: Any, completions: Any, **_: Any) -> RewardCall:
-        return RewardCall([1.0] * len(prompts))
+    def verify(self, prompts: Any, completions: Any, **_: Any) -> RowResults:
+        return RowResults([1.0] * len(prompts))
 
 
 def _longest_responses(trainer: Any) -> str:
