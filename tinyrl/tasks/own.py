@@ -14,7 +14,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
 from tinyrl.tasks import Task, no_rows, worker_service
 from tinyrl.workers.calls import WorkerFunction
-from tinyrl.workers.loading import parse_use
+from tinyrl.workers.loading import imported_beside, parse_use
 from tinyrl.workers.values import is_text
 
 SETTING = "task.name"
@@ -45,7 +45,8 @@ class OwnCode:
         self.use = use
         source = parse_use(use, setting=SETTING)
         host = f"{worker_service.__name__}:task"
-        self.worker = WorkerFunction([source], setting=SETTING, timeout_s=CALL_TIMEOUT_S, host=host)
+        name = Path(use).name.partition(".py:")[0]
+        self.worker = WorkerFunction([source], setting=SETTING, timeout_s=CALL_TIMEOUT_S, host=host, name=name)
         self._prepared: dict[str, PreparedRow] = {}
 
     def task(self) -> Task:
@@ -142,21 +143,18 @@ class OwnCode:
 
 
 def own_task(name: str) -> Task:
-    """Load a person's own task from FILE.py:TASK; its worker lives as long as this process, unless the file changes.
+    """Load a person's own task from FILE.py:TASK, anew where its file, or what that imports beside it, has changed.
 
     Raises ValueError if it is not there or does not load.
     """
-    place, _, variable = name.rpartition(":")
-    file = Path(place).expanduser().absolute()
-    try:
-        changed = file.stat().st_mtime_ns
-    except OSError as error:
-        raise ValueError(f"{SETTING}={name}: {file}: {error.strerror}") from error
-    return _own_task(f"{file}:{variable}", changed)
+    source = parse_use(name, setting=SETTING)
+    assert source.file is not None, name
+    files = [source.file, *imported_beside(source)]
+    return _own_task(f"{source.file.absolute()}:{source.function}", tuple(file.stat().st_mtime_ns for file in files))
 
 
 @functools.lru_cache(maxsize=16)
-def _own_task(use: str, changed: int) -> Task:
+def _own_task(use: str, changed: tuple[int, ...]) -> Task:
     code = OwnCode(use)
     atexit.register(code.worker.close)
     return code.task()
