@@ -177,7 +177,7 @@ class Scorer:
             scores = self([prompt] * 3, [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts])
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
             rewards, why = rewards or scores.rewards.tolist(), why or failed.get(min(failed, default=0), "")
-            if len(failed) < 3:
+            if len(failed) < 3 or not (self.functions or self.uses_verifier):
                 break
         else:
             what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
