@@ -14,6 +14,7 @@ from tinyrl.environments import MAX_TEXT_CHARS, Message, Reply, Transcript, trl_
 from tinyrl.environments.tool_calls import CALL_FAILED, Call, calls_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.environments.worker_service import respond_with
+from tinyrl.workers.values import RowResults
 
 
 def add(a: int, b: int = 10) -> int:
@@ -122,6 +123,23 @@ def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order(
     replies = respond_with([fetch])(["p", "p"], transcripts)
     assert replies == [several("A", "B"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
     assert log == ["ask a", "ask bad", "got a", "got bad", "ask b", "got b"]
+
+
+def test_a_tool_that_exits_is_a_failed_call_and_others_are_answered() -> None:
+    def leave(code: int) -> str:
+        sys.exit(code)
+
+    async def leave_later(code: int) -> str:
+        await asyncio.sleep(0)
+        sys.exit(code)
+
+    made = call("leave", code=3) + call("leave_later", code=4) + call("add", a=1)
+    reply = answer(leave, leave_later, add, to=made)
+    assert isinstance(reply, Reply)
+    first, second, third = reply.text.splitlines()
+    assert (first.startswith(CALL_FAILED), "3" in first) == (True, True)
+    assert (second.startswith(CALL_FAILED), "4" in second) == (True, True)
+    assert (third, reply.invalid) == ("11", True)
 
 
 def test_a_tool_may_get_the_episode_that_called_it() -> None:
@@ -342,7 +360,7 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
     assert (service.facts["opening"], service.facts["rewards"]) == (True, False)
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
-    assert service.calls["respond"](given, 2) == ([["2", False, None, False, []], None], [])
+    assert service.calls["respond"](given, 2) == RowResults([["2", False, None, False, []], None])
     assert items == [[1, 2]] * 2
 
 
@@ -359,10 +377,10 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
     found = worker_service.environment([respond])
     assert (found.facts["rewards"], found.facts["required"]) == (True, ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
-    values, problems = found.calls["respond"](given, 6)
-    assert values == [["x" * MAX_TEXT_CHARS, False, 2.0, False, []], ["y", False, None, False, []], *[None] * 4]
-    assert [row for row, _ in problems] == [3, 4, 5]
-    assert "no server" in problems[2][1]
+    results = found.calls["respond"](given, 6)
+    assert results.values == [["x" * MAX_TEXT_CHARS, False, 2.0, False, []], ["y", False, None, False, []], *[None] * 4]
+    assert [failure.row for failure in results.failures] == [3, 4, 5]
+    assert "no server" in results.failures[2].reason
 
 
 @pytest.mark.parametrize("make", [Wordle, lambda: Wordle()])
@@ -372,9 +390,9 @@ def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) ->
     assert (found.facts["opening"], found.facts["rewards"]) == (True, True)
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
-    assert found.calls["respond"](given, 1) == ([[reply.text, False, None, True, [*reply.results]]], [])
-    assert found.calls["final_rewards"]({**given, "transcripts": [until(3)]}, 1) == ([1.0], [])
-    assert found.calls["opening"]({"prompts": ["p"], **WORD}, 1) == (["\nIt has 4 letters."], [])
+    assert found.calls["respond"](given, 1) == RowResults([[reply.text, False, None, True, [*reply.results]]])
+    assert found.calls["final_rewards"]({**given, "transcripts": [until(3)]}, 1) == RowResults([1.0])
+    assert found.calls["opening"]({"prompts": ["p"], **WORD}, 1) == RowResults(["\nIt has 4 letters."])
 
 
 @pytest.mark.parametrize("serve", [worker_service.environment, worker_service.tools])

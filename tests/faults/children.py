@@ -26,7 +26,7 @@ import torch
 from tests import running
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.workers import worker
+from tinyrl.workers import supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # after which a test says that something never happened
@@ -134,8 +134,8 @@ def workers_left(pids: set[int]) -> list[int]:
 
     def of_them(process: psutil.Process) -> bool:  # a worker's first argument is the process that it works for
         words = process.info["cmdline"] or []
-        works = worker.__file__ in words[:-1] and process.info["status"] != psutil.STATUS_ZOMBIE
-        return works and int(words[words.index(worker.__file__) + 1]) in pids
+        works = supervisor.__file__ in words[:-1] and process.info["status"] != psutil.STATUS_ZOMBIE
+        return works and int(words[words.index(supervisor.__file__) + 1]) in pids
 
     deadline = time.monotonic() + PATIENCE_S / 4
     while (left := [*filter(of_them, psutil.process_iter(["cmdline", "status"]))]) and time.monotonic() < deadline:

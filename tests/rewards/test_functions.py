@@ -15,8 +15,9 @@ import pytest
 from tests.running import LookedAt
 from tinyrl import errors
 from tinyrl.errors import Interrupted
-from tinyrl.rewards.functions import FunctionReward, RewardCall
-from tinyrl.workers import calls
+from tinyrl.rewards.functions import FunctionReward
+from tinyrl.workers import calls, process
+from tinyrl.workers.values import RowResults
 
 MakeReward = Callable[..., FunctionReward]
 
@@ -38,16 +39,16 @@ def make_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
         reward.close()
 
 
-def score(reward: FunctionReward, completions: list) -> RewardCall:
+def score(reward: FunctionReward, completions: list) -> RowResults:
     return reward(["p"] * len(completions), completions, {})
 
 
-def shown(call: RewardCall) -> list[float | None]:
+def shown(call: RowResults) -> list[float | None]:
     """The scores, with None for NaN so that they can be compared."""
-    return [None if math.isnan(score) else score for score in call.scores]
+    return [None if math.isnan(score) else score for score in call.values]
 
 
-def reasons(call: RewardCall) -> dict[int, str]:
+def reasons(call: RowResults) -> dict[int, str]:
     return {failure.row: failure.reason for failure in call.failures}
 
 
@@ -148,7 +149,7 @@ def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
         ("re.match('(a+)+b', 'a' * 60)", 1, "gave no answer within 1 s (rewards.py, line 5)"),  # keeps the GIL
         ("ctypes.string_at(0)", 30, "died of SIGSEGV (rewards.py, line 5)"),
         ("os._exit(3)", 30, "ended its process with exit code 3"),
-        ("sys.exit('no\\n more\\x1b[2J')", 30, "ended its process with exit code 1; it last wrote: more[ESC][2J"),
+        ("sys.exit('no\\n more\\x1b[2J')", 30, "raised SystemExit: no more[ESC][2J (rewards.py, line 5)"),
         ("os.closerange(3, 100), time.sleep(1000)", 30, "gave no answer"),
     ],
 )
@@ -187,9 +188,9 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
 
     def kill_instead_of_stopping() -> None:
         if to_kill:
-            worker = psutil.Process(to_kill[0])
-            os.kill(to_kill.pop(), signal.SIGKILL)
-            while worker.status() != psutil.STATUS_ZOMBIE:
+            worker = to_kill.pop()
+            os.kill(worker, signal.SIGKILL)
+            while psutil.pid_exists(worker):
                 time.sleep(0.001)
 
     reward = make_reward("""
@@ -200,13 +201,13 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
                 time.sleep(1000)  # until it is killed
             return [float(os.getpid())]
     """)
-    first = score(reward, ["a"]).scores[0]
+    first = score(reward, ["a"]).values[0]
     (tmp_path / "doomed").write_text(str(int(first)))
     to_kill.append(int(first))
     with LookedAt(kill_instead_of_stopping):
         call = score(reward, ["a" * 1_000_000])
     assert (len(to_kill), call.failures, reward.retried) == (0, [], "died of SIGKILL")
-    assert call.scores[0] != first
+    assert call.values[0] != first
 
 
 def test_rows_that_fail_alone_are_tried_for_a_limited_time(make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch):
@@ -287,7 +288,7 @@ def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path,
     for limit, wanted in ((None, total // 2), ("max\n", total // 2), ("1000000\n", 500_000)):
         if limit is not None:
             (tmp_path / "memory.max").write_text(limit)
-        assert calls.memory_limit() == wanted
+        assert process.memory_limit() == wanted
 
 
 def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
@@ -317,12 +318,12 @@ def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(ma
             score(reward, completions)
         assert answers == []
         call = score(reward, ["abc"])
-        assert call.scores == [3.0]
+        assert call.values == [3.0]
 
 
 def test_an_empty_batch_starts_nothing(make_reward: MakeReward):
     reward = make_reward("raise RuntimeError('not needed')\ndef score(prompts, completions):\n    return []")
-    assert reward([], [], {}) == RewardCall([])
+    assert reward([], [], {}) == RowResults([])
 
 
 @pytest.mark.slow

@@ -168,9 +168,9 @@ def test_each_answer_gets_what_the_judge_says_of_it(mode: str, serving: Any, tmp
     answers = ["a", "bbb", "cc", "dddd", "e", "ff"]
     call = with_judge(["p"] * 6, answers, {"answer": ["1"] * 3 + ["2"] * 3}, group_size=3)
     expected = [0.1, 0.3, 0.2, 0.4, 0.1, 0.2] if mode == "score" else [0.0, 1.0, 0.5, 1.0, 0.0, 0.5]
-    assert call.scores == pytest.approx(expected)
+    assert call.values == pytest.approx(expected)
     assert not call.failures
-    assert all(call.whys)
+    assert all(call.comments)
     assert len(judge.asked) == (6 if mode == "score" else 2)
     assert {"The answer is 1. {other}", "The answer is 2. {other}"} == {
         body["messages"][0]["content"].partition("\n")[0] for body in judge.asked
@@ -182,7 +182,7 @@ def test_thoughts_are_not_judged(serving: Any, tmp_path: Path) -> None:
     with_judge = reward(judge.url, tmp_path)
     turns = [{"role": "assistant", "content": "<think>hm</think>bbb"}]
     call = with_judge(["p"] * 3, ["<think>ab</think>\nbbb", turns, "<think>cut"], {})
-    assert call.scores == pytest.approx([0.3, 0.3, 0.0])
+    assert call.values == pytest.approx([0.3, 0.3, 0.0])
     assert not any("think>" in body["messages"][1]["content"] for body in judge.asked)
 
 
@@ -231,16 +231,16 @@ def test_a_damaged_cache_is_set_aside_with_a_line(serving: Any, tmp_path: Path) 
     (tmp_path / "cache.sqlite").write_bytes(damaged)
     judge = serving(by_length)
     first = reward(judge.url, tmp_path)
-    assert first(["p"], ["aa"], {}).scores == [0.2]
+    assert first(["p"], ["aa"], {}).values == [0.2]
     [aside] = tmp_path.glob("cache.sqlite.damaged-*")
     assert aside.read_bytes() == damaged
     assert [str(aside) in note for note in first.notes] == [True]
     first.cache.close()
     first.cache = sqlite3.connect(tmp_path / "other", check_same_thread=False, isolation_level=None)
     (tmp_path / "other").write_bytes(damaged)
-    assert first(["p"], ["bbb"], {}).scores == [0.3]
+    assert first(["p"], ["bbb"], {}).values == [0.3]
     assert len(first.notes) == 2
-    assert reward(judge.url, tmp_path)(["p"], ["bbb"], {}).scores == [0.3]
+    assert reward(judge.url, tmp_path)(["p"], ["bbb"], {}).values == [0.3]
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder"):
         reward(judge.url, tmp_path, cache=str(tmp_path / "folder"))
@@ -274,7 +274,7 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     failed = [1] if mode == "score" else [0, 1]
     assert sorted(failure.row for failure in call.failures) == failed
     assert all("judge" in failure.reason for failure in call.failures)
-    assert [math.isnan(score) for score in call.scores] == [row in failed for row in range(4)]
+    assert [math.isnan(score) for score in call.values] == [row in failed for row in range(4)]
 
 
 def test_what_is_packed_is_not_unpacked(tmp_path: Path, serving: Any) -> None:
@@ -305,8 +305,8 @@ def test_parameters_that_an_endpoint_does_not_take_are_left_out_from_then_on(ser
     judge = serving(by_length)
     judge.refuses = NEWER
     with_judge = reward(judge.url, tmp_path, max_tokens=77)
-    assert with_judge(["p"], ["aa"], {}).scores == [0.2]
-    assert with_judge(["p"], ["bbb"], {}).scores == [0.3]
+    assert with_judge(["p"], ["aa"], {}).values == [0.2]
+    assert with_judge(["p"], ["bbb"], {}).values == [0.3]
     tried = [
         {name for name in ("max_tokens", "max_completion_tokens", "temperature") if name in b} for b in judge.asked
     ]
@@ -350,7 +350,7 @@ def test_a_lost_connection_ends_the_call_and_keeps_the_replies(serving: Any, tmp
     with pytest.raises(JudgeGone):
         reward(judge.url, tmp_path, timeout_s=2.0)(["p"] * 2, ["d", "e"], {})
     judge.reply = lambda system, answers: None
-    assert reward(judge.url, tmp_path, timeout_s=2.0)(["p"], ["e"], {}).scores == [0.1]
+    assert reward(judge.url, tmp_path, timeout_s=2.0)(["p"], ["e"], {}).values == [0.1]
 
 
 def test_a_server_that_is_busy_is_asked_again_and_never_by_too_many(serving: Any, tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:
     judge = serving(by_length)
     with_judge = reward(judge.url, tmp_path, max_requests=3)
     for _ in range(2):
-        assert with_judge(["p"] * 3, ["a", "bb", "ccc"], {}).scores == pytest.approx([0.1, 0.2, 0.3])
+        assert with_judge(["p"] * 3, ["a", "bb", "ccc"], {}).values == pytest.approx([0.1, 0.2, 0.3])
     with pytest.raises(BudgetSpent):
         with_judge(["p"], ["dddd"], {})
     assert len(judge.asked) == 3

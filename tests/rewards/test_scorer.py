@@ -12,9 +12,9 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.errors import ExplainedByCheck, GuardStop
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.rewards.functions import check_failure_streak
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.scores import check_failure_streak
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -138,7 +138,7 @@ def test_comments_are_texts_that_can_be_written(tmp_path: Path) -> None:
     scorer = scorer_of(tmp_path, {"comments": 1.0})
     try:
         scores = scorer([PreparedPrompt(0, {"prompt": "p"}, "p", "p", [1], "")], [[5]])
-        assert scores.whys == ["half an emoji: \ufffd"]
+        assert scores.comments == ["half an emoji: \ufffd"]
     finally:
         scorer.close()
 

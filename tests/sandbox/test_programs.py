@@ -221,7 +221,7 @@ def test_the_example_is_a_reward_function_and_leaves_no_program_behind_when_it_i
     completions = [program, [{"role": "assistant", "content": program.replace("* 2", "+ 2")}], "print(4)"]
     with FunctionReward("rewards.py:score") as reward:
         call = reward(["p"] * 3, completions, {"tests": [[["1", "2"], ["2", "4"]]] * 3})
-    assert (call.scores, call.failures) == ([1.0, 0.5, 0.0], [])
+    assert (call.values, call.failures) == ([1.0, 0.5, 0.0], [])
     endless = "```python\nimport time\nwhile True: time.sleep(0.01)\n```"
     with FunctionReward("rewards.py:score", timeout_s=1.5) as reward:
         call = reward(["p"], [endless], {"tests": [[["1", "2"]]]})

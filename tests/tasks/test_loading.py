@@ -13,6 +13,7 @@ from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
+from tinyrl.rewards.functions import verifier_of
 from tinyrl.rollout.load import load_method
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
@@ -50,13 +51,12 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
     config = Config.model_validate({"method": "grpo", "task": {"name": name}})
     check_before_loading(config)
     assert load_splits(config) == ([{"prompt": "ab:", "answer": "ba"}], [{"prompt": "cd:", "answer": "dc"}])
-    verify = load_task(name).verify
-    assert verify is not None
-    assert verify(["ab:"] * 2, ["ba", "ab"], answer=["ba", "ba"]) == [1.0, 0.0]
+    with verifier_of(load_task(name), timeout_s=10) as verifier:
+        assert verifier(["ab:"] * 2, ["ba", "ab"], {"answer": ["ba", "ba"]}).values == [1.0, 0.0]
     assert create_run(str(tmp_path / "runs"), name=None, config=config, overwrite=False).path.name == "grpo-mine-1"
     (tmp_path / "other.py").write_text("1 / 0\n")
     for wrong in ("other.py:TASK", "none.py:TASK", "mine.py:X"):
-        with pytest.raises(ValueError, match=r"^task\.name="):
+        with pytest.raises(ValueError, match=r"^task\.name"):
             load_task(f"{tmp_path / wrong}")
     with pytest.raises(ValueError, match=r"^task\.name: .*countdown"):
         load_task("countdwon")

@@ -31,8 +31,8 @@ def test_gold_answers_have_full_marks_and_others_less() -> None:
     with FunctionReward(TASK.grader or "", timeout_s=60.0) as grader:
         gold = grader(prompts, [TASK.gold(row) for row in some], problems)
         wrong = grader(prompts, ["<answer>no idea</answer>"] * len(some), problems)
-    assert gold.scores == [1.0] * len(some)
-    assert max(wrong.scores) < 0.5
+    assert gold.values == [1.0] * len(some)
+    assert max(wrong.values) < 0.5
     for spec, named in (("leg_countin", "leg_counting"), ("chain_sum?terms=3", "terms")):
         with pytest.raises(ValueError, match=named):
             rows("train", spec)

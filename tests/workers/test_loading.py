@@ -89,12 +89,12 @@ def test_anything_that_can_be_called_by_name_is_a_function_and_an_object_keeps_i
     assert imported_beside(parse_use(use)) == []
     with FunctionReward(use) as reward:
         call = reward(["p", "p"], ["a", "b"], {"answer": ["a", "x"]})
-        assert (call.scores, call.failures, judge.seen) == ([1.0, 0.0], [], ["x"])
+        assert (call.values, call.failures, judge.seen) == ([1.0, 0.0], [], ["x"])
         assert "a bad row" in str(reward.retried)
         with pytest.raises(ValueError, match="takes a column 'answer'"):
             reward(["p"], ["a"], {})
     assert use_of(varied_reward.variety) == f"{varied_reward.__file__}:variety"
     with FunctionReward(use_of(functools.partial(score_by, length=2))) as reward:
-        assert reward(["p"], ["a"], {}).scores == [0.5]
+        assert reward(["p"], ["a"], {}).values == [0.5]
     with pytest.raises(ValueError, match="defined by name"):
         use_of(lambda completions: [])

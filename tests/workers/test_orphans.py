@@ -14,6 +14,7 @@ import pytest
 
 from tinyrl.rewards.functions import FunctionReward
 
+IDLE = [sys.executable, "-c", "import time; time.sleep(1000)"]
 PATIENCE_S = 20.0  # how long a process may take to be gone before the test says it never will be
 
 REWARDS = """
@@ -42,6 +43,18 @@ REWARDS = """
         grandchild = int(subprocess.check_output([sys.executable, "-c", code], start_new_session=True))
         note(bare.pid, child.pid, grandchild)
         return [1.0] * len(prompts)
+
+    def start_daemon(prompts, completions, **columns):
+        daemon = subprocess.Popen(IDLE, env={}, start_new_session=True)
+        code = f"import subprocess; print(subprocess.Popen({IDLE}, env={{}}, start_new_session=True, stdout=-3).pid)"
+        orphan = int(subprocess.check_output([sys.executable, "-c", code], start_new_session=True))
+        note(daemon.pid, orphan)
+        return [1.0] * len(prompts)
+
+    def kill_its_supervisor(prompts, completions, **columns):
+        note(subprocess.Popen(IDLE, start_new_session=True).pid, subprocess.Popen(IDLE, env={}).pid)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
 
     def kill_its_group(prompts, completions, **columns):
         leave_session(prompts, completions)
@@ -95,7 +108,8 @@ def noted_pids(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("function", "timeout_s"), [("leave_session", 999), ("hang_in_child", 999), ("hang_with_lock", 3)]
+    ("function", "timeout_s"),
+    [("leave_session", 999), ("start_daemon", 999), ("hang_in_child", 999), ("hang_with_lock", 3)],
 )
 @pytest.mark.wide
 def test_nothing_outlives_a_killed_parent(folder: Path, function: str, timeout_s: float):
@@ -116,9 +130,11 @@ def test_nothing_outlives_a_killed_parent(folder: Path, function: str, timeout_s
     ("function", "timeout_s", "reason"),
     [
         ("leave_session", 10, None),
+        ("start_daemon", 10, None),
         ("hang_in_child", 1, "gave no answer within 1 s (rewards.py, line 18)"),
         ("fork_and_die", 10, "ended its process with exit code 1"),
         ("kill_its_group", 10, "died of SIGKILL"),
+        ("kill_its_supervisor", 10, "died of SIGKILL"),
     ],
 )
 @pytest.mark.wide
@@ -136,7 +152,18 @@ def test_an_idle_worker_that_was_killed_is_replaced_and_is_none_of_the_launched_
     monkeypatch.setenv("WORLD_SIZE", "2")
     (folder / "rewards.py").write_text(textwrap.dedent(REWARDS) + "assert 'WORLD_SIZE' not in os.environ\n")
     with FunctionReward("rewards.py:leave_session") as reward:
-        assert reward(["p"], ["c"], {}).scores == [1.0]
+        assert reward(["p"], ["c"], {}).values == [1.0]
         os.kill(noted_pids(folder)[0], signal.SIGKILL)
         call = reward(["p"], ["c"], {})
-        assert (call.scores, call.failures) == ([1.0], [])
+        assert (call.values, call.failures) == ([1.0], [])
+
+
+def test_the_run_adopts_no_orphans_of_its_own(folder: Path):
+    """A notebook has other children, which are none of ours to wait for or to end."""
+    with FunctionReward("rewards.py:start_daemon") as reward:
+        assert reward(["p"], ["c"], {}).values == [1.0]
+        code = f"import subprocess, sys; print(subprocess.Popen({IDLE}, start_new_session=True, stdout=-3).pid)"
+        orphan = psutil.Process(int(subprocess.check_output([sys.executable, "-c", code])))
+        assert orphan.ppid() != os.getpid()
+    assert orphan.is_running()
+    orphan.kill()

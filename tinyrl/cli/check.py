@@ -36,7 +36,7 @@ def check(
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
-    config = config_of(words)
+    config = config_of(words, reads_rows=not offline)
     from tinyrl.tools import check as page
 
     checked = page.check(

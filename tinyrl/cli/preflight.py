@@ -1,4 +1,4 @@
-"""Checks before torch is imported, in under a second: model folders, the task, files of rows and rewards."""
+"""Checks before torch is imported: model folders, rewards, the task and its rows, which are read here and kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinyrl.models.reading import resolve_model_path
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.tasks import load_task
+from tinyrl.tasks import load_task, read_ahead
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
@@ -23,7 +23,7 @@ GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before st
 THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
 
 
-def check_before_loading(config: Config) -> None:
+def check_before_loading(config: Config, *, reads_rows: bool = True) -> None:
     """Raise ValueError for what would stop a run before its first step and needs no model to be found."""
     check_training(config)
     if config.generation.engine == "server" and launched().world_size > 1:
@@ -38,6 +38,8 @@ def check_before_loading(config: Config) -> None:
     _check_task(config)
     check_named(config)
     _check_judges(config)
+    if reads_rows:
+        read_ahead(config)
 
 
 def _check_task(config: Config) -> None:

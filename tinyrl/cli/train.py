@@ -87,7 +87,7 @@ def print_note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def config_of(words: list[str]) -> Config:
+def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
     """Load the configuration that the command line asks for, and check what can be checked without torch."""
     from tinyrl.cli.preflight import check_before_loading
 
@@ -95,5 +95,5 @@ def config_of(words: list[str]) -> Config:
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     recipe = words[0] if has_recipe else None
     config = load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
-    check_before_loading(config)
+    check_before_loading(config, reads_rows=reads_rows)
     return config

@@ -15,8 +15,9 @@ from typing import Any
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import worker_service
 from tinyrl.runs.signals import check_stop
-from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
+from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
+from tinyrl.workers.values import RowFailure, RowResults, is_text
 
 POLL_S = 0.1
 
@@ -47,7 +48,7 @@ class Agents:
         for worker in self.workers:
             worker.close()
 
-    def play(self, jobs: list[dict[str, Any]], *, ended: Callable[[int], None]) -> Rows:
+    def play(self, jobs: list[dict[str, Any]], *, ended: Callable[[int], None]) -> RowResults:
         """Play an episode for each job, some at a time: its row, base_url, api_key and model; return the agents' texts.
         `ended` is called with the place of each. Raises Interrupted, with all ended, once a stop was requested.
         """
@@ -55,10 +56,10 @@ class Agents:
         for worker in self.workers:
             free.put(worker)
 
-        def one(place: int, job: dict[str, Any]) -> Rows:
+        def one(place: int, job: dict[str, Any]) -> RowResults:
             worker = free.get()
             try:
-                return worker.rows({name: [value] for name, value in job.items()}, 1, call="run")
+                return worker.rows({name: [value] for name, value in job.items()}, 1, call="run", is_valid=is_text)
             finally:
                 ended(place)  # before the process plays another, which may have kept this one's key
                 free.put(worker)
@@ -76,4 +77,4 @@ class Agents:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
         failures = [RowFailure(place, each.reason) for place, one in enumerate(played) for each in one.failures]
-        return Rows([one.values[0] for one in played], failures)
+        return RowResults([one.values[0] for one in played], failures)

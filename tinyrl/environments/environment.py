@@ -16,9 +16,10 @@ from typing import Any, Literal
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
-from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction, quoted
+from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
-from tinyrl.workers.worker import check_values
+from tinyrl.workers.process import quoted
+from tinyrl.workers.values import RowFailure, RowResults, check_values, is_score, is_text
 
 
 class Environment:
@@ -41,8 +42,10 @@ class Environment:
         use: str | None,
         stop: tuple[str, ...],
         length: Callable[[str], int],
+        worker: WorkerFunction | None = None,
     ) -> None:
-        """`respond`, `stop` and `use`: the task's own, for a configuration that names none; `length`: tokens of a text.
+        """`respond`, `stop` and `use`: the task's own, for a configuration that names none; `worker`: where `respond`
+        is called, if it is a person's; `length`: tokens of a text.
 
         Raises ValueError for code that is not there, and a built-in environment that cannot be opened.
         """
@@ -58,17 +61,20 @@ class Environment:
         functions = config.tools or own
         if functions:
             setting, served = ("environment.tools", "tools") if config.tools else ("environment.name", "environment")
-            worker = WorkerFunction(
+            named = WorkerFunction(
                 [parse_use(use, setting=setting) for use in functions],
                 setting=setting,
                 host=f"{worker_service.__name__}:{served}",
                 timeout_s=config.seconds,
                 name="tools" if config.tools else "",
             )
-            self.workers, self.name, self.stop, self._respond = [worker], worker.name, (), None
+            self.workers, self.name, self.stop, self._respond = [named], named.name, (), None
         elif self.built_in:
             module = importlib.import_module(f"{__package__}.{self.built_in}")
             self.stop, (self._respond, self._about, self._close) = module.STOP, module.opened(config, length=length)
+        elif worker is not None:
+            self.workers = [worker]
+            self._respond = None
 
     @property
     def needed_columns(self) -> list[str]:
@@ -100,30 +106,43 @@ class Environment:
         if not self.has_openings:
             return [None] * len(prompts)
         columns = {"seed": list(range(len(prompts))), **columns, "prompts": prompts}
-        rows = self.workers[0].rows(columns, len(prompts), call="opening")
-        if rows.failures:
-            first = rows.failures[0]
+        results = self.workers[0].rows(columns, len(prompts), call="opening", is_valid=is_text)
+        if results.failures:
+            first = results.failures[0]
             raise ValueError(f"environment.name: row {first.row + 1}: {first.reason}")
-        return rows.values
+        return results.values
 
-    def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
+    def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> RowResults:
         """Return the replies to episodes whose last turn has ended; None: it is over, or has failed. Raises Interrupted
         once a stop was requested.
         """
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
         if self._respond is None:
-            rows = self.workers[0].rows(arguments, len(prompts), call="respond")
+            results = self.workers[0].rows(arguments, len(prompts), call="respond", is_valid=_is_reply)
         else:
-            values, problems = check_values(self._respond(**arguments), len(prompts), check=worker_service.as_reply)
-            rows = Rows(values, [RowFailure(row, f"`{self.name}` {quoted(problem)}") for row, problem in problems])
-        return Rows([None if value is None else _reply(value) for value in rows.values], rows.failures)
+            results = check_values(self._respond(**arguments), len(prompts), check=worker_service.as_reply)
+            reasons = [(failure.row, quoted(failure.reason)) for failure in results.failures]
+            results.failures = [RowFailure(row, f"`{self.name}` {reason}") for row, reason in reasons]
+        return RowResults([None if value is None else _reply(value) for value in results.values], results.failures)
 
-    def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
+    def final_rewards(
+        self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]
+    ) -> RowResults:
         """Return the rewards of episodes that were cut off, of a class that has get_reward; else None for each."""
         if not (self.has_openings and self.rewards):
-            return Rows([None] * len(prompts))
+            return RowResults([None] * len(prompts))
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
-        return self.workers[0].rows(arguments, len(prompts), call="final_rewards")
+        return self.workers[0].rows(arguments, len(prompts), call="final_rewards", is_valid=is_score)
+
+
+def _is_reply(value: Any) -> bool:
+    """Return whether a value of a worker's reply is that of an environment, as `as_reply` makes it."""
+    match value:
+        case None:
+            return True
+        case [str(), bool(), float() | None, bool(), list(results)]:
+            return all(isinstance(result, str) for result in results)
+    return False
 
 
 def _reply(value: list[Any]) -> Reply:

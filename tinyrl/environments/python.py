@@ -29,7 +29,7 @@ from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import excerpt, without_thoughts
-from tinyrl.workers.calls import memory_limit
+from tinyrl.workers.process import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 
 PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")

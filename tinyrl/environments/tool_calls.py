@@ -18,7 +18,7 @@ from typing import Any
 
 from tinyrl.environments import Message, Reply
 from tinyrl.text import without_thoughts
-from tinyrl.workers.worker import awaited
+from tinyrl.workers.worker import Exited, awaited
 
 CALL_FAILED = "This call failed:"
 MAX_REASON_CHARS = 200  # of an exception's first line
@@ -117,6 +117,8 @@ def _begin(tools: Tools, call: Call) -> Any:
         return _failed(f"{call.name}: {error}")
     try:
         return tools[call.name](**arguments)
+    except SystemExit as exit_:  # of a tool that would end the process of all episodes
+        return Exited(f"sys.exit({exit_.code!r})")
     except Exception as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
         return error
 

@@ -26,7 +26,8 @@ from tinyrl.environments import MAX_TEXT_CHARS, Reply, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
-from tinyrl.workers.worker import Checked, Service, as_score, awaited, check_values, parameters_of
+from tinyrl.workers.values import RowResults, as_score, check_scores, check_values
+from tinyrl.workers.worker import Service, awaited, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
 GIVEN = ("row", "base_url", "api_key", "model")  # to an agent
@@ -40,27 +41,37 @@ def environment(objects: list[Any]) -> Service:
     if not inspect.isclass(found):
         known = parameters_of(found)
         if known["parameters"] is None or "transcripts" in known["parameters"]:
-            return _service(found, rewards=True, **known)
+            return serve_replies(found, rewards=True, **known)
         if known["required"]:
             name = found.__name__
             raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
     made = ClassEnvironment(found)
-    service = _service(made.respond, tools=made.tools(), opening=True, rewards=made.has_reward)
-    service.calls["opening"] = lambda given, _: ([text and text[:MAX_TEXT_CHARS] for text in made.opening(**given)], [])
-    service.calls["final_rewards"] = lambda given, num_rows: check_values(made.final_rewards(**given), num_rows)
+    service = serve_replies(made.respond, tools=made.tools(), opening=True, rewards=made.has_reward)
+
+    def opening(arguments: dict[str, list[Any]], _: int) -> RowResults:
+        return RowResults([text and text[:MAX_TEXT_CHARS] for text in made.opening(**arguments)])
+
+    def final_rewards(arguments: dict[str, list[Any]], num_rows: int) -> RowResults:
+        return check_scores(made.final_rewards(**arguments), num_rows)
+
+    service.calls["opening"] = opening
+    service.calls["final_rewards"] = final_rewards
     return service
 
 
 def tools(objects: list[Any]) -> Service:
     """Make the service of `environment.tools`."""
-    return _service(respond_with(objects), tools=[_without_episode(tool) for tool in objects])
+    return serve_replies(respond_with(objects), tools=[_without_episode(tool) for tool in objects])
 
 
-def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = (), **facts: Any) -> Service:
+def serve_replies(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = (), **facts: Any) -> Service:
     """Make a service that answers turns, by default without openings and rewards. Replies are checked."""
     common = {"schemas": schemas(tools) if tools else None, "opening": False, "rewards": False}
-    calls = {"respond": lambda given, num_rows: check_values(respond(**given), num_rows, check=as_reply)}
-    return Service(calls, common | facts)
+
+    def answer(arguments: dict[str, list[Any]], num_rows: int) -> RowResults:
+        return check_values(respond(**arguments), num_rows, check=as_reply)
+
+    return Service({"respond": answer}, common | facts)
 
 
 def as_reply(value: Any) -> tuple[list[Any] | None, str]:
@@ -93,12 +104,12 @@ def agent(objects: list[Any]) -> Service:
     if missing := [name for name in known["required"] if name not in GIVEN]:
         raise TypeError(f"takes {', '.join(missing)}; an agent is given {', '.join(GIVEN)}")
 
-    def run(arguments: dict[str, list[Any]], _: int) -> Checked:
+    def run(arguments: dict[str, list[Any]], _: int) -> RowResults:
         names = arguments if known["parameters"] is None else arguments.keys() & known["parameters"]
         [value] = awaited([function(**{name: arguments[name][0] for name in names})])
-        return ["" if value is None else text_of(value)[:MAX_TEXT_CHARS]], []
+        return RowResults(["" if value is None else text_of(value)[:MAX_TEXT_CHARS]])
 
-    return Service({"run": run}, {"whole_batch": True})
+    return Service({"run": run}, {"whole": ["run"]})
 
 
 # ---- tools ----

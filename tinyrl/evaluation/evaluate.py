@@ -81,11 +81,9 @@ def _evaluate(
     transcripts = [answer.played.transcript for answer in answers if answer.played is not None] or None
     tokens = [answer.response for answer in answers]
     if verdicts is None and task.verify is not None:
-        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).scores
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).values
     if verdicts is not None:
-        read_answer = task.answer
-        shown = scorer.answers(repeated, tokens, transcripts)
-        final = None if read_answer is None else [read_answer(text) for text in shown]
+        final = task.answers(scorer.answers(repeated, tokens, transcripts))
         metrics |= verdict_metrics(verdicts, final, samples, is_pass=task.is_pass)
     lines = sample_lines(
         answers,

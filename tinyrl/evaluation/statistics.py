@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
-from tinyrl.rewards.functions import mean
+from tinyrl.rewards.scores import mean
 
 TAIL = 0.025  # beyond either end of a 95 % interval
 MANY = 50  # values from which on the percentile bootstrap covers as much as it says; of 3 it covers 74 %, of 8 89 %

@@ -73,6 +73,7 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
         return None
     own: Any = {"task": task.name, "respond": task.respond, "use": task.environment, "stop": task.stop}
+    own["worker"] = task.replies_worker(timeout_s=section.seconds)
     environment = Environment(section, **own, length=lambda text: len(token_ids(tokenizer, text)))
     environment.start()
     schemas, chat = environment.schemas, in_chat(tokenizer, config.task.chat)

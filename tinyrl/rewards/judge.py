@@ -37,11 +37,13 @@ from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.errors import ExplainedByCheck, GuardStop, Interrupted
-from tinyrl.rewards.functions import RewardCall, as_completion, mean
+from tinyrl.rewards.functions import as_completion
+from tinyrl.rewards.scores import mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import answer_in, mask_url, truncate
-from tinyrl.workers.calls import Printed, RowFailure
+from tinyrl.workers.process import Printed
+from tinyrl.workers.values import RowFailure, RowResults
 
 MAX_RETRIES = 5  # by the openai client: after 0.5, 1, 2, 4 and 8 s, or as the server asks
 TEMPORARY = (408, 409, 429)  # statuses, and all from 500 on, after which the client tries again
@@ -171,14 +173,15 @@ class JudgeReward:
         columns: dict[str, list[Any]],
         *,
         group_size: int | None = None,
-    ) -> RewardCall:
+    ) -> RowResults:
         """Score a batch from 0 to 1: answer by answer, or in `rank` mode each `group_size` answers to one prompt (None:
         all) together. Rows whose reply is missing or cannot be read are among the failures. Raises JudgeGone where a
         question was not answered at all, or every one was refused because of the key or the address.
         """
         ranks, (low, high) = self.config.mode == "rank", self.config.scale
         size = (group_size or len(prompts) or 1) if ranks else 1
-        call, shown, bodies = RewardCall([math.nan] * len(prompts), whys=[""] * len(prompts)), list[list[int]](), []
+        call = RowResults([math.nan] * len(prompts), comments=[""] * len(prompts))
+        shown, bodies = list[list[int]](), []
         for group in (range(len(prompts))[i : i + size] for i in range(0, len(prompts), size)):
             row = {name: values[group[0]] for name, values in columns.items()}
             # {answer} in a rubric is the row's column; other braces stay
@@ -199,7 +202,7 @@ class JudgeReward:
         for group, reply in zip(shown, self._ask(bodies), strict=True):
             try:
                 for row, score in zip(group, self.scores(reply, len(group)), strict=True):
-                    call.scores[row], call.whys[row] = score, str(reply).strip()
+                    call.values[row], call.comments[row] = score, str(reply).strip()
             except ValueError as error:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in group]
         return call
@@ -335,7 +338,7 @@ class JudgeReward:
             raise ValueError(f"gave no order of the {count} answers: {said}")
         return [1.0 - numbers.index(number) / (count - 1) if count > 1 else math.nan for number in wanted]
 
-    def ask_once(self, task: Task, row: Row) -> RewardCall:
+    def ask_once(self, task: Task, row: Row) -> RowResults:
         """Ask one question: about a row's gold answer, or an empty one; in `rank` mode beside nonsense."""
         answers = [str(task.gold(row) or "")]
         if self.config.mode == "rank":
@@ -354,7 +357,7 @@ class JudgeReward:
         prompts = [task.prompt(row) for row in each]
         texts = [as_completion(text, prompt) for text, prompt in zip(answers.ravel(), prompts, strict=True)]
         call = self(prompts, texts, row_columns(each), group_size=ANSWERS)
-        scores, rivals = np.reshape(call.scores, answers.shape), answers != answers[:, :1]
+        scores, rivals = np.reshape(call.values, answers.shape), answers != answers[:, :1]
         auc = mean((0.5 + np.sign(scores[:, :1] - scores) / 2)[rivals].tolist())
         verdict = f"the judge prefers the gold answer to another one in {auc:.0%} of {len(rows)} rows' pairs (AUC)"
         if math.isnan(auc):

@@ -25,17 +25,18 @@ from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
-from tinyrl.rewards.functions import PROMPT_CHARS, FunctionReward, RewardCall, as_completion, call_in_process
+from tinyrl.rewards.functions import FunctionReward, as_completion, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
+from tinyrl.rewards.scores import PROMPT_CHARS
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended, turn_text
 from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.text import one_line
-from tinyrl.workers.calls import RowFailure
-from tinyrl.workers.worker import MAX_SCORE
+from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 
 SLOW_ROW_S = 1.0  # a row that takes longer is named in reward_output.log
 FEW = 4  # prompts whose answers all fail before a run is refused: the row of one may be at fault
@@ -45,13 +46,13 @@ JUDGED_PROMPTS = 8  # with gold answers, on which a judge is tried
 @dataclass
 class Scores:
     """scores (B, R): NaN where a reward does not apply or failed. rewards (B,): the weighted sum of those that apply,
-    NaN where none does and where one failed, those of weight 0 aside. whys: B comments that came with scores, or None.
+    NaN where none does and where one failed, those of weight 0 aside. comments: B texts that came with scores, or None.
     """
 
     scores: Tensor
     rewards: Tensor
     failures: list[RowFailure] = field(default_factory=list)
-    whys: list[str] | None = None
+    comments: list[str] | None = None
 
 
 class Scorer:
@@ -81,8 +82,12 @@ class Scorer:
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
             self.functions.append(JudgeReward(f, **how) if f.is_judge else FunctionReward(f.use, **how))
-        self.grader = FunctionReward(task.grader, timeout_s=config.timeout_s) if task.grader else None
-        self.workers = [*self.functions, *([self.grader] if self.grader else [])]
+        self.verifier = verifier_of(task, timeout_s=config.timeout_s) if task.verify is not None else None
+        self.workers: list[WorkerFunction | JudgeReward] = [*self.functions]
+        if self.verifier is not None:
+            self.workers.append(self.verifier)
+        if task.own is not None:
+            self.workers.append(task.own.worker)
         self.has_model = config.model is not None
         self.model_format = TextFormat()  # how the reward model reads prompts
         if model is not None:
@@ -181,7 +186,7 @@ class Scorer:
             scores = self([prompt] * 3, [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts])
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
             rewards, why = rewards or scores.rewards.tolist(), why or failed.get(min(failed, default=0), "")
-            if len(failed) < 3 or not self.workers:
+            if len(failed) < 3 or not (self.functions or self.uses_verifier):
                 break
         else:
             what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
@@ -212,7 +217,7 @@ class Scorer:
         """
         transcripts = None if episodes is None else [episode.transcript for episode in episodes]
 
-        def call() -> list[RewardCall]:
+        def call() -> list[RowResults]:
             answers = self._reward_inputs(prompts, completions, transcripts)
             texts, columns = [p.prompt for p in prompts], row_columns([p.row for p in prompts])
             columns |= {"completion_ids": completions}
@@ -228,17 +233,17 @@ class Scorer:
             calls.insert(len(self.functions), self._model_scores(prompts, completions, transcripts, world))
         if self.environment_rewards:
             played = [math.nan] * len(prompts) if episodes is None else [episode.reward for episode in episodes]
-            calls.append(RewardCall(played))
+            calls.append(RowResults(played))
         counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
         fatal = [f for call, counts in zip(calls, counted, strict=True) if counts for f in call.failures] + lost
-        scores = torch.tensor([call.scores for call in calls], dtype=torch.float32).reshape(len(calls), len(prompts)).T
+        scores = torch.tensor([call.values for call in calls], dtype=torch.float32).reshape(len(calls), len(prompts)).T
         rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
         dropped = scores[:, counted].isnan().all(-1)
         dropped[[failure.row for failure in fatal]] = True
-        whys = [call.whys for call in calls if call.whys]
-        rows = zip(*whys, strict=True)
-        joined = [encodable("\n".join(filter(None, of_row))) for of_row in rows] if whys else None
+        comments = [call.comments for call in calls if call.comments]
+        rows = zip(*comments, strict=True)
+        joined = [encodable("\n".join(filter(None, of_row))) for of_row in rows] if comments else None
         failures = [failure for call in calls for failure in call.failures] + lost
         return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined)
 
@@ -257,23 +262,20 @@ class Scorer:
         *,
         transcripts: list[Transcript] | None,
         world: World = ALONE,
-    ) -> RewardCall:
+    ) -> RowResults:
         """Call the task's own verifier, whatever the training reward is; on rank 0 of `world`."""
         answers = self._reward_inputs(prompts, completions, transcripts)
         return _on_main(world, lambda: [self._verify(prompts, answers)])[0]
 
-    def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RewardCall:
-        assert self.task.verify is not None
-        given = [p.prompt for p in prompts], answers, row_columns([p.row for p in prompts])
-        if self.grader is not None:
-            call = self._noted(self.grader, self.grader(*given), prompts)
-        else:
-            call = call_in_process(self.task.verify, self.task.name, *given)
-        return keep_verdicts(call, self.task.name) if self.task.right_or_wrong else call
+    def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RowResults:
+        assert self.verifier is not None
+        found = self.verifier([p.prompt for p in prompts], answers, row_columns([p.row for p in prompts]))
+        results = self._noted(self.verifier, found, prompts)
+        return keep_verdicts(results, self.task.name) if self.task.right_or_wrong else results
 
     def _noted(
-        self, function: FunctionReward | JudgeReward, call: RewardCall, prompts: list[PreparedPrompt]
-    ) -> RewardCall:
+        self, function: FunctionReward | JudgeReward, call: RowResults, prompts: list[PreparedPrompt]
+    ) -> RowResults:
         """Note the seconds of the slowest row; name one that is slow in the log of what the function prints."""
         seconds, row = call.slowest or (0.0, 0)
         self._slowest = max(self._slowest, seconds)
@@ -312,7 +314,7 @@ class Scorer:
         completions: list[list[int]],
         transcripts: list[Transcript] | None,
         world: World,
-    ) -> RewardCall:
+    ) -> RowResults:
         """Score rows by the reward model at each one's last token. A classification model reads text in its own tokens,
         an adapter on the shared base the sampled tokens.
         """
@@ -328,7 +330,7 @@ class Scorer:
             scores = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
         scores = [score if abs(score) <= MAX_SCORE else math.nan for score in scores]
         unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
-        return RewardCall(
+        return RowResults(
             scores, [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
         )
 
@@ -351,18 +353,18 @@ class Scorer:
         return scores.tolist()
 
 
-def keep_verdicts(call: RewardCall, name: str) -> RewardCall:
+def keep_verdicts(results: RowResults, name: str) -> RowResults:
     """Fail the rows whose score is neither 1 nor 0, of a task that declares right_or_wrong."""
-    for row, score in enumerate(call.scores):
+    for row, score in enumerate(results.values):
         if score not in (0.0, 1.0) and not math.isnan(score):
             reason = f"`{name}` scored {score:g}, and its task declares right_or_wrong, which is 1 or 0"
-            call.failures.append(RowFailure(row, reason))
-            call.scores[row] = math.nan
-    return call
+            results.failures.append(RowFailure(row, reason))
+            results.values[row] = math.nan
+    return results
 
 
-def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:
+def _on_main(world: World, calls: Callable[[], list[RowResults]]) -> list[RowResults]:
     """Return the result of `calls` on rank 0."""
     if world.size == 1:
         return calls()
-    return TypeAdapter(list[RewardCall]).validate_python(world.on_main(lambda: [asdict(call) for call in calls()]))
+    return TypeAdapter(list[RowResults]).validate_python(world.on_main(lambda: [asdict(call) for call in calls()]))

@@ -148,7 +148,7 @@ class Collector:
             sample.reward = sample.score
             sample.episode = i
             sample.in_loss = sample.rewarded
-            sample.comment = found.whys[i] if found.whys else ""
+            sample.comment = found.comments[i] if found.comments else ""
         for failure in found.failures:
             samples[failure.row].failures.append(failure.reason)
         return samples

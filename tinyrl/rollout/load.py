@@ -15,7 +15,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.readers import Placed, placed_rows
-from tinyrl.data.rows import example_rows, fingerprints, prompt_key
+from tinyrl.data.rows import fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -31,7 +31,7 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.launched import Options
-from tinyrl.tasks import Task, load_splits, load_task
+from tinyrl.tasks import ReadRows, Task, load_task, rows_of_run, take_rows
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 
 
@@ -89,17 +89,22 @@ def resolve_threads(policy: Policy) -> str:
 
 
 def load_collector(
-    config: Config, *, options: Options, judge: Scorer | None = None, teacher: bool = False
+    config: Config,
+    *,
+    options: Options,
+    judge: Scorer | None = None,
+    teacher: bool = False,
+    rows: ReadRows | None = None,
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
-    teacher: to train, so also the model to learn from, and there must be a reward where the method needs one. Raises
-    ValueError for what a user can fix.
+    teacher: to train, so also the model to learn from, and there must be a reward where the method needs one; rows: the
+    configuration's, if they are read already. Raises ValueError for what a user can fix.
     """
-    rows = load_splits(config)  # a bad row is reported before a weight is loaded
+    rows = rows or rows_of_run(config)  # a bad row is reported before a weight is loaded
     task = load_task(config.task.name or "rows", grading=config.task.grading)
     if teacher:
-        check_rewarded(config, task, rows[0])
-        check_hint(config, rows[0])
+        check_rewarded(config, task, rows.train)
+        check_hint(config, rows.train)
     policy = load_policy(config, options=options, teacher=teacher)
     config = policy.config
     runner: EpisodeRunner | AgentRunner | None
@@ -121,7 +126,8 @@ def load_collector(
             "positions for prompt and response (of longrope those of original_max_position_embeddings)"
         )
     limit = min(generation.max_prompt_tokens, positions - longest)
-    collector.train_prompts, collector.eval_prompts = (collector.prepared(split, limit=limit) for split in rows)
+    collector.train_prompts = collector.prepared(rows.train, limit=limit)
+    collector.eval_prompts = collector.prepared(rows.held_out, limit=limit)
     collector.owns_scorer = judge is None
     if judge is None:
         collector.scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
@@ -174,13 +180,11 @@ def load_method(config: Config, *, options: Options, without: frozenset[str] = f
     without: keys of prompts whose rows are not held out, of a method that learns from rows.
     """
     method = method_of(config.method)
+    rows = take_rows(config)
     if not METHODS[config.method].samples:
-        notes: list[str] = []
-        rows, held_out = example_rows(config, notes)
-        held_out = [row for row in held_out if not without or prompt_key(shared_prompt(row)) not in without]
-        return method(load_policy(config, options=options), rows, held_out, notes)
-    text = text_rows(config)
-    return make_method(load_collector(config, options=options, teacher=True), text)
+        held_out = [row for row in rows.held_out if not without or prompt_key(shared_prompt(row)) not in without]
+        return method(load_policy(config, options=options), rows.train, held_out, rows.notes)
+    return make_method(load_collector(config, options=options, teacher=True, rows=rows), rows.text)
 
 
 def text_rows(config: Config) -> Placed:
@@ -189,7 +193,7 @@ def text_rows(config: Config) -> Placed:
 
 
 def make_method(collector: Collector, text: Placed) -> Any:
-    """Make the method of a run that samples, on a collector; text: of `text_rows`."""
+    """Make the method of a run that samples, on a collector; text: rows that PPO learns beside its samples."""
     made = method_of(collector.config.method)(collector)
     if text:
         made.read_text(text)

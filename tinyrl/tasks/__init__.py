@@ -6,25 +6,27 @@ of task.data are checked one by one before anything is trained, so a bad row is 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import json
-import runpy
-import sys
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.messages import CONVERSATIONS, Prompt, as_messages, prompt_of
-from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import SPLIT_SEED, row_key, rows_needed, train_eval_split
+from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
+from tinyrl.data.rows import SPLIT_SEED, example_rows, row_key, rows_needed, train_eval_split
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import first_line, join_truncated
+
+if TYPE_CHECKING:
+    from tinyrl.tasks.own import OwnCode
+    from tinyrl.workers.calls import WorkerFunction
 
 STARTER_TASKS = ("sort", "reviews", "lookup")  # of the embedded models: tinyrl/starter/<name>.py, with its TASK
 TASKS = (  # each of the others is tinyrl/tasks/<name>.py, with its TASK
@@ -73,6 +75,19 @@ class Task:
     asking_turn: Callable[[Row], str | None] | None = None  # a turn that `respond` answers, for trials without a model
     generate: Callable[[str | None, str, int], list[Row]] | None = None  # rows from (task.data, split, seed)
     grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
+    own: OwnCode | None = None  # of a person's own task: its file, whose functions run in a worker process
+
+    def answers(self, texts: list[str]) -> list[Hashable | None] | None:
+        """Return the answers in completions, of which equal ones are the same (None: no answer); None if the task does
+        not know how.
+        """
+        if self.own is not None:
+            return self.own.answers(texts)
+        return None if self.answer is None else [self.answer(text) for text in texts]
+
+    def replies_worker(self, *, timeout_s: float) -> WorkerFunction | None:
+        """Return the worker that calls `respond` of a person's own task; None where `respond` is called here."""
+        return None if self.own is None or self.respond is None else self.own.replies(timeout_s=timeout_s)
 
     @staticmethod
     def is_pass(score: float | None) -> bool:
@@ -86,7 +101,9 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     Raises ValueError for a task that does not exist or cannot be graded so, and if math-verify is missing.
     """
     if ".py:" in name:
-        task = _own_task(name)
+        from tinyrl.tasks.own import own_task
+
+        task = own_task(name)
     elif name in TASKS:
         room = "starter" if name in STARTER_TASKS else "tasks"
         task = importlib.import_module(f"tinyrl.{room}.{name}").TASK
@@ -101,20 +118,50 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     return replace(task, grader="tinyrl.tasks.math_grading:equal_answers")
 
 
-@functools.cache
-def _own_task(name: str) -> Task:
-    place, _, variable = name.rpartition(":")
-    file = Path(place).expanduser().absolute()
-    if not file.is_file():
-        raise ValueError(f"task.name={name}: there is no file {file}")
-    sys.path.insert(0, str(file.parent))  # it may import files beside it, as long as the process lives
-    try:
-        task = runpy.run_path(str(file)).get(variable)
-    except Exception as error:
-        raise ValueError(f"task.name={name}: {type(error).__name__}: {first_line(error)}") from error
-    if not isinstance(task, Task):
-        raise ValueError(f"task.name={name}: {file} has no {variable} = tinyrl.tasks.Task(...)")
-    return task
+@dataclass(frozen=True)
+class ReadRows:
+    """The rows that a run learns from: notes about those that were left out; text of ppo.ptx_data."""
+
+    train: list[Row]
+    held_out: list[Row]
+    notes: list[str]
+    text: Placed
+
+
+_read_ahead: dict[str, ReadRows] = {}  # until a run takes them
+
+
+def read_ahead(config: Config) -> None:
+    """Read and check a person's own rows, of files or of a task, before torch is imported, and keep them for
+    `take_rows`; the hub is not asked yet. Raises ValueError for a bad one.
+    """
+    _read_ahead.clear()
+    sources = [path for path in (config.task.data, config.task.eval_data, config.ppo.ptx_data) if path is not None]
+    is_own = bool(sources) or load_task(config.task.name or "rows").own is not None
+    if is_own and not any(map(hub_name, sources)):
+        _read_ahead[_rows_key(config)] = rows_of_run(config)
+
+
+def take_rows(config: Config) -> ReadRows:
+    """Return the rows of a run: those that were read ahead by the same settings, once, or else read now."""
+    return _read_ahead.pop(_rows_key(config), None) or rows_of_run(config)
+
+
+def rows_of_run(config: Config) -> ReadRows:
+    """Read and check the rows of a run. Raises ValueError for a bad one, with its place."""
+    notes = list[str]()
+    text = placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
+    train, held_out = load_splits(config) if config.samples else example_rows(config, notes)
+    return ReadRows(train, held_out, notes, text)
+
+
+def _rows_key(config: Config) -> str:
+    """Return the settings that rows depend on, as text; of files the absolute paths."""
+    where = config.task
+    paths = (where.name, where.data, where.eval_data, config.ppo.ptx_data)
+    files = [path and os.path.abspath(os.path.expanduser(path)) for path in paths]
+    others = [where.revision, where.columns, where.max_samples, config.reward.is_verifier, config.sft.loss_on]
+    return json.dumps([config.method, *files, *others])
 
 
 def load_split(config: Config, split: str) -> list[Row]:
@@ -129,17 +176,21 @@ def load_splits(config: Config) -> tuple[list[Row], list[Row]]:
     data, most = where.data, where.max_samples
 
     def read(source: str, most: int | None) -> list[Row]:
-        rows: list[Row] = []
-        for place, row in placed_rows(source, columns=where.columns, revision=where.revision, most=most):
+        placed = placed_rows(source, columns=where.columns, revision=where.revision, most=most)
+        if "prompt" in task.columns:
+            placed = [(place, _with_prompt(row, place)) for place, row in placed]
+        if task.own is not None:
+            task.own.prepare([row for _, row in placed])
+        for place, row in placed:
             try:
-                if "prompt" in task.columns and row.get("prompt") is None and {*row} & HOLD_PROMPTS:
-                    row = {**row, "prompt": shared_prompt(row)}
                 check_row(task, row, verified=config.reward.is_verifier)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            rows.append(row)
-        names = list(dict.fromkeys(name for row in rows for name in row))  # rewards get each column as a list
-        return [{name: row.get(name) for name in names} for row in rows]
+        names = list(dict.fromkeys(name for _, row in placed for name in row))  # rewards get each column as a list
+        rows = [{name: row.get(name) for name in names} for _, row in placed]
+        if task.own is not None:
+            task.own.prepare(rows)  # those that have got another column
+        return rows
 
     def own(split: str, source: str | None) -> list[Row]:
         if task.generate is not None:
@@ -152,6 +203,16 @@ def load_splits(config: Config) -> tuple[list[Row], list[Row]]:
     else:
         train, held_out = own("train", data), own("eval", where.eval_data or data)
     return train[:most], held_out[:most]
+
+
+def _with_prompt(row: Row, place: str) -> Row:
+    """Return a row with a prompt: the beginning of its conversation, if it has no other."""
+    if row.get("prompt") is not None or not {*row} & HOLD_PROMPTS:
+        return row
+    try:
+        return {**row, "prompt": shared_prompt(row)}
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def check_row(task: Task, row: Row, *, verified: bool) -> None:

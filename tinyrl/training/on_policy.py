@@ -13,7 +13,7 @@ from tinyrl.algorithms.masking import masked_mean
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batch import Tokens, padded
 from tinyrl.models.parallel import ALONE, World
-from tinyrl.rewards.functions import check_failure_streak, describe_failure
+from tinyrl.rewards.scores import check_failure_streak, describe_failure
 from tinyrl.rollout.records import (
     completion_text,
     room_for_samples,

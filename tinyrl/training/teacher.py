@@ -309,7 +309,7 @@ def _correct(samples: list[Sample], trainer: OnPolicy) -> list[str | None]:
         transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
         prompts, responses = [trainer.by_index[sample.row] for sample in samples], [s.response for s in samples]
         call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=trainer.world)
-        scores = torch.tensor(call.scores)
+        scores = torch.tensor(call.values)
     else:
         scores = torch.where(scores.isnan(), 0.0, scores * scorer.weights).sum(-1)
     least = trainer.config.task.solved_reward - 1e-6  # sums of float32 miss it by rounding

@@ -1,98 +1,27 @@
 """Calls of a person's function in its worker process: the whole batch, then row by row.
 
 When a batch fails, its rows are tried one by one in a fresh worker, so that only those at fault are dropped; the time
-of that is bounded. Nothing here waits without a deadline. What the function prints goes into a file, so that no full
-pipe stops it.
+of that is bounded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import secrets
-import select
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
-from tinyrl.errors import machine_memory
-from tinyrl.runs.launched import VARIABLES
-from tinyrl.runs.signals import check_stop
-from tinyrl.text import did_you_mean, escape_control, mask_url, one_line
-from tinyrl.workers import worker
-from tinyrl.workers.loading import HERE, FunctionSource
+from tinyrl.text import did_you_mean
+from tinyrl.workers import protocol
+from tinyrl.workers.loading import FunctionSource
+from tinyrl.workers.process import MALFORMED, CallFailed, HereProcess, Printed, WorkerProcess, quoted
+from tinyrl.workers.values import RowFailure, RowResults, all_failed
 
-POLL_S = 0.1
-GRACE_S = 1.0  # the worker ends a late call itself and writes where it was; after this we do
-EXIT_S = 0.5  # between the end of its pipe and its exit code
-MOST_OUTPUT_BYTES = 64 << 20  # in the file of what a call prints; then it is emptied
-CALL_BYTES = 1 << 16  # of what one call prints
-KEPT_LINES = 200  # of what is printed while there is nowhere to write it
 LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
 ROW_TIMEOUT = 0.125  # of timeout_s, for a row alone
 MIN_ROW_TIMEOUT_S = 1.0
 ROWS_TIMEOUTS = 2  # trying the rows of one batch may take this many times timeout_s
-MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
-END_S = 2.0  # for an idle worker to leave by itself, and for a killed one to be gone
-MEMORY_SHARE = 0.5  # of the machine's memory, which a process may use
-MAX_SHOWN_CHARS = 300
-
-
-class Printed:
-    """The lines that one function prints, each after its name; without secrets, control characters named.
-
-    kept: the last lines, while there is nowhere to write them.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name, self._write = name, None
-        self.kept: deque[str] = deque(maxlen=KEPT_LINES)
-
-    def send_to(self, write: Callable[[str], None]) -> None:
-        """From now on hand lines to `write`, those that were kept first."""
-        self._write = write
-        if self.kept:
-            write("".join(f"{line}\n" for line in self.kept))
-            self.kept.clear()
-
-    def add(self, data: bytes) -> None:
-        """Hand over the lines of a call, up to CALL_BYTES of it."""
-        for raw in data[:CALL_BYTES].splitlines():
-            self.kept.append(f"{self._name}: {escape_control(mask_url(raw.decode('utf-8', errors='replace')))}")
-        if self._write is not None:
-            self.send_to(self._write)
-
-
-class CallFailed(Exception):
-    """A call failed, with the reason."""
-
-
-@dataclass(frozen=True)
-class RowFailure:
-    """A row for which something went wrong, and what."""
-
-    row: int
-    reason: str
-
-
-@dataclass
-class Rows:
-    """One value for each row of a call, None for those among the failures; `slowest`: seconds of the slowest row, and
-    which that is, where rows were timed.
-    """
-
-    values: list[Any]
-    failures: list[RowFailure] = field(default_factory=list)
-    slowest: tuple[float, int] | None = None
 
 
 class WorkerFunction:
@@ -108,10 +37,13 @@ class WorkerFunction:
         self, sources: list[FunctionSource], *, setting: str, timeout_s: float, host: str | None = None, name: str = ""
     ) -> None:
         self.name = name or sources[0].function
-        self.printed, self.retried = Printed(self.name), None
-        self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
+        self.printed = Printed(self.name)
+        self.retried: str | None = None
+        self._sources = sources
+        self._host = host
+        self._setting = f"{setting} '{sources[0].use}'"
         self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | worker.Loaded | None = None
+        self._process: WorkerProcess | HereProcess | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
     def __enter__(self) -> Self:
@@ -121,7 +53,7 @@ class WorkerFunction:
         self.close()
 
     def start(self) -> dict[str, Any]:
-        """Load the function and return the facts of its worker: see worker.py. ValueError if its code does not load,
+        """Load the function and return the facts of its service: see worker.py. ValueError if its code does not load,
         which before training the user can fix.
         """
         if self._facts is None:
@@ -134,31 +66,32 @@ class WorkerFunction:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the worker and whatever it started; an idle one leaves by itself. A later call starts another."""
-        process, self._process = self._process, None
-        if isinstance(process, subprocess.Popen):
-            assert process.stdin
-            assert process.stdout
-            if not at_once:
-                process.stdin.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=END_S)
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one stuck in the kernel must not hold us as well
-                process.wait(timeout=END_S)
-            worker.end_all(process.pid, self._mark)
-            for file in (self._output, process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    file.close()
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.close(at_once=at_once)
 
-    def rows(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str = "score") -> Rows:
-        """Call it with a list of `num_rows` values for each argument; `call`: which function of the host.
+    def rows(
+        self,
+        arguments: dict[str, list[Any]],
+        num_rows: int,
+        *,
+        is_valid: Callable[[Any], bool],
+        call: str = "score",
+        timeout_s: float | None = None,
+    ) -> RowResults:
+        """Call it with a list of `num_rows` values for each argument.
+
+        is_valid    whether a value is one that the call gives: whoever holds the pipe may have written anything
+        call        which function of the host
+        timeout_s   in place of the function's own
 
         ValueError: an argument that the function needs is missing, or one cannot be sent to it. Raises Interrupted soon
         after a stop was asked for.
         """
         assert all(len(values) == num_rows for values in arguments.values()), {k: len(v) for k, v in arguments.items()}
         if not num_rows:
-            return Rows([])
+            return RowResults([])
         facts = self.start()
         for name in facts["required"]:
             if name not in arguments:
@@ -168,20 +101,35 @@ class WorkerFunction:
                 )
         if facts["parameters"] is not None:  # it has no **columns
             arguments = {name: arguments[name] for name in facts["parameters"] if name in arguments}
+        ask = partial(self._ask, call=call, is_valid=is_valid)
+        timeout_s = timeout_s or self._timeout_s
         rows_may_be_guilty = False
         try:
             self._load()
-            rows_may_be_guilty = not facts["whole_batch"]
-            return self._ask(arguments, num_rows, call, self._timeout_s)
+            rows_may_be_guilty = call not in facts["whole"]
+            return ask(arguments, num_rows, timeout_s=timeout_s)
         except CallFailed as failure:
             why = str(failure)
         self.close()  # whatever state the failure left behind must not reach another row
         if not rows_may_be_guilty:
-            return Rows([None] * num_rows, [RowFailure(row, f"`{self.name}` {why}") for row in range(num_rows)])
+            return all_failed(num_rows, f"`{self.name}` {why}")
+        self.retried = self.retried or why
+        return self._one_by_one(ask, arguments, num_rows, timeout_s=timeout_s, why=why)
 
-        rows, self.retried = Rows([None] * num_rows), self.retried or why
-        row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, ROW_TIMEOUT * self._timeout_s))
-        deadline = time.monotonic() + ROWS_TIMEOUTS * self._timeout_s
+    def _one_by_one(
+        self,
+        ask: Callable[..., RowResults],
+        arguments: dict[str, list[Any]],
+        num_rows: int,
+        *,
+        timeout_s: float,
+        why: str,
+    ) -> RowResults:
+        """Try each row alone, for a limited time; `why`: how the whole batch failed."""
+        results = RowResults([None] * num_rows)
+        comments = [""] * num_rows
+        row_timeout_s = min(timeout_s, max(MIN_ROW_TIMEOUT_S, ROW_TIMEOUT * timeout_s))
+        deadline = time.monotonic() + ROWS_TIMEOUTS * timeout_s
         for row in range(num_rows):
             try:
                 if time.monotonic() > deadline:
@@ -190,144 +138,83 @@ class WorkerFunction:
                         f"whole batch it {why}"
                     )
                 self._load()
-                alone = self._ask({n: [v[row]] for n, v in arguments.items()}, 1, call, row_timeout_s)
+                alone = ask({n: [v[row]] for n, v in arguments.items()}, 1, timeout_s=row_timeout_s)
             except CallFailed as failure:
-                rows.failures.append(RowFailure(row, f"`{self.name}` {failure}"))
-            else:
-                rows.values[row] = alone.values[0]
-                rows.failures += [RowFailure(row, failure.reason) for failure in alone.failures]
-        return rows
+                results.failures.append(RowFailure(row, f"`{self.name}` {failure}"))
+                continue
+            results.values[row] = alone.values[0]
+            results.failures += [RowFailure(row, failure.reason) for failure in alone.failures]
+            comments[row] = alone.comments[0] if alone.comments else ""
+        results.comments = comments if any(comments) else []
+        return results
 
-    def _ask(self, arguments: dict[str, list[Any]], num_rows: int, call: str, timeout_s: float) -> Rows:
-        """Call the function in its worker. Raises CallFailed, and ValueError for arguments that are not JSON."""
-        for name, values in arguments.items():
-            try:
-                json.dumps(values)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"Column '{name}' cannot be handed to a person's function: {error}. "
-                    "Columns may hold text, numbers, true, false, null, and lists and objects of these."
-                ) from error
-        reply = self._reply({"arguments": arguments, "num_rows": num_rows, "call": call}, timeout_s)
-        if len(reply["values"]) != num_rows:
-            raise CallFailed(f"had {len(reply['values'])} values for {num_rows} rows")
-        failures = [RowFailure(row, f"`{self.name}` {quoted(reason)}") for row, reason in reply["failures"]]
-        return Rows(reply["values"], failures, slowest=reply["slowest"])
+    def _ask(
+        self,
+        arguments: dict[str, list[Any]],
+        num_rows: int,
+        *,
+        call: str,
+        is_valid: Callable[[Any], bool],
+        timeout_s: float,
+    ) -> RowResults:
+        """Call the function. Raises CallFailed, and ValueError for arguments that are not JSON."""
+        request = {"arguments": arguments, "num_rows": num_rows, "call": call}
+        try:
+            reply = self._reply(request, timeout_s)
+        except (TypeError, ValueError, RecursionError):
+            _check_columns(arguments)
+            raise
+        try:
+            results = protocol.results_in(reply, num_rows)
+            if not all(map(is_valid, results.values)):
+                raise protocol.Malformed
+        except protocol.Malformed:
+            self.close(at_once=True)
+            raise CallFailed(MALFORMED) from None
+        reasons = [(failure.row, quoted(failure.reason)) for failure in results.failures]
+        results.failures = [RowFailure(row, f"`{self.name}` {reason}") for row, reason in reasons]
+        return results
 
     def _load(self) -> None:
         """Start a worker and load the function into it, unless there is one."""
-        if isinstance(self._process, subprocess.Popen) and self._process.poll() is not None:
+        if self._process is not None and not self._process.alive:
             self.close(at_once=True)
         if self._process is not None:
             return
-        if self._sources[0].module == HERE:
-            self._process = worker.Loaded()
-        else:
-            self._output = tempfile.TemporaryFile()  # noqa: SIM115
-            # Sets are in the same order in every run. Without a launcher's variables: people's code is none of the
-            # processes that it started, and a library there would wait for the others.
-            environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-            self._mark = secrets.token_hex(8)
-            self._process = subprocess.Popen(
-                # -P keeps our folder off sys.path, where loading.py would hide the user's
-                [sys.executable, "-P", worker.__file__, str(os.getpid()), str(memory_limit())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._output,
-                bufsize=0,
-                env=environment | {"PYTHONHASHSEED": "0", worker.MARK: self._mark},
-                start_new_session=True,  # Ctrl-C is ours to handle; a function may kill its group
-            )
+        first = self._sources[0]
         sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
+        if first.here is None:
+            self._process = WorkerProcess(first.file, self.printed)
+        else:
+            self._process = HereProcess()
+            sources = [{**of, "here": source.here} for of, source in zip(sources, self._sources, strict=True)]
         path = [*(str(source.folder) for source in self._sources), *sys.path]
         load = {"sources": sources, "host": self._host, "sys_path": path}
         try:
-            self._facts = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
-        except CallFailed as failure:
+            reply = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
+            self._facts = protocol.facts_in(reply)
+        except (CallFailed, protocol.Malformed) as failure:
             self.close()
-            raise CallFailed(f"could not be loaded: it {failure}") from failure
+            why = MALFORMED if isinstance(failure, protocol.Malformed) else failure
+            raise CallFailed(f"could not be loaded: it {why}") from failure
 
     def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
-        line, data = b"", json.dumps({**request, "timeout_s": timeout_s})
-        if isinstance(self._process, worker.Loaded):
-            check_stop()
-            line = json.dumps(self._process.answer(json.loads(data)))
-        else:
-            try:
-                line = self._exchange(data.encode("ascii") + b"\n", timeout_s)
-            finally:
-                self.printed.add(self._written())
-                self._empty_output()
-                if not line:  # the worker's next reply would be to the wrong request
-                    self.close(at_once=True)
-        reply = json.loads(line)
+        assert self._process is not None
+        reply = self._process.ask(request, timeout_s=timeout_s)
         if "error" in reply:
-            raise CallFailed(said(reply))
+            at = quoted(str(reply.get("at", "")))
+            raise CallFailed(f"{quoted(str(reply['error']))}{f' ({at})' if at else ''}")
         return reply
 
-    def _exchange(self, data: bytes, timeout_s: float) -> bytes:
-        """Send a line and return the reply's. Raises CallFailed where the worker ended or was too late."""
-        process, line, waiting = self._process, bytearray(), select.poll()
-        assert isinstance(process, subprocess.Popen)
-        requests, replies, started = process.stdin, process.stdout, time.monotonic()
-        assert requests
-        assert replies
 
-        def send(data: bytes) -> None:
-            with contextlib.suppress(OSError, ValueError):  # it is gone or closed: the end of its replies tells
-                while data:
-                    data = data[requests.write(data) or 0 :]
-
-        threading.Thread(target=send, args=(data,), daemon=True).start()  # the pipe may be full
-        waiting.register(replies, select.POLLIN)
-        while not line.endswith(b"\n"):
-            check_stop()
-            if os.fstat(self._output.fileno()).st_size > MOST_OUTPUT_BYTES:
-                self._empty_output()
-            if waiting.poll(1000 * POLL_S):
-                received = os.read(replies.fileno(), 1 << 20)
-                line += received
-                lost = not received
-            else:  # a fork of it may hold the pipe open
-                lost = time.monotonic() > started + timeout_s + GRACE_S or process.poll() is not None
-            if lost:
-                raise CallFailed(self._why_lost(process, timeout_s, late=time.monotonic() >= started + timeout_s))
-        return bytes(line)
-
-    def _written(self) -> bytes:
-        """Return what the function has printed in this call."""
-        return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0)
-
-    def _empty_output(self) -> None:
-        os.ftruncate(self._output.fileno(), 0)
-        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker's offset too
-
-    def _why_lost(self, process: subprocess.Popen[bytes], timeout_s: float, *, late: bool) -> str:
-        """Return how a call was lost, and where the function was if the worker could still write that down."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=EXIT_S)
-        file, text, code = self._sources[0].file, self._written().decode(errors="replace"), process.returncode
-        place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', text) if file else None
-        where = f" ({file.name}, line {place[1]})" if file and place else ""
-        if late or code is None:
-            return f"gave no answer{f' within {timeout_s:g} s' if late else ''}{where}"
-        lines = [line for line in text.split("\n") if line.strip()]
-        last = f"; it last wrote: {quoted(lines[-1])}" if lines and not where else ""
-        end = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
-        return f"{end}{where}{last}"
-
-
-def memory_limit() -> int:
-    """Return the bytes that each process of people's code may use."""
-    return int(MEMORY_SHARE * machine_memory())
-
-
-def said(reply: dict[str, Any]) -> str:
-    """Return what a function raised, by the worker's reply, as one line, and where."""
-    return f"{quoted(reply['error'])}{reply['at']}"
-
-
-def quoted(text: str) -> str:
-    """Return what people's code wrote as a line that may be kept and shown."""
-    return one_line(mask_url(text), MAX_SHOWN_CHARS)
+def _check_columns(arguments: dict[str, list[Any]]) -> None:
+    """Raise ValueError for a column that is not JSON."""
+    for name, values in arguments.items():
+        try:
+            protocol.encode({name: values})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"Column '{name}' cannot be handed to a person's function: {error}. "
+                "Columns may hold text, numbers, true, false, null, and lists and objects of these."
+            ) from error

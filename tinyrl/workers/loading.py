@@ -28,6 +28,7 @@ class FunctionSource:
     module: str | None  # importable name; None for a file
     file: Path | None  # the source, None for a module without one
     folder: Path  # first on the worker's sys.path, so that a file may import those beside it
+    here: Callable[..., Any] | None = None  # the function itself, where it is called in this process
 
 
 _defined = dict[str, Callable[..., Any]]()
@@ -51,11 +52,6 @@ def use_of(function: Callable[..., Any]) -> str:
     return f"{HERE}:{name}"
 
 
-def defined_here(name: str) -> Callable[..., Any] | None:
-    """Return a function that a notebook or script defined in this process."""
-    return _defined.get(name) or getattr(sys.modules[HERE], name, None)
-
-
 def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSource:
     """Find the function, or class, that `use`, the value of `setting`, names.
 
@@ -66,9 +62,10 @@ def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSo
     if not place or not function:
         raise ValueError(f"{problem} must be 'file.py:function' or 'package.module:function'.")
     if place == HERE:
-        if defined_here(function) is None:
+        here = _defined.get(function) or getattr(sys.modules[HERE], function, None)
+        if here is None:
             raise ValueError(f"{problem}: defined by a notebook or script, and not in this process; move it to a file")
-        return FunctionSource(use, function, HERE, None, base)
+        return FunctionSource(use, function, module=HERE, file=None, folder=base, here=here)
     if place.endswith(".py") or "/" in place:
         file = base / Path(place).expanduser()
         source = FunctionSource(use, function, None, file, file.parent)

@@ -1,35 +1,22 @@
-"""The worker process of a person's function: it answers requests, and ends with the run all that it has started.
+"""The worker process of a person's code: it loads functions and answers calls of them (protocol.py).
 
-    python -P worker.py RUN MEMORY_BYTES
-
-It leads a session of its own, and its environment has a MARK that whatever it starts inherits. So the run (process RUN)
-finds and kills all of that when a call is lost or the function is closed, and a thread here does it where the run is
-gone; a function that holds the interpreter's lock then ends at its own time limit. No process may use more than
-MEMORY_BYTES of its own (RLIMIT_DATA: without files and reserved address space).
-
-Requests and replies are JSON, one a line, over stdin and stdout; those pipes are moved out of the function's sight
-first, so that what it prints, closes or reads cannot disturb them. The worker imports only the standard library.
-
-    {"timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "sys_path"}}
-        -> {"whole_batch": bool, "parameters": names or null for any, "required": names, further facts}
-    {"timeout_s", "arguments": {name: list}, "num_rows", "call"}
-        -> {"values": one a row, null for none, "failures": [[row, reason], ...], "slowest": [seconds, row] or null}
+No process may use more than its limit of memory of its own (RLIMIT_DATA: without files and reserved address space).
+What the code prints goes to stdout and stderr, which the run reads; requests and replies have pipes of their own. The
+worker imports only the standard library.
 
 A host, "module:function" of tinyrl's own, makes a `Service` of the loaded objects; without one the object is a reward
-function. Where the function's code raises, the reply is {"error": text, "at": " (file.py, line 3)" or ""}.
+function. In the run a notebook's function is answered for by the same code.
 """
 
-import atexit
+from __future__ import annotations
+
 import contextlib
 import faulthandler
 import functools
 import importlib
 import importlib.util
 import inspect
-import json
-import math
 import os
-import reprlib
 import sys
 import threading
 import time
@@ -37,140 +24,106 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-MARK = "TINYRL_WORKER"
-POLL_S = 0.1
-PATIENCE_S = 1.0  # for killed processes to be gone; one that is stuck in the kernel must not hold the run
+from tinyrl.workers import protocol
+from tinyrl.workers.values import RowResults, check_scores
+
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
-MAX_SHOWN_CHARS = 100  # of a value that is not a score
-MAX_WHY_CHARS = 4000  # of the text a score comes with
-MAX_SCORE = 1e12  # scores become float32; there, the squares of a batch of larger ones would be infinite
-
-Checked = tuple[list[Any], list[tuple[int, str]]]  # one value a row, and (row, reason) of the bad rows
 
 
-def main() -> None:
-    """Answer requests to the end of the pipe, or of the run."""
+def serve(requests: int, replies: int, *, memory_bytes: int) -> None:
+    """Answer the requests of one pipe into the other until the run closes it."""
     import resource  # Windows has none
 
-    run, memory_bytes, me, mark = int(sys.argv[1]), int(sys.argv[2]), os.getpid(), os.environ[MARK]
-
-    def end_started() -> None:
-        if os.getpid() == me:  # it is no fork of ours
-            end_all(me, mark)
-
-    def end_with_the_run() -> None:
-        while os.getppid() == run:
-            time.sleep(POLL_S)
-        try:
-            end_started()
-        finally:
-            os._exit(1)
-
-    atexit.register(end_started)  # before people's code registers anything, so it is called behind that
-    threading.Thread(target=end_with_the_run, daemon=True).start()
     with contextlib.suppress(ValueError, OSError):  # above the limit that holds already
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    answer_requests()
-
-
-def end_all(worker: int, mark: str) -> None:
-    """Kill the processes that a worker has started, until there are no more: those of its session, and those with its
-    mark in a session of their own.
-    """
-    import psutil  # a second module to load, which a worker does without until then
-
-    def is_its_own(process: Any) -> bool:
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.pid not in (worker, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
-                return os.getsid(process.pid) == worker or process.environ().get(MARK) == mark
-        return False
-
-    give_up = time.monotonic() + PATIENCE_S
-    while (started := [*filter(is_its_own, psutil.process_iter())]) and time.monotonic() < give_up:
-        for process in started:
-            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
-                process.kill()
-
-
-def answer_requests() -> None:
-    """Answer requests until the parent closes the pipe."""
-    requests, replies, last_words = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), os.dup(2)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
+    for pipe in (requests, replies):
+        os.set_inheritable(pipe, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore  so that a crash loses no line
+    last_words = os.dup(2)  # the function may close its own
     faulthandler.enable(last_words)
-    del sys.argv[1:]
+    sys.argv[:] = [__file__]
+    me = os.getpid()
     loaded = Loaded()
-    for line in requests:
-        request = json.loads(line)
-        # Works in C, so also while the function holds the interpreter lock (a regular expression that backtracks), and
-        # when nobody is left to kill us. It writes down where the function was, which is what a person needs to know.
-        faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=last_words)
-        if "load" in request:
-            sys.path[:] = dict.fromkeys([*request["load"]["sys_path"], *sys.path])
-        reply = loaded.answer(request)
-        faulthandler.cancel_dump_traceback_later()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # the function may have closed it
-                stream.flush()
-        replies.write(json.dumps(reply).encode("ascii") + b"\n")
-        replies.flush()
+    with os.fdopen(requests, "rb") as lines, os.fdopen(replies, "wb") as out:
+        for line in lines:
+            request = protocol.decode(line)
+            # Works in C, so also while the function holds the interpreter lock (a regular expression that backtracks),
+            # and when nobody is left to kill us. It writes down where the function was.
+            faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=last_words)
+            if "load" in request:
+                sys.path[:] = dict.fromkeys([*request["load"]["sys_path"], *sys.path])
+            reply = protocol.encode({"id": request["id"], **loaded.answer(request)})
+            if os.getpid() != me:  # a fork that has come back from the function
+                os._exit(0)
+            faulthandler.cancel_dump_traceback_later()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, OSError, ValueError):  # the function may have closed it
+                    stream.flush()
+            out.write(reply)
+            out.flush()
 
 
 class Service(NamedTuple):
-    """Functions of (arguments by name, number of rows) by name, and facts about them for the run."""
+    """Functions of (arguments by name, number of rows) by name, and facts about them for the run.
 
-    calls: dict[str, Callable[[dict[str, list[Any]], int], Checked]]
+    facts: parameters (None: any) and required ones of all calls; whole: calls whose rows are not tried one by one when
+    they fail; others are the host's own.
+    """
+
+    calls: dict[str, Callable[[dict[str, list[Any]], int], RowResults]]
     facts: dict[str, Any]
 
 
-class Loaded:
-    """A person's objects and the service made of them; it answers the requests described above."""
+def make_service(objects: list[Any], host: str | None) -> Service:
+    """Make the service of loaded objects, by a host or of a reward function."""
+    if host is None:
+        return reward(objects)
+    module, _, name = host.partition(":")
+    return getattr(importlib.import_module(module), name)(objects)
 
-    def __init__(self, service: Service | None = None, file: str | None = None) -> None:
-        self._service, self._file = service, file
+
+class Loaded:
+    """A person's objects and the service made of them; it answers the requests of protocol.py, but for their id."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self._file: str | None = None  # of the function whose line is named
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import the sources and make a service of them, or call it."""
         try:
             if "load" in request:
-                return self._load(**request["load"])
+                return {"facts": self._load(request["load"]["sources"], request["load"]["host"])}
             assert self._service is not None
-            values, failures = self._service.calls[request["call"]](request["arguments"], request["num_rows"])
-            return {"values": values, "failures": failures, "slowest": Timed.slowest}
-        except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
-            steps = traceback.walk_tb(error.__traceback__)
-            lines = [line for frame, line in steps if frame.f_code.co_filename == self._file]
-            where = f" ({os.path.basename(self._file)}, line {lines[-1]})" if self._file and lines else ""
-            text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
-            if isinstance(error, MemoryError):
-                import resource
+            call = self._service.calls[request["call"]]
+            return protocol.encode_results(call(request["arguments"], request["num_rows"]))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 people's code may raise anything, which is our answer
+            return self._raised(error)
 
-                limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-                text += f" (its process may use {limit / 1e9:.3g} GB)" if limit > 0 else ""
-            return {"error": f"raised {text}", "at": where}
+    def _raised(self, error: BaseException) -> dict[str, Any]:
+        steps = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in steps if frame.f_code.co_filename == self._file]
+        where = f"{os.path.basename(self._file)}, line {lines[-1]}" if self._file and lines else ""
+        text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
+        if isinstance(error, MemoryError):
+            import resource
 
-    def _load(self, sources: list[dict[str, Any]], host: str | None, sys_path: list[str]) -> dict[str, Any]:
+            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            text += f" (its process may use {limit / 1e9:.3g} GB)" if limit > 0 else ""
+        return {"error": f"raised {text}", "at": where}
+
+    def _load(self, sources: list[dict[str, Any]], host: str | None) -> dict[str, Any]:
         found = [self._find(**source) for source in reversed(sources)][::-1]  # the first is the one that is named
-        make = reward
-        if host:
-            module, _, name = host.partition(":")
-            make = getattr(importlib.import_module(module), name)
-        self._service = make(found)
-        return {"whole_batch": False, "parameters": None, "required": [], **self._service.facts}
+        self._service = make_service(found, host)
+        return {"parameters": None, "required": [], "whole": [], **self._service.facts}
 
-    def _find(self, module: str | None, file: str, function: str) -> Any:
-        """Import the file or module, unless a notebook has defined the function, and return the function."""
+    def _find(self, module: str | None, file: str, function: str, here: Any = None) -> Any:
+        """Import the file or module and return the function, unless it is given."""
+        if here is not None:
+            self._file = getattr(getattr(here, "__code__", None), "co_filename", None)
+            return here
         self._file = file
-        if module == "__main__":
-            from tinyrl.workers.loading import defined_here
-
-            found = defined_here(function)
-            self._file = getattr(getattr(found, "__code__", None), "co_filename", None)
-            return found
         if module:
             return getattr(importlib.import_module(module), function)
         stem = os.path.splitext(os.path.basename(file))[0]
@@ -178,7 +131,8 @@ class Loaded:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None, file
         assert spec.loader is not None, file
-        sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[name] = loaded
         spec.loader.exec_module(loaded)
         return getattr(loaded, function)
 
@@ -187,15 +141,14 @@ def reward(objects: list[Any]) -> Service:
     """Make the service of a reward function: `score`."""
     [function] = objects
 
-    def score(arguments: dict[str, list[Any]], num_rows: int) -> Checked:
-        timed = Timed(arguments.get("completions", []))
+    def score(arguments: dict[str, list[Any]], num_rows: int) -> RowResults:
+        timer = RowTimer(num_rows)
         if "completions" in arguments:
-            arguments = {**arguments, "completions": timed}
-        begun = time.perf_counter()
+            arguments = {**arguments, "completions": timer.timed(arguments["completions"])}
         [returned] = awaited([function(**arguments)])
-        checked = check_values(returned, num_rows)
-        timed.close(time.perf_counter() - begun)
-        return checked
+        results = check_scores(returned, num_rows)
+        results.slowest = timer.slowest()
+        return results
 
     return Service({"score": score}, parameters_of(function))
 
@@ -221,6 +174,10 @@ def _event_loop() -> Any:
     return loop
 
 
+class Exited(Exception):
+    """A coroutine called sys.exit, which would end the event loop and leave its caller waiting."""
+
+
 def awaited(values: list[Any], *, return_exceptions: bool = False) -> list[Any]:
     """Replace coroutines, which wait together, by their results or, where that is asked for, their exceptions."""
     waiting = {index: value for index, value in enumerate(values) if inspect.isawaitable(value)}
@@ -228,21 +185,46 @@ def awaited(values: list[Any], *, return_exceptions: bool = False) -> list[Any]:
         return values
     import asyncio
 
+    async def kept_inside(value: Any) -> Any:
+        try:
+            return await value
+        except SystemExit as exit_:
+            raise Exited(f"sys.exit({exit_.code!r})") from exit_
+
     async def together() -> list[Any]:
-        return await asyncio.gather(*waiting.values(), return_exceptions=return_exceptions)
+        coroutines = [kept_inside(value) for value in waiting.values()]
+        return await asyncio.gather(*coroutines, return_exceptions=return_exceptions)
 
     results = dict(zip(waiting, asyncio.run_coroutine_threadsafe(together(), _event_loop()).result(), strict=True))
     return [results.get(index, value) for index, value in enumerate(values)]
 
 
-class Timed(list[Any]):
-    """The completions of a call, which time each row: from where a loop takes it until it asks for the next."""
+class RowTimer:
+    """Times the rows of one call: from where a loop over the completions takes a row until it asks for the next."""
 
-    slowest: tuple[float, int] | None = None  # of the last call: seconds and row
+    def __init__(self, num_rows: int) -> None:
+        self.seconds = [0.0] * num_rows
+        self._begun = time.perf_counter()
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def timed(self, completions: list[Any]) -> list[Any]:
+        """Return the completions as a list whose loops are timed."""
+        return _TimedList(completions, self.seconds)
+
+    def slowest(self) -> tuple[float, int] | None:
+        """Return (seconds, row) of the slowest row; None where most of the call was not spent in loops over rows."""
+        call_s = time.perf_counter() - self._begun
+        if sum(self.seconds) <= call_s / 2:
+            return None
+        most = max(self.seconds)
+        return most, self.seconds.index(most)
+
+
+class _TimedList(list[Any]):
+    """A list that adds the seconds of each element of a loop to `seconds`."""
+
+    def __init__(self, values: Iterable[Any], seconds: list[float]) -> None:
         super().__init__(values)
-        self.seconds = [0.0] * len(self)
+        self._seconds = seconds
 
     def __iter__(self) -> Iterator[Any]:
         for row, value in enumerate(super().__iter__()):
@@ -250,56 +232,5 @@ class Timed(list[Any]):
             try:
                 yield value
             finally:  # the last row of a zip is not followed by another
-                self.seconds[row] += time.perf_counter() - begun
-
-    def close(self, call_s: float) -> None:
-        """Note the slowest row; None where most of the call's seconds were not spent in loops over the rows."""
-        most = max(self.seconds, default=0.0)
-        Timed.slowest = (most, self.seconds.index(most)) if sum(self.seconds) > call_s / 2 else None
-
-
-def check_values(returned: Any, num_rows: int, *, check: Callable[[Any], tuple[Any, str]] | None = None) -> Checked:
-    """Return what a function returned, one value a row as JSON has it (None: none), and (row, reason) of the bad rows.
-    `check` of a value returns it, or what is wrong; without one they are scores.
-
-    A list of the wrong length fails every row, as values cannot be matched to rows.
-    """
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if isinstance(values, list | tuple) and len(values) == num_rows:
-        pairs = [(check or _commented_score)(value) for value in values]
-        return [value for value, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
-    what = f"a list of {len(values)}" if isinstance(values, list | tuple) else _describe(values)
-    return [None] * num_rows, [(row, f"returned {what}, not a list of {num_rows}") for row in range(num_rows)]
-
-
-def _commented_score(value: Any) -> tuple[Any, str]:
-    """Return a score as a float, or as [score, why] where it came with a text, (score, why); else what is wrong."""
-    commented = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
-    score, problem = as_score(value[0] if commented else value)
-    return [score, value[1][:MAX_WHY_CHARS]] if commented and not problem else score, problem and f"returned {problem}"
-
-
-def as_score(value: Any) -> tuple[float | None, str]:
-    """Return a number, or a row of one number, as a float, or None and what it is instead.
-
-    None means "does not apply". True and False are 1 and 0; NumPy and torch values are the numbers they hold.
-    """
-    number: Any = value.tolist() if hasattr(value, "tolist") else value
-    number = number[0] if isinstance(number, list) and len(number) == 1 else number
-    if number is None:
-        return None, ""
-    if not hasattr(type(number), "__float__"):  # text has none
-        return None, f"{_describe(number)}, not a number"
-    number = float(number)
-    if not math.isfinite(number):
-        return None, f"{number}".replace("nan", "NaN")
-    return (number, "") if abs(number) <= MAX_SCORE else (None, f"a number beyond {MAX_SCORE:g}")
-
-
-def _describe(value: Any) -> str:
-    kind, shown = type(value).__name__, isinstance(value, str | list | tuple | dict)
-    return f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS] if shown else kind
-
-
-if __name__ == "__main__":
-    main()
+                if row < len(self._seconds):  # the function may have made its list longer
+                    self._seconds[row] += time.perf_counter() - begun

@@ -17,6 +17,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn
 from tinyrl.environments.tool_calls import CALL_FAILED
+from tinyrl.rewards.scores import MAX_FAILED_SHARE
 from tinyrl.runs.findings import Finding, found_by
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
@@ -24,7 +25,6 @@ from tinyrl.text import escape_control, one_line
 from tinyrl.tools.check.reward import has_environment, tokenizer_of
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.tools.check.tool_arguments import calls_of_tool, first_words
-from tinyrl.workers.calls import MAX_FAILED_SHARE
 
 EPISODES = 16
 SHOWN = 80
@@ -235,6 +235,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         use=task.environment,
         stop=task.stop,
         length=lambda text: len(text) // CHARS_A_TOKEN,
+        worker=task.replies_worker(timeout_s=config.environment.seconds),
     )
     trial = Trial(max_turns=config.environment.max_turns, max_observation_tokens=environment.max_observation_tokens)
     with closing(environment):
@@ -273,7 +274,7 @@ def scripts_of(environment: Environment, task: Task, rows: list[Row], prompts: l
     if environment.built_in is not None:
         words = [first_words(question_of(row, prompt)) for row, prompt in zip(rows, prompts, strict=True)]
         scripts[environment.built_in] = [asking_turn(environment.built_in, some) for some in words]
-    elif task.asking_turn is not None and not environment.workers:
+    elif task.asking_turn is not None and environment.name == task.name:
         scripts["a call"] = [task.asking_turn(row) or "" for row in rows]
     return scripts
 

@@ -25,7 +25,7 @@ def check_judges(config: Config, task: Task, rows: list[Row]) -> CheckSection | 
             judge.start()
             try:
                 call = judge.ask_once(task, rows[0])
-                score = call.scores[0]
+                score = call.values[0]
                 failed = next((failure.reason for failure in call.failures), "")
             except JudgeGone as gone:
                 failed = str(gone)

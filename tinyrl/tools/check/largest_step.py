@@ -17,7 +17,6 @@ from tinyrl.generation.engine import Completion, Request, SampleOptions, Samplin
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
-from tinyrl.rewards.functions import RewardCall
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import make_method, text_rows
@@ -31,6 +30,7 @@ from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
 from tinyrl.training.run import Run, out_of_memory_stops
+from tinyrl.workers.values import RowResults
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
 STEP_TO_ROLLOUT = 3  # a guess: update and evaluation take about as long as sampling, each
@@ -122,8 +122,8 @@ class HalfRewarded(Scorer):
         rewards = (torch.arange(len(prompts)) // half % 2).float()
         return Scores(rewards.unsqueeze(1).expand(-1, len(self.names)).clone(), rewards)
 
-    def verify(self, prompts: Any, completions: Any, **_: Any) -> RewardCall:
-        return RewardCall([1.0] * len(prompts))
+    def verify(self, prompts: Any, completions: Any, **_: Any) -> RowResults:
+        return RowResults([1.0] * len(prompts))
 
 
 class UnsampledEngine(SamplingEngine):

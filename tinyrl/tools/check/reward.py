@@ -19,15 +19,16 @@ import numpy as np
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
-from tinyrl.rewards.functions import FunctionReward, RewardCall, as_completion, call_in_process, mean
+from tinyrl.rewards.functions import FunctionReward, as_completion, verifier_of
 from tinyrl.rewards.holes import Hole, find_holes
+from tinyrl.rewards.scores import MAX_FAILED_SHARE, mean
 from tinyrl.runs.findings import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import format_number, one_line
 from tinyrl.tools.check.section import CheckSection
-from tinyrl.workers.calls import MAX_FAILED_SHARE
+from tinyrl.workers.values import RowResults
 
 REWARD_ROWS, ATTACKED_ROWS = 64, 8
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
@@ -199,11 +200,8 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
     section = CheckSection("reward")
     rows = rows[:REWARD_ROWS]
     functions = functions_of(config, task)
-    if not functions and not config.reward.is_verifier:
-        section.lines = ["judged by a model; see below"]
-        return section
-    if not functions and task.verify is None:
-        section.lines = ["none of its own"]
+    if not functions:
+        section.lines = ["none of its own" if config.reward.is_verifier else "judged by a model; see below"]
         return section
     golds = [task.gold(row) for row in rows]
     texts = {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
@@ -225,7 +223,8 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
             other=other_source(config, task),
             gets_messages=scorer.gets_messages,
         )
-        if "gold" in scores and not functions:
+        is_verified = config.reward.is_verifier and task.grader is None
+        if "gold" in scores and is_verified:
             lacking = [not task.is_pass(score) for score in scores["gold"] if not math.isnan(score)]
             trial.lacking = fmean(lacking) if lacking else 0.0
         section.lines = lines_of(trial, name=scorer.name, seconds=seconds, rows=len(rows))
@@ -250,12 +249,12 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
 
 
 def functions_of(config: Config, task: Task) -> list[FunctionReward]:
-    """Return the reward functions of a run, not started: those of the settings, or the task's grader."""
+    """Return the reward functions of a run, not started: those of the settings, or the task's verifier."""
     reward = config.reward
-    used = [(function.use, function.weight) for function in reward.functions if not function.is_judge]
-    if task.grader and reward.is_verifier:
-        used.append((task.grader, 1.0))
-    return [FunctionReward(use, weight=weight, timeout_s=reward.timeout_s) for use, weight in used]
+    if reward.is_verifier:
+        return [] if task.verify is None else [verifier_of(task, timeout_s=reward.timeout_s)]
+    used = [function for function in reward.functions if not function.is_judge]
+    return [FunctionReward(of.use, weight=of.weight, timeout_s=reward.timeout_s) for of in used]
 
 
 def has_environment(config: Config, task: Task) -> bool:
@@ -282,13 +281,13 @@ def lines_of(trial: Trial, *, name: str, seconds: float, rows: int) -> list[str]
 
 
 class TextScorer:
-    """Scores texts for some of the rows: the weighted sum over the reward functions, or the task's verifier without
-    any; NaN where one that weighs something fails or none applies. It counts the rows scored, and those that failed.
+    """Scores texts for some of the rows: the weighted sum over the reward functions; NaN where one that weighs something
+    fails or none applies. It counts the rows scored, and those that failed.
     """
 
     def __init__(self, config: Config, task: Task, rows: list[Row], functions: list[FunctionReward]) -> None:
         self.config, self.task, self.functions = config, task, functions
-        self.name = " + ".join(function.name for function in functions) or task.name
+        self.name = " + ".join(function.name for function in functions)
         self.prompts = [task.prompt(row) for row in rows]
         self.columns = row_columns(rows)
         self.is_played = has_environment(config, task)
@@ -309,12 +308,10 @@ class TextScorer:
         if self.tokenizer is not None:
             ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
             columns[IDS] = [of[: self.config.generation.max_new_tokens] for of in ids]  # no completion is longer
-        calls: list[tuple[RewardCall, float]] = []
+        calls: list[tuple[RowResults, float]] = []
         for function in self.functions:
             calls.append((function(prompts, completions, columns), function.weight))
-        if self.task.verify is not None and not calls:
-            calls.append((call_in_process(self.task.verify, self.task.name, prompts, completions, columns), 1.0))
-        scores = np.array([weight * np.array(call.scores) for call, weight in calls])
+        scores = np.array([weight * np.array(call.values) for call, weight in calls])
         total = np.where(np.isnan(scores).all(0), math.nan, np.nansum(scores, 0))
         failed = set[int]()
         for call, weight in calls:

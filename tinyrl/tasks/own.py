@@ -1,0 +1,180 @@
+"""A person's own task, FILE.py:TASK: its code runs in a worker process, and the run has its rows and their prompts."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinyrl.data.messages import Prompt
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import row_key
+from tinyrl.tasks import Task, no_rows, worker_service
+from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.loading import imported_beside, parse_use
+from tinyrl.workers.values import is_text
+
+SETTING = "task.name"
+ROWS_TIMEOUT_S = 600.0  # to generate or download the rows of a split
+CALL_TIMEOUT_S = 60.0  # for prompts of CALL_ROWS rows, and for the answers of an evaluation
+CALL_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class PreparedRow:
+    """What a task's code makes of a row; problem: why it cannot be used, reference_problem: why it cannot be judged."""
+
+    prompt: Prompt
+    gold: str | None
+    problem: str = ""
+    reference_problem: str = ""
+
+
+class OwnCode:
+    """The code of a task in a worker process. State: the worker; prompts and gold answers of rows that it has seen.
+
+    use: FILE.py:TASK, with an absolute path.
+    """
+
+    verifier_host = f"{worker_service.__name__}:verifier"
+
+    def __init__(self, use: str) -> None:
+        self.use = use
+        source = parse_use(use, setting=SETTING)
+        host = f"{worker_service.__name__}:task"
+        name = Path(use).name.partition(".py:")[0]
+        self.worker = WorkerFunction([source], setting=SETTING, timeout_s=CALL_TIMEOUT_S, host=host, name=name)
+        self._prepared: dict[str, PreparedRow] = {}
+
+    def task(self) -> Task:
+        """Return the task. Raises ValueError if its code does not load."""
+        facts = self.worker.start()["task"]
+        functions = facts["functions"]
+        plain = {name: facts[name] for name in worker_service.PLAIN_FACTS}
+        plain |= {name: tuple(facts[name]) for name in ("columns", "stop")}
+        return Task(
+            **plain,
+            verify=_in_its_worker if "verify" in functions else None,
+            respond=_in_its_worker if "respond" in functions else None,
+            rows=self.rows if facts["has_rows"] else no_rows,
+            generate=self.generate if "generate" in functions else None,
+            prompt=lambda row: self._of(row).prompt,
+            gold=lambda row: self._of(row).gold,
+            check_reference=self.check_reference if "check_reference" in functions else None,
+            asking_turn=self.asking_turn if "asking_turn" in functions else None,
+            own=self,
+        )
+
+    def rows(self, split: str) -> list[Row]:
+        """Return the task's own rows. Raises ValueError for one that cannot be used."""
+        return self._read("rows", {"split": [split]}, split)
+
+    def generate(self, source: str | None, split: str, seed: int) -> list[Row]:
+        """Return rows by task.data. Raises ValueError for one that cannot be used."""
+        return self._read("generate", {"given": [[source, split, seed]]}, split)
+
+    def _read(self, call: str, arguments: dict[str, list[Any]], split: str) -> list[Row]:
+        results = self.worker.rows(arguments, 1, call=call, is_valid=_are_rows, timeout_s=ROWS_TIMEOUT_S)
+        for failure in results.failures:
+            raise ValueError(f"{SETTING}={self.use}: `{call}({split!r})`: {failure.reason}")
+        [rows] = results.values
+        self.prepare(rows)
+        for number, row in enumerate(rows, start=1):
+            try:
+                self._of(row)
+            except ValueError as error:
+                raise ValueError(f"{SETTING}={self.use}: {split} row {number}: {error}") from error
+        return rows
+
+    def prepare(self, rows: list[Row]) -> None:
+        """Find prompts and gold answers of rows, many in a call; `prompt` and `gold` raise what is wrong with one."""
+        unknown = {key: row for row in rows if (key := row_key(row)) not in self._prepared}
+        keys = [*unknown]
+        for start in range(0, len(keys), CALL_ROWS):
+            part = keys[start : start + CALL_ROWS]
+            given = {"row": [unknown[key] for key in part]}
+            results = self.worker.rows(given, len(part), call="prepare", is_valid=_is_prepared)
+            for key, value in zip(part, results.values, strict=True):
+                if value is not None:
+                    self._prepared[key] = PreparedRow(*value)
+            for failure in results.failures:
+                self._prepared[part[failure.row]] = PreparedRow("", None, problem=failure.reason)
+
+    def check_reference(self, row: Row) -> None:
+        """Raise ValueError if the verifier cannot judge a row."""
+        if problem := self._of(row).reference_problem:
+            raise ValueError(problem)
+
+    def answers(self, texts: list[str]) -> list[Hashable | None] | None:
+        """Return the answers in completions as numbers, equal ones as the same; None if the task does not know how, or
+        if finding them failed, which is logged with the output of its code.
+        """
+        if "answer" not in self.worker.start()["task"]["functions"]:
+            return None
+        results = self.worker.rows({"text": texts}, len(texts), call="answers", is_valid=_is_number)
+        if results.failures:
+            self.worker.printed.add(f"answers: {results.failures[0].reason}\n".encode(errors="replace"))
+            return None
+        return results.values
+
+    def replies(self, *, timeout_s: float) -> WorkerFunction:
+        """Return the task's replies between turns, in a worker of their own, as those of an environment function."""
+        source = parse_use(self.use, setting=SETTING)
+        host = f"{worker_service.__name__}:replies"
+        name = self.worker.start()["task"]["name"]
+        return WorkerFunction([source], setting=SETTING, timeout_s=timeout_s, host=host, name=name)
+
+    def asking_turn(self, row: Row) -> str | None:
+        results = self.worker.rows({"row": [row]}, 1, call="asking_turns", is_valid=is_text)
+        return results.values[0]
+
+    def _of(self, row: Row) -> PreparedRow:
+        """Return what was made of a row. Raises ValueError if it cannot be used."""
+        key = row_key(row)
+        if key not in self._prepared:
+            self.prepare([row])
+        found = self._prepared[key]
+        if found.problem:
+            raise ValueError(found.problem)
+        return found
+
+
+def own_task(name: str) -> Task:
+    """Load a person's own task from FILE.py:TASK, anew where its file, or what that imports beside it, has changed.
+
+    Raises ValueError if it is not there or does not load.
+    """
+    source = parse_use(name, setting=SETTING)
+    assert source.file is not None, name
+    files = [source.file, *imported_beside(source)]
+    return _own_task(f"{source.file.absolute()}:{source.function}", tuple(file.stat().st_mtime_ns for file in files))
+
+
+@functools.lru_cache(maxsize=16)
+def _own_task(use: str, changed: tuple[int, ...]) -> Task:
+    code = OwnCode(use)
+    atexit.register(code.worker.close)
+    return code.task()
+
+
+def _in_its_worker(*_: Any, **columns: Any) -> list[Any]:
+    """Stand for a function that is called in its worker (rewards/functions.py, environments/environment.py)."""
+    raise AssertionError("a person's own code runs in its worker")
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+
+def _is_prepared(value: Any) -> bool:
+    match value:
+        case [str() | list(), str() | None, str(), str()]:
+            return True
+    return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | None)

@@ -1,0 +1,107 @@
+"""Services of a person's own task in its worker process: its rows, prompts, answers, verifier and replies."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from tinyrl.data.messages import prompt_of
+from tinyrl.data.readers import Row
+from tinyrl.environments import worker_service
+from tinyrl.tasks import Task, no_rows
+from tinyrl.text import first_line
+from tinyrl.workers import protocol
+from tinyrl.workers.values import RowResults
+from tinyrl.workers.worker import Service, parameters_of, reward
+
+PLAIN_FACTS = ("name", "summary", "columns", "can_grade_math", "stop", "environment", "grader")
+FUNCTIONS = ("verify", "check_reference", "answer", "respond", "asking_turn", "generate")  # which a task may have
+
+
+def task(objects: list[Any]) -> Service:
+    """Make the service of all but the verifier and the replies of a task."""
+    found = _only_task(objects)
+
+    def rows(arguments: dict[str, list[Any]], _: int) -> RowResults:
+        return RowResults([_plain_rows(found.rows(split)) for split in arguments["split"]])
+
+    def generate(arguments: dict[str, list[Any]], _: int) -> RowResults:
+        assert found.generate is not None
+        return RowResults([_plain_rows(found.generate(*given)) for given in arguments["given"]])
+
+    def prepare(arguments: dict[str, list[Any]], _: int) -> RowResults:
+        return RowResults([_prepared(found, row) for row in arguments["row"]])
+
+    def answers(arguments: dict[str, list[Any]], _: int) -> RowResults:
+        assert found.answer is not None
+        numbers: dict[Any, int] = {}
+        given = [found.answer(text) for text in arguments["text"]]
+        return RowResults([None if each is None else numbers.setdefault(each, len(numbers)) for each in given])
+
+    def asking_turns(arguments: dict[str, list[Any]], _: int) -> RowResults:
+        assert found.asking_turn is not None
+        return RowResults([found.asking_turn(row) for row in arguments["row"]])
+
+    facts: dict[str, Any] = {name: getattr(found, name) for name in PLAIN_FACTS}
+    facts["functions"] = [name for name in FUNCTIONS if getattr(found, name) is not None]
+    facts["has_rows"] = found.rows is not no_rows
+    calls = {"rows": rows, "generate": generate, "prepare": prepare, "answers": answers, "asking_turns": asking_turns}
+    return Service(calls, {"task": facts, "whole": ["rows", "generate", "answers"]})
+
+
+def verifier(objects: list[Any]) -> Service:
+    """Make the service of a task's verifier: that of a reward function."""
+    return reward([_only_task(objects).verify])
+
+
+def replies(objects: list[Any]) -> Service:
+    """Make the service of a task's replies: that of an environment function."""
+    respond = _only_task(objects).respond
+    assert respond is not None
+    return worker_service.serve_replies(respond, **parameters_of(respond))
+
+
+def _only_task(objects: list[Any]) -> Task:
+    [found] = objects
+    if not isinstance(found, Task):
+        raise TypeError(f"it is a {type(found).__name__}, not a tinyrl.tasks.Task(...)")
+    return found
+
+
+def _plain_rows(rows: Any) -> list[Row]:
+    """Return rows. Raises ValueError for what cannot be a row, or is not JSON."""
+    if not isinstance(rows, list):
+        raise ValueError(f"rows must be a list, not a {type(rows).__name__}")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not row:
+            raise ValueError(f"row {number} must be a dict of columns, not {row!r:.40}")
+        try:
+            protocol.encode(row)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"row {number}: {error}; columns are text, numbers, lists and dicts of these") from error
+    return rows
+
+
+def _prepared(task: Task, row: Row) -> list[Any]:
+    """Return a row's prompt and gold answer, what is wrong with the row, and what is wrong with it for the verifier."""
+    try:
+        prompt = prompt_of(task.prompt(row))
+        gold = task.gold(row)
+        if not isinstance(gold, str | None):
+            raise ValueError(f"`gold` returned a {type(gold).__name__}, not text or None")
+    except Exception as error:  # noqa: BLE001 people's code may raise anything
+        return ["", None, _problem(error), ""]
+    try:
+        if task.check_reference is not None:
+            task.check_reference(row)
+    except Exception as error:  # noqa: BLE001
+        return [prompt, gold, "", _problem(error)]
+    return [prompt, gold, "", ""]
+
+
+def _problem(error: Exception) -> str:
+    """Return what is wrong with a row: a ValueError's sentence, or another exception and its line."""
+    if isinstance(error, ValueError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first_line(error)} ({last.filename.rpartition('/')[2]}, line {last.lineno})"

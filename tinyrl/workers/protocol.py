@@ -1,0 +1,104 @@
+"""Messages between a run and a worker: JSON, one a line, over two pipes that nothing else uses.
+
+    {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "sys_path"}}
+        -> {"id", "facts": {"parameters": names or null for any, "required": names, further facts}}
+    {"id", "timeout_s", "call", "arguments": {name: list}, "num_rows"}
+        -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "comments", "slowest"}
+
+Where the function's code raises, the reply is {"id", "error": text, "at": "file.py, line 3" or ""}.
+
+A person's code shares its process with the worker: it may write into the pipes, patch `json`, or fork and answer twice.
+So encoder and decoder are bound when this file is imported, a reply carries the id of its request, and what is not
+exactly a reply is Malformed, which fails the rows of the call.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tinyrl.workers.values import RowFailure, RowResults
+
+_encode = json.JSONEncoder().encode
+_decode = json.JSONDecoder().decode
+
+
+class Malformed(Exception):
+    """What came is not the reply of a worker."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Encode a message as a line. Raises TypeError or ValueError for what JSON does not have."""
+    return _encode(message).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Decode a line. Raises Malformed if it is not an object in JSON."""
+    try:
+        message = _decode(line.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise Malformed from error
+    if not isinstance(message, dict):
+        raise Malformed
+    return message
+
+
+def reply_to(request_id: int, line: bytes) -> dict[str, Any]:
+    """Decode the reply to a request. Raises Malformed for any other line."""
+    reply = decode(line)
+    if reply.get("id") != request_id:
+        raise Malformed
+    return reply
+
+
+def encode_results(results: RowResults) -> dict[str, Any]:
+    """Return results as fields of a reply."""
+    return {
+        "values": results.values,
+        "failures": [[failure.row, failure.reason] for failure in results.failures],
+        "comments": results.comments,
+        "slowest": results.slowest,
+    }
+
+
+def results_in(reply: dict[str, Any], num_rows: int) -> RowResults:
+    """Return the results in a reply. Raises Malformed if it does not hold those of `num_rows` rows."""
+    values = _list_in(reply, "values")
+    comments = _list_in(reply, "comments")
+    if len(values) != num_rows or len(comments) not in (0, num_rows):
+        raise Malformed
+    if not all(isinstance(comment, str) for comment in comments):
+        raise Malformed
+    failures = [_failure(entry, num_rows) for entry in _list_in(reply, "failures")]
+    return RowResults(values, failures, comments, slowest=_slowest(reply.get("slowest"), num_rows))
+
+
+def facts_in(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a service in a reply. Raises Malformed if it does not hold them."""
+    match reply.get("facts"):
+        case {"parameters": list() | None, "required": list(), "whole": list()} as facts:
+            return facts
+    raise Malformed
+
+
+def _list_in(reply: dict[str, Any], name: str) -> list[Any]:
+    found = reply.get(name)
+    if not isinstance(found, list):
+        raise Malformed
+    return found
+
+
+def _failure(entry: Any, num_rows: int) -> RowFailure:
+    match entry:
+        case [int(row), str(reason)] if 0 <= row < num_rows:
+            return RowFailure(row, reason)
+    raise Malformed
+
+
+def _slowest(entry: Any, num_rows: int) -> tuple[float, int] | None:
+    match entry:
+        case None:
+            return None
+        case [float(seconds), int(row)] if 0 <= row < num_rows:
+            return seconds, row
+    raise Malformed
