@@ -281,8 +281,8 @@ def lines_of(trial: Trial, *, name: str, seconds: float, rows: int) -> list[str]
 
 
 class TextScorer:
-    """Scores texts for some of the rows: the weighted sum over the reward functions; NaN where one that weighs something
-    fails or none applies. It counts the rows scored, and those that failed.
+    """Scores texts for some of the rows: the weighted sum over the reward functions; NaN where one that weighs
+    something fails or none applies. It counts the rows scored, and those that failed.
     """
 
     def __init__(self, config: Config, task: Task, rows: list[Row], functions: list[FunctionReward]) -> None:
