@@ -71,7 +71,8 @@ def train(
     give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    folder, recipe = os.fspath(output_dir), None if recipe is None else os.fspath(recipe)
+    folder = os.fspath(output_dir)
+    recipe = None if recipe is None else os.fspath(recipe)
     options = Options(device, trust_remote_code)
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
@@ -103,7 +104,8 @@ def evaluate(
     if min(num_prompts, samples) < 1:
         raise ValueError(f"num_prompts={num_prompts}, samples={samples}: at least 1 of each")
     asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, save_samples)
-    path, other = os.fspath(target), None if vs is None else os.fspath(vs)
+    path = os.fspath(target)
+    other = None if vs is None else os.fspath(vs)
     options = Options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
@@ -123,8 +125,10 @@ class OpenedRun:
     """
 
     def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
-        self._folder, self.exit_code = folder, exit_code
-        self.path, self.name = folder.path, folder.path.resolve().name
+        self._folder = folder
+        self.exit_code = exit_code
+        self.path = folder.path
+        self.name = folder.path.resolve().name
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -212,7 +216,8 @@ def alone() -> Iterator[None]:
         configure_libraries()
         import torch
 
-        threads, on_main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+        threads = torch.get_num_threads()
+        on_main = threading.current_thread() is threading.main_thread()
         try:
             with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
                 yield

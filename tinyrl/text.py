@@ -35,7 +35,9 @@ def without_thoughts(text: str) -> str:
     opening is the prompt's). One that is not closed reaches to the end, if its <think> begins the turn or a line of it,
     as a prompt and a model's own token do; elsewhere it is a word of the answer.
     """
-    shown, at, start = list[str](), 0, None
+    shown = list[str]()
+    at = 0
+    start = None
     for tag in _THOUGHT.finditer(text):
         if tag.group() == "<think>":
             start = tag.start() if start is None else start
@@ -44,7 +46,8 @@ def without_thoughts(text: str) -> str:
             continue
         begun = 0 if start is None else start
         shown += [text[at:begun], " " * (tag.end() - begun)]
-        at, start = tag.end(), None
+        at = tag.end()
+        start = None
     rest = text[at:]
     if start is not None:
         unclosed = re.search(r"(?m)^[ \t]*<think>", rest)
@@ -239,7 +242,9 @@ class IncrementalDetokenizer:
     def __init__(
         self, tokenizer: Any, *, before: Iterable[int] = (), hidden: Collection[int] = (), **options: Any
     ) -> None:
-        self._tokenizer, self._tokens, self._hidden = tokenizer, [*before], hidden
+        self._tokenizer = tokenizer
+        self._tokens = [*before]
+        self._hidden = hidden
         self._options: Any = options or {"skip_special_tokens": not hidden}
         self._before, self._out = 0, len(self._tokens)  # text is decoded from `before`; up to `out` it was returned
 

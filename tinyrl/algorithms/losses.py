@@ -257,6 +257,7 @@ def _aggregated(
         losses = losses * keep_true(token_weights.detach(), mask)
     loss = aggregate(losses, mask, aggregation=aggregation, denominator=denominator)
     if aggregation in ("constant", "sequence-sum"):
-        aggregation, denominator = "token", metric_denominator
+        aggregation = "token"
+        denominator = metric_denominator
     means = {k: aggregate(x.detach(), mask, aggregation=aggregation, denominator=denominator) for k, x in terms.items()}
     return loss, {"policy/loss": loss.detach(), **means}

@@ -112,7 +112,8 @@ def simpo_loss(
     """
     assert beta > 0, f"beta is {beta}"
     _assert_alike(chosen_logprobs, rejected_logprobs)
-    chosen, rejected = beta * chosen_logprobs.float(), beta * rejected_logprobs.float()
+    chosen = beta * chosen_logprobs.float()
+    rejected = beta * rejected_logprobs.float()
     return _pairwise_loss(chosen, rejected, 0.0, denominator, margin=target_margin)
 
 

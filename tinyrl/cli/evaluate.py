@@ -71,7 +71,8 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
 
     several = isinstance(result, list)
     sides = result if several else [result, result["other"]] if "other" in result else [result]
-    first, names = sides[0], [side["target"] for side in sides]  # the end of a name says which checkpoint
+    first = sides[0]
+    names = [side["target"] for side in sides]  # the end of a name says which checkpoint
     lines = [" " * 18 + "".join(f"{name if len(name) < 24 else f'…{name[-22:]}':>24}" for name in names)]
     rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
     there = dict.fromkeys(key for row in rows for key, value in row.items() if _is_known(value))
@@ -101,11 +102,13 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
 
 def _against(side: dict[str, Any], *, named: bool) -> list[str]:
     """Return lines for how a policy differs from another; `named`: each line names the policy."""
-    who, difference = f"{side['target']}: " if named else "", side["difference"]
+    who = f"{side['target']}: " if named else ""
+    difference = side["difference"]
     if math.isnan(difference["reward_mean"]):
         return [f"{who}no reward on both sides, so there is nothing to compare"]
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
-    mean, interval = _shown(difference["reward_mean"], signed=True), _shown(difference["reward_ci"], signed=True)
+    mean = _shown(difference["reward_mean"], signed=True)
+    interval = _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         lines.append(f"{who}left out: {difference['left_out']} held-out prompts that a policy was trained on")

@@ -81,7 +81,8 @@ def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[.
                 sys.modules["tinyrl.models.parallel"].leave(1 if code is None else code)
         raise typer.Exit(code or 0)
 
-    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__name__ = function.__name__
+    run.__doc__ = function.__doc__
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return run
@@ -131,9 +132,11 @@ def user_errors(debug: bool, *, training: bool = False) -> Iterator[None]:
 
 def _report(error: Exception) -> int:
     """Print an error, on one process of several; return the exit code."""
-    code, text = 2, str(error)
+    code = 2
+    text = str(error)
     if isinstance(error, Stop):
-        code, text = error.exit_code, f"stopped: {error}"
+        code = error.exit_code
+        text = f"stopped: {error}"
     elif isinstance(error, OSError):
         code = 4 if error.errno in NO_ROOM else 2
         if error.strerror:

@@ -84,14 +84,16 @@ def _check_named(named: Named) -> None:
 
 def _check_judges(config: Config) -> None:
     """Check that no judge may need more requests than it is allowed."""
-    run, own = config.run, config.own
+    run = config.run
+    own = config.own
     evaluations = (-(-run.num_steps // run.eval_every) if run.eval_every else 1) + 1 if run.eval_prompts else 0
     prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "dynamic_sampling_rounds", 0)) * run.num_steps
     for function in config.reward.functions:
         if not function.is_judge:
             continue
         group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
-        most, evaluated = function.max_requests, 2 * evaluations * run.eval_prompts  # sampled and greedy
+        most = function.max_requests
+        evaluated = 2 * evaluations * run.eval_prompts  # sampled and greedy
         needed = prompts * group + evaluated + GOLD_QUESTIONS[function.mode]
         if most is not None and needed > most:
             raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")

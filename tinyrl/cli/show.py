@@ -42,7 +42,8 @@ def show(
     from tinyrl.runs import show as shown
     from tinyrl.tasks import export_rows, row_texts
 
-    opened, notes = open_run(run), list[str]()
+    opened = open_run(run)
+    notes = list[str]()
     if samples or worst or unsolved or prompt is not None or step is not None or kind is not None:
         limit = opened.read_config().task.solved_reward if unsolved else None
         which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}

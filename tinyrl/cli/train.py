@@ -67,7 +67,8 @@ def train(
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
-        config, output_dir = config_of(words), output_dir or "runs"
+        config = config_of(words)
+        output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
         from tinyrl.training import launch

@@ -56,7 +56,8 @@ def packaged_recipes() -> dict[str, Path]:
 
 def find_recipe(name: str) -> Path:
     """Return the path of a YAML file, or of a packaged recipe by name. Raises ValueError if there is none."""
-    packaged, key = packaged_recipes(), name.removesuffix(".yaml")
+    packaged = packaged_recipes()
+    key = name.removesuffix(".yaml")
     if os.path.isfile(name):  # unlike Path.is_file it never raises
         return Path(name)
     if key in packaged:
@@ -201,7 +202,8 @@ def load_config(
         recipe = METHODS[method].recipe
     path = find_recipe(recipe) if recipe else None
     values, lines = read_with_lines(path) if path else ({}, {})
-    written, own = values.get("method", method), METHODS[method].own
+    written = values.get("method", method)
+    own = METHODS[method].own
     if is_method(written) and written != method and not isinstance(values.get(own), dict):
         raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
     for override in overrides:  # a recipe may hold sections of other methods, an override may not

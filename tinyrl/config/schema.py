@@ -58,7 +58,8 @@ class Config(sections.Section):
 
     @model_validator(mode="after")
     def _resolve(self) -> Config:
-        full, optim = not self.lora.enabled, self.optim
+        full = not self.lora.enabled
+        optim = self.optim
         optim.learning_rate = optim.learning_rate or (1e-6 if full else 5e-5)
         if self.uses("critic"):
             optim.critic_learning_rate = optim.critic_learning_rate or (1e-5 if full else 1e-4)
@@ -141,7 +142,10 @@ def without_secrets(values: dict[str, Any], *, schema: type[Config] = Config) ->
 
 def conflicts(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that would train on something else than was asked for, or not at all."""
-    method, lora, model, environment = config.method, config.lora, config.model, config.environment
+    method = config.method
+    lora = config.lora
+    model = config.model
+    environment = config.environment
     if config.samples and lora.dropout > 0:
         yield f"lora.dropout={lora.dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0"
     needs_lora = {
@@ -207,7 +211,8 @@ def _sampling_conflicts(config: Config) -> Iterator[str]:
 
 
 def _grpo_conflicts(config: Config) -> Iterator[str]:
-    grpo, reward = config.grpo, config.reward
+    grpo = config.grpo
+    reward = config.reward
     if grpo.group_size == 1 and grpo.advantage != "reinforce++":
         yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2"
     in_sum = reward.truncated == "penalize" or reward.overlong_tokens > 0 or (grpo.kl_coef > 0 and grpo.kl_in_reward)
@@ -223,7 +228,8 @@ def _grpo_conflicts(config: Config) -> Iterator[str]:
 def check_training(config: Config) -> None:
     """Raise ValueError for settings that `tinyrl eval` takes and training does not."""
     for name in ("top_k", "top_p"):
-        value, field = getattr(config.generation, name), sections.GenerationConfig.model_fields[name]
+        value = getattr(config.generation, name)
+        field = sections.GenerationConfig.model_fields[name]
         if config.samples and value != field.default:
             raise ValueError(
                 f"generation.{name}={value} cuts the distribution that is sampled, not the one that is scored: KL "

@@ -63,7 +63,8 @@ def explain(error: ValidationError, method: object, place: Callable[[Sequence[st
 
 def _problems(problem: Any, method: object) -> list[Problem]:
     path, kind = _walk(problem["loc"])
-    name, value = _dotted(path), problem["input"]
+    name = _dotted(path)
+    value = problem["input"]
     if problem["type"] == "value_error":  # of our own rules
         sentence = str(problem["ctx"]["error"])
         named = re.findall(r"\b[a-z_]+\.[a-z_]+", sentence)
@@ -116,7 +117,8 @@ def _unknown(path: KeyPath, whole: KeyPath, method: object) -> Problem:
         return Problem([dotted], sentence, f"`{dotted}` is `{setting}`")
     unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if is_method(method) else set[str]()
     home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
-    known, name = [*_fields(_walk(tuple(parents))[1])], _dotted(path)
+    known = [*_fields(_walk(tuple(parents))[1])]
+    name = _dotted(path)
     if home and not in_item:
         near = f" Did you mean `{home}.{key}`?"
     else:

@@ -126,7 +126,8 @@ def text_examples(row: Row) -> list[TextExample]:
     if isinstance(answer, str):
         return [TextExample(prompt, answer)]
     before = as_messages(prompt)
-    messages, start = [*before, *answer], max(1, len(before))
+    messages = [*before, *answer]
+    start = max(1, len(before))
     tools = tools_of(row.get("tools"))
     turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
     if not turns:
@@ -245,7 +246,8 @@ def _as_begun(prompt: list[Message], shared: list[Message]) -> list[Message]:
     """
     system, asked = _system_apart(prompt)
     own_system, begun = _system_apart(shared)
-    ours, theirs = _texts([*(system or own_system), *asked]), _texts([*(own_system or system), *begun])
+    ours = _texts([*(system or own_system), *asked])
+    theirs = _texts([*(own_system or system), *begun])
     if ours != theirs[: len(ours)]:
         at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
         there = f"{theirs[at][1]!r:.60}" if at < len(theirs) else "nothing that both have"
@@ -293,7 +295,8 @@ def _column_of(row: Row, *names: str) -> str:
             return name
     if null := next((name for name in names if name in row), None):
         raise ValueError(f"'{null}' is null")
-    either, rename = or_list([f"'{name}'" for name in names]), f"task.columns.{names[0]}=OLD"
+    either = or_list([f"'{name}'" for name in names])
+    rename = f"task.columns.{names[0]}=OLD"
     raise ValueError(f"no column {either}. Columns: {join_truncated(row)}. Rename one (of task.data: {rename})")
 
 
@@ -312,7 +315,8 @@ def _prompt(row: Row) -> Prompt | None:
 
 def _number(value: Any, column: str) -> float:
     """Parse a label or margin; a .csv has them as text."""
-    text, found = str(value).strip().lower(), math.nan
+    text = str(value).strip().lower()
+    found = math.nan
     with suppress(ValueError):
         found = float({"true": 1, "false": 0}.get(text, text))
     if abs(found) <= LARGEST:

@@ -44,7 +44,8 @@ class LimitedStream(httpx2.AsyncByteStream):
     """A body that ends after `most` bytes."""
 
     def __init__(self, stream: httpx2.AsyncByteStream, most: int) -> None:
-        self.stream, self.left = stream, most
+        self.stream = stream
+        self.left = most
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for block in self.stream:
@@ -107,7 +108,10 @@ class HttpClient:
         try_again: Sequence[int],
         proxies: bool,
     ) -> None:
-        self.address, self.timeout_s, self.waits_s, self.try_again = httpx2.URL(url), timeout_s, waits_s, try_again
+        self.address = httpx2.URL(url)
+        self.timeout_s = timeout_s
+        self.waits_s = waits_s
+        self.try_again = try_again
         self.setting = f" ({setting})" if setting else ""
         self._client = httpx2.AsyncClient(  # closed with the process
             timeout=None,
@@ -130,7 +134,8 @@ class HttpClient:
         Raises NoAnswer with the first that fails, and Interrupted once a stop was requested; the others are cancelled.
         """
         url = self.address.copy_with(path=self.address.path.rstrip("/") + path) if path else self.address
-        sent, free = {"Content-Type": "application/json", **(headers or {})}, asyncio.Semaphore(most)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        free = asyncio.Semaphore(most)
 
         async def one(body: Any) -> httpx2.Response:
             content = None if body is None else json.dumps(body).encode()

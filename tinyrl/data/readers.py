@@ -96,7 +96,8 @@ def _valid(text: str) -> str:
 
 def reader_of(source: str, *, revision: str | None = None) -> Callable[[], Iterator[tuple[str, Row]]]:
     """Return the reader of a source. Raises ValueError for one that does not exist; the hub is not asked yet."""
-    path, kinds = Path(source), ", ".join(_READERS)
+    path = Path(source)
+    kinds = ", ".join(_READERS)
     if read := _READERS.get(path.suffix.lower()):
         if os.path.isfile(path):  # which is false, not an error, of a name that no file system has
             return partial(read, source)

@@ -63,7 +63,8 @@ def prompt_key(prompt: Any) -> str:
 
 def few_held_out(prompts: Iterable[Any]) -> list[str]:
     """Warn if evaluation has few different prompts."""
-    count, where = len({prompt_key(prompt) for prompt in prompts}), "few prompts are held out, or none"
+    count = len({prompt_key(prompt) for prompt in prompts})
+    where = "few prompts are held out, or none"
     more = "so held-out scores say little; give more rows, or task.eval_data"
     return [f"warning: {where} (evaluation has {count}), {more}"] if count < FEW else []
 
@@ -106,7 +107,8 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     files are often sorted by label; of others no more is read than task.max_samples needs. With too few prompts to hold
     some out, single rows are held out.
     """
-    where, kind = config.task, config.trains.rows
+    where = config.task
+    kind = config.trains.rows
     assert kind != "prompts"
     most = rows_needed(where.max_samples, split=where.eval_data is None)
     read = {"columns": where.columns, "revision": where.revision, "most": None if kind == "judged" else most}
@@ -114,7 +116,8 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     what = objective_of(parts[0][0][1]) if kind == "judged" else kind
 
     def usable(placed: Placed) -> list[Row]:
-        placed, reasons = placed if what == "labels" else placed[:most], []
+        placed = placed if what == "labels" else placed[:most]
+        reasons = []
         for place, row in watched(placed):
             try:
                 reasons.append(unusable(row, what, prompts_count=config.sft.loss_on == "all"))

@@ -25,13 +25,21 @@ POLL_S = 0.1
 class Agents:
     """The processes of an agent, `environment.max_concurrency` of them, started when needed; in Environment's place."""
 
-    by_agents, built_in, stop, rewards, has_openings, schemas = True, None, (), False, False, None
+    by_agents = True
+    built_in = None
+    stop = ()
+    rewards = False
+    has_openings = False
+    schemas = None
 
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.agent is not None
-        self.max_concurrency, self.seconds, self.max_turns = config.max_concurrency, config.seconds, config.max_turns
+        self.max_concurrency = config.max_concurrency
+        self.seconds = config.seconds
+        self.max_turns = config.max_turns
         self.needed_columns = list[str]()
-        source, setting = parse_use(config.agent, setting="environment.agent"), "environment.agent"
+        source = parse_use(config.agent, setting="environment.agent")
+        setting = "environment.agent"
         self.name = source.function
         how = {"setting": setting, "host": f"{worker_service.__name__}:agent", "timeout_s": self.seconds}
         self.workers = [WorkerFunction([source], **how) for _ in range(self.max_concurrency)]

@@ -15,7 +15,8 @@ from _ast import Expr, Expression, Module, PyCF_ONLY_AST
 def answer(seed: int) -> None:
     """Run cells until standard input ends: what one prints goes to stdout, its value or error to stderr."""
     requests, *outputs = os.dup(0), os.dup(1), os.dup(2)
-    nothing, seeded = os.open(os.devnull, os.O_RDWR), False
+    nothing = os.open(os.devnull, os.O_RDWR)
+    seeded = False
     module = sys.modules["__main__"] = type(sys)("__main__")  # for pickle, dataclasses and the like
     for number, line in enumerate(os.fdopen(requests, "rb"), start=1):
         cell, timeout_s = eval(line)  # noqa: S307
@@ -63,7 +64,8 @@ def run_cell(cell: str, file: str, namespace: dict[str, object]) -> str:
 
 def describe(error: BaseException, file: str) -> str:
     """Return the last line of an error's traceback, and the innermost line of the cell in it."""
-    line, message = None, str(error)
+    line = None
+    message = str(error)
     if isinstance(error, SyntaxError):
         message = error.msg
         line = error.lineno if error.filename == file else None

@@ -49,10 +49,14 @@ class Environment:
 
         Raises ValueError for code that is not there, and a built-in environment that cannot be opened.
         """
-        self.max_turns, self.max_observation_tokens = config.max_turns, config.max_observation_tokens
+        self.max_turns = config.max_turns
+        self.max_observation_tokens = config.max_observation_tokens
         use = config.name or (None if config.tools or respond is not None else use)
         self.built_in = use if use in BUILT_IN_ENVIRONMENTS else None
-        self.name, self.stop, self._about, self._respond = self.built_in or task, stop, "", respond
+        self.name = self.built_in or task
+        self.stop = stop
+        self._about = ""
+        self._respond = respond
         self.schemas: list[dict[str, Any]] | None = None
         self.rewards = self.has_openings = False
         self.workers: list[WorkerFunction] = []  # one if the code is a person's
@@ -68,7 +72,10 @@ class Environment:
                 timeout_s=config.seconds,
                 name="tools" if config.tools else "",
             )
-            self.workers, self.name, self.stop, self._respond = [named], named.name, (), None
+            self.workers = [named]
+            self.name = named.name
+            self.stop = ()
+            self._respond = None
         elif self.built_in:
             module = importlib.import_module(f"{__package__}.{self.built_in}")
             self.stop, (self._respond, self._about, self._close) = module.STOP, module.opened(config, length=length)
@@ -93,7 +100,9 @@ class Environment:
         """Load a person's code now. Raises ValueError if it does not load."""
         for worker in self.workers:
             facts = worker.start()
-            self.schemas, self.rewards, self.has_openings = facts["schemas"], facts["rewards"], facts["opening"]
+            self.schemas = facts["schemas"]
+            self.rewards = facts["rewards"]
+            self.has_openings = facts["opening"]
 
     def close(self) -> None:
         for worker in self.workers:

@@ -33,7 +33,8 @@ from tinyrl.workers.process import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 
 PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
-STOP, ASKS = (), "```python\nprint(1 + 1)\n```\n"
+STOP = ()
+ASKS = "```python\nprint(1 + 1)\n```\n"
 MEMORY_GB = 0.5
 CHARS_A_TOKEN = 2  # of an output: more of it are numbers than words
 MOST_LIVE = 1024  # interpreters that wait for their next cell
@@ -77,7 +78,8 @@ class Python:
     """Interpreters of the episodes in flight. State: those that wait for a cell, the oldest first."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self._timeout_s, self._max_turns = config.seconds, config.max_turns
+        self._timeout_s = config.seconds
+        self._max_turns = config.max_turns
         self._max_chars = CHARS_A_TOKEN * config.max_observation_tokens
         self._most_live = min(MOST_LIVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_A_PROCESS)
         self._limits = Limits(
@@ -107,7 +109,8 @@ class Python:
 
         def answer(place: int) -> Reply | None:
             check_stop()
-            prompt, transcript = prompts[place], transcripts[place]
+            prompt = prompts[place]
+            transcript = transcripts[place]
             call = call_in(last_turn(transcript))
             if call is not None and call[0] is None:
                 return Reply(UNREADABLE, invalid=True)
@@ -129,9 +132,11 @@ class Python:
 
     def _run(self, before: Cells, code: str, *, last: bool) -> str:
         """Run a cell after others; keep the interpreter unless it is the last one."""
-        session, missed = self._take(before), ()
+        session = self._take(before)
+        missed = ()
         if session is None:
-            session, missed = Session(f"{PROGRAM}\nanswer({before[0]})\n", self._limits), before[1:]
+            session = Session(f"{PROGRAM}\nanswer({before[0]})\n", self._limits)
+            missed = before[1:]
         outcome = None
         for cell in (*missed, code):
             # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
@@ -181,7 +186,8 @@ def kept_cells(transcript: Transcript) -> list[str]:
     """Return the cells before the last turn that were not stopped: they make an episode's state. A cell that prints one
     of the sentences STOPPED only forgets itself.
     """
-    cells, known = [], tuple(sentence[:KNOWN_BY] for sentence in STOPPED.values())
+    cells = []
+    known = tuple(sentence[:KNOWN_BY] for sentence in STOPPED.values())
     for turn, answer in pairwise(transcript):
         call = call_in(turn["content"]) if turn["role"] == "assistant" else None
         stopped = answer["content"].strip().removeprefix("```output").lstrip().startswith(known)

@@ -34,15 +34,21 @@ from tinyrl.environments.tool_calls import encodable
 from tinyrl.runs.signals import watched
 from tinyrl.text import join_truncated, mask_url, resolve_url, truncate, without_thoughts
 
-STOP, ASKS = ("</search>", "</answer>"), "<search>{words}</search>"
-OPENING, CLOSING, CUT = "\n\n<information>", "</information>\n\n", " ..."
+STOP = ("</search>", "</answer>")
+ASKS = "<search>{words}</search>"
+OPENING = "\n\n<information>"
+CLOSING = "</information>\n\n"
+CUT = " ..."
 NOTHING_FOUND = f"{OPENING}No passage matches this query.{CLOSING}"
 INVALID = (
     "\n\nThat turn neither searched nor answered. To search, write the query between <search> and </search>. "
     "To give the final answer, write it between <answer> and </answer>.\n\n"
 )
-MAX_PASSAGE_CHARS, MAX_QUERY_CHARS, MAX_WORDS = 20_000, 1000, 64  # a policy may ask anything
-WAITS_S, TRY_AGAIN = (0.5, 1.0), (408, 425, 429, 500, 502, 503, 504)  # before the second and the third try of a server
+MAX_PASSAGE_CHARS = 20_000
+MAX_QUERY_CHARS = 1000
+MAX_WORDS = 64  # a policy may ask anything
+WAITS_S = (0.5, 1.0)
+TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # before the second and the third try of a server
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 # The texts of the best only, since sorting copies what it sorts.
 RANKED = """SELECT contents FROM passages JOIN (
@@ -78,7 +84,9 @@ class Corpus:
     def __init__(self, path: str | Path) -> None:
         source = Path(path).expanduser()
         read = reader_of(str(source))
-        size, self._lock, self.index = source.stat().st_size, threading.Lock(), source.with_name(f"{source.name}.fts5")
+        size = source.stat().st_size
+        self._lock = threading.Lock()
+        self.index = source.with_name(f"{source.name}.fts5")
         state = f"{TOKENIZER} {size} {source.stat().st_mtime_ns}"
         if not self._open(state):
             where = f"once, in {self.index}"  # a large corpus takes minutes
@@ -118,7 +126,8 @@ def match_expression(query: str) -> str:
 def _write(place: Path, rows: Iterator[tuple[str, Row]], state: str) -> None:
     """Write an index beside its place and move it there, so that a kill leaves no half of one."""
     with tempfile.TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as folder:
-        new, count = Path(folder, place.name), 0
+        new = Path(folder, place.name)
+        count = 0
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             connection.executescript(
                 "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA locking_mode = EXCLUSIVE;"
@@ -147,7 +156,8 @@ class SearchServer:
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         self._name = f"the search server {truncate(mask_url(url))}"
-        address, how = resolve_url(url, setting="environment.corpus"), {"waits_s": WAITS_S, "try_again": TRY_AGAIN}
+        address = resolve_url(url, setting="environment.corpus")
+        how = {"waits_s": WAITS_S, "try_again": TRY_AGAIN}
         self.http = HttpClient(address, timeout_s=timeout_s, setting="environment.timeout_s", proxies=True, **how)
 
     def search(self, queries: list[str], *, top_k: int) -> list[list[str]]:
@@ -175,7 +185,8 @@ def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[
     if config.corpus is None:
         raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
     if "://" in config.corpus:
-        retriever, size = SearchServer(config.corpus, timeout_s=config.seconds), ""
+        retriever = SearchServer(config.corpus, timeout_s=config.seconds)
+        size = ""
         try:
             retriever.search(["test"], top_k=1)
         except SearchFailed as error:

@@ -22,7 +22,8 @@ from tinyrl.workers.worker import Exited, awaited
 
 CALL_FAILED = "This call failed:"
 MAX_REASON_CHARS = 200  # of an exception's first line
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 DECODER = json.JSONDecoder()
 
 Tools = Mapping[str, Callable[..., Any]]
@@ -50,7 +51,9 @@ def calls_of(message: Message) -> list[Call]:
     if message.get("tool_calls") is not None:
         given = copy.deepcopy(message["tool_calls"])
         return [Call(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
-    text, calls, at = without_thoughts(message["content"]), list[Call](), 0
+    text = without_thoughts(message["content"])
+    calls = list[Call]()
+    at = 0
     while (opened := text.find(OPEN, at)) >= 0:
         start = opened + len(OPEN)
         end = text.find(CLOSE, start)
@@ -71,7 +74,8 @@ def call_in(entry: Any) -> Call:
     function = entry.get("function", entry) if isinstance(entry, dict) else None
     if not isinstance(function, dict):
         return Call(problem="a call is an object with 'name' and 'arguments'")
-    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
+    name = function.get("name")
+    arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         return Call(problem="the call has no 'name'")
     if isinstance(arguments, str):

@@ -35,7 +35,8 @@ class ClassEnvironment:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._probe = make, make()
+        self._make = make
+        self._probe = make()
         self._live: dict[str, Any] = {}  # by the history of its state
         # Looked up on the class, as TRL does: on an instance, properties would be evaluated.
         names = [name for name, _ in inspect.getmembers(type(self._probe), predicate=inspect.isfunction)]
@@ -59,7 +60,8 @@ class ClassEnvironment:
         self, prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]
     ) -> list[Reply | str | None]:
         """Answer the calls of each last turn. A turn without one ends the episode, with get_reward() if it has that."""
-        rows, turns = rows_of(prompts, columns), [_policy_turns(transcript) for transcript in transcripts]
+        rows = rows_of(prompts, columns)
+        turns = [_policy_turns(transcript) for transcript in transcripts]
         instances = self._after(rows, [messages[:-1] for messages in turns])
         calls = [calls_of(messages[-1]) for messages in turns]
         made = carry_out([(self._tools_of(i), asked) for i, asked in zip(instances, calls, strict=True)])
@@ -81,7 +83,8 @@ class ClassEnvironment:
 
     def _after(self, rows: list[dict[str, Any]], turns: list[list[Message]]) -> list[Any]:
         """Return an instance for each row that has answered the calls of these turns; it leaves the cache."""
-        instances, missed = [], []
+        instances = []
+        missed = []
         for row, messages in zip(rows, turns, strict=True):
             keys = _keys(row, messages)
             seen = next((count for count in reversed(range(len(keys))) if keys[count] in self._live), None)

@@ -119,7 +119,8 @@ def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[
     """Make an environment that executes calls of these functions. A turn without a call ends the episode."""
 
     def respond(prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Reply | str | None]:
-        rows, calls = rows_of(prompts, columns), [calls_of(transcript[-1]) for transcript in transcripts]
+        rows = rows_of(prompts, columns)
+        calls = [calls_of(transcript[-1]) for transcript in transcripts]
         own = [{function.__name__: _without_episode(function, row) for function in functions} for row in rows]
         return [joined(made) if made else None for made in carry_out([*zip(own, calls, strict=True)])]
 

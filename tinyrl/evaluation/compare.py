@@ -64,7 +64,8 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
     rows that measure leaves out, since a side was trained on their prompts. "trained_on", of rows that the run does not
     hold out itself: how many of them it was trained on; None where its training rows cannot be read.
     """
-    first, others = locate(find(target, asked)), [] if vs is None else [vs]
+    first = locate(find(target, asked))
+    others = [] if vs is None else [vs]
     result: dict[str, Any] = {"target": first.name}
     if first.sampled is not None:
         (ours, *theirs), prompts, left_out = _sides(first, others, asked, options=options)
@@ -171,7 +172,9 @@ def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> S
 
 def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     """Load another side: base, start or teacher of ours, or a target. Raises ValueError where ours has none such."""
-    policy, config, judge = ours.collector.policy, ours.collector.config, ours.collector.scorer
+    policy = ours.collector.policy
+    config = ours.collector.config
+    judge = ours.collector.scorer
     if path == "base" and policy.peft is not None:
         return Side(ours.collector, "base", path)
     if path in ("base", "start"):
@@ -179,7 +182,8 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
             raise ValueError(f"--vs {path}: this run has no reference (reference.kind=none)")
         return Side(ours.collector, "reference", path)
     if path == "teacher":
-        kind, teacher = config.teacher.kind, config.teacher.path
+        kind = config.teacher.kind
+        teacher = config.teacher.path
         if not config.uses("teacher") or teacher is None or kind not in ("adapter", "model"):
             raise ValueError(f"--vs teacher: teacher.path={teacher} of this run is no adapter and no model to sample")
         model = {"path": teacher, "adapter": None, "revision": None}

@@ -52,13 +52,16 @@ def evaluate(
 def _evaluate(
     collector: Collector, prompts: list[PreparedPrompt], samples: int, *, role: SampledRole, greedy: bool = False
 ) -> Evaluation:
-    scorer, task = collector.scorer, collector.task
+    scorer = collector.scorer
+    task = collector.task
     answers = collector.collect(prompts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
     texts = [completion_text(answer, scorer) for answer in answers]
     rewards = [answer.reward for answer in answers]
     columns = [[answer.scores[i] for answer in answers] for i in range(len(scorer.names))]
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
-    valid, by_prompt, whole = numbers(rewards), grouped(rewards, samples), conversations(answers)
+    valid = numbers(rewards)
+    by_prompt = grouped(rewards, samples)
+    whole = conversations(answers)
     lengths = length_metrics(whole)
     interval_of = share_interval if scorer.right_or_wrong else interval
     metrics = {
@@ -98,7 +101,8 @@ def _evaluate(
 
 def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) -> dict[str, float]:
     """Compute the KL to the reference in nats per response (if there is one) and the mean entropy of a chosen token."""
-    policy, temperature = collector.policy, collector.config.generation.temperature
+    policy = collector.policy
+    temperature = collector.config.generation.temperature
 
     def run(who: SampledRole) -> tuple[torch.Tensor, ...]:
         named = "reference" if who == "reference" else "policy"

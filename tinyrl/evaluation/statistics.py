@@ -50,7 +50,9 @@ def share_interval(values: Sequence[float]) -> list[float]:
     assert all(0.0 <= value <= 1.0 for value in valid), "a share is from 0 to 1"
     if len(valid) < 2:
         return [math.nan, math.nan]
-    share, trials, z = mean(valid), float(len(valid)), NormalDist().inv_cdf(1 - TAIL)
+    share = mean(valid)
+    trials = float(len(valid))
+    z = NormalDist().inv_cdf(1 - TAIL)
     if not {*valid} <= {0.0, 1.0}:
         z = float(stdtrit(len(valid) - 1, 1 - TAIL))
         if not all_equal(valid):
@@ -130,10 +132,12 @@ def win_rate(ours: list[list[float]], other: list[list[float]]) -> dict[str, Any
     """Compute how often ours is preferred, with an interval over prompts, and the ties. Within a prompt every sample of
     ours meets every sample of the other side; a tie counts half. NaN values meet nobody.
     """
-    shares, ties = [], []
+    shares = []
+    ties = []
     for mine, theirs in zip(ours, other, strict=True):
         if pairs := [(a, b) for a in numbers(mine) for b in numbers(theirs)]:
-            won, tied = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
+            won = sum(a > b for a, b in pairs)
+            tied = sum(a == b for a, b in pairs)
             shares.append((won + 0.5 * tied) / len(pairs))
             ties.append(tied / len(pairs))
     return {"mean": mean(shares), "ci": share_interval(shares), "ties": mean(ties)}
@@ -145,7 +149,8 @@ def win_rate(ours: list[list[float]], other: list[list[float]]) -> dict[str, Any
 def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str, Any]:
     """Compute accuracy (ties half), mean margin and loss of held-out pairs: scores and wanted margins (n,), n >= 1."""
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
-    accuracy, margin = float(metrics["rewards/accuracy"]), float(metrics["rewards/margin"])
+    accuracy = float(metrics["rewards/accuracy"])
+    margin = float(metrics["rewards/margin"])
     return {"accuracy": accuracy, "margin": margin, "loss": float(loss), "num_pairs": len(chosen)}
 
 
@@ -154,7 +159,8 @@ def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
     ROC curve and loss of held-out rows (n,), n >= 1. Without both labels there is neither margin nor area.
     """
     loss, metrics = label_loss(scores, labels)
-    good, bad = scores.double()[labels == 1].tolist(), scores.double()[labels == 0].tolist()
+    good = scores.double()[labels == 1].tolist()
+    bad = scores.double()[labels == 0].tolist()
     both = {"margin": fmean(good) - fmean(bad), "auc": roc_auc(good, bad)} if good and bad else {}
     return {"accuracy": float(metrics["rewards/accuracy"]), **both, "loss": float(loss), "num_rows": len(scores)}
 

@@ -90,7 +90,8 @@ def find(path: str, asked: Asked) -> Target:
     if asked.task is not None:
         load_task(asked.task)
     _check_settings(asked.settings, ("reward", "generation", "task"))
-    run, judged = run_of(Path(path)), asked.task is not None or asked.other_reward
+    run = run_of(Path(path))
+    judged = asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
             hint = "To evaluate a model, say what on: --task NAME (see `tinyrl list tasks`) or --data FILE"

@@ -111,7 +111,8 @@ class Call:
 
     def answered(self, completion: Completion, message: Message) -> None:
         """Record an answer that is being sent, as this message or text, which is what will come back."""
-        given, known = self.given, None
+        given = self.given
+        known = None
         if given.text is not None:
             known = Given(text=given.text + message["content"])
         elif given.messages is not None:
@@ -203,7 +204,8 @@ class AgentEpisode:
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
         for conversation in reversed(self.conversations):
-            known, added = conversation.known, None
+            known = conversation.known
+            added = None
             if conversation.last is None or conversation.pending is not None:
                 continue
             if given.messages is not None:
@@ -222,7 +224,8 @@ class AgentEpisode:
         variables of the template differ, or if the template writes earlier turns otherwise once more follow (it may
         leave out their thinking).
         """
-        ours, theirs = known.messages or [], given.messages or []
+        ours = known.messages or []
+        theirs = given.messages or []
         before = theirs[: len(ours)]
         if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
@@ -254,7 +257,9 @@ class AgentRunner:
     """Plays episodes by handing them to agents. The endpoint and its thread start with the first call."""
 
     def __init__(self, config: Config, *, positions: int) -> None:
-        self.config, self.positions, self.variables = config, positions, config.task.chat_template_kwargs
+        self.config = config
+        self.positions = positions
+        self.variables = config.task.chat_template_kwargs
         self.environment = Agents(config.environment)
         self.environment.start()
         self._listening: Listening | None = None
@@ -281,7 +286,8 @@ class AgentRunner:
         """
         from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 
-        settings, max_turns = self.config.generation, self.config.environment.max_turns
+        settings = self.config.generation
+        max_turns = self.config.environment.max_turns
         if self._listening is None:
             scheduler = LiveScheduler(engine, max_rows=settings.max_rows or AT_ONCE)
             shape: Any = {"max_new_tokens": 0, "positions": self.positions, "variables": self.variables}
@@ -289,9 +295,11 @@ class AgentRunner:
                 scheduler, {MODEL: "policy"}, defaults=SamplingParams(), hosts=LOCAL, episodes={}, **shape
             )
             self._listening = Listening(of_agents)
-        listening, endpoint = self._listening, self._listening.endpoint
+        listening = self._listening
+        endpoint = self._listening.endpoint
         keys = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
-        greedy, role = options.get("greedy", False), options.get("role", "policy")
+        greedy = options.get("greedy", False)
+        role = options.get("role", "policy")
         params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
         limits = settings.max_new_tokens, max_turns, endpoint.tokenizer, self.positions
         episodes = [AgentEpisode(key, params, role, *limits) for key in keys]
@@ -309,7 +317,8 @@ class AgentRunner:
                 episode.end()
             endpoint.episodes = {}
             endpoint.scheduler.release()
-        conversations, played_episodes = list[list[tuple[list[int], Completion]]](), list[Episode]()
+        conversations = list[list[tuple[list[int], Completion]]]()
+        played_episodes = list[Episode]()
         failures = {failure.row: failure.reason for failure in played.failures}
         for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True)):
             rows = episode.rows()
@@ -318,7 +327,8 @@ class AgentRunner:
                 rows = [(prompt.tokens, Completion([0], [0.0], "length", [False]))]
             conversations.append(rows)
             _, first = rows[0]
-            mask, calls = first.action_mask or [], max(1, episode.calls)
+            mask = first.action_mask or []
+            calls = max(1, episode.calls)
             ends = [i for i, chosen in enumerate(mask) if chosen][-1:] or [0]
             played_episodes.append(
                 Episode(

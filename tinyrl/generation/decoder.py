@@ -99,7 +99,8 @@ def merged_projection(
         return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1).float()
 
     weights, biases = zip(*(merged_weight(module, adapter) for module in modules), strict=True)
-    weight, bias = one([*weights]), None if biases[0] is None else one([*biases])  # pyright: ignore
+    weight = one([*weights])
+    bias = None if biases[0] is None else one([*biases])  # pyright: ignore
     if weight.device.type != "cpu":
         return Projection(weight if norm is None else weight * norm, bias)
     by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
@@ -122,7 +123,9 @@ def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype,
     if not rank:
         return Projection(matrix, bias, dtype=dtype)
     sizes: list[int] = [module.out_features for module in modules]  # pyright: ignore[reportAssignmentType]
-    columns, column, device = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0, weights[0].device
+    columns = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
+    column = 0
+    device = weights[0].device
     lora_a = torch.zeros(columns, int(modules[0].in_features), dtype=dtype, device=device)  # pyright: ignore
     lora_b = torch.zeros(sum(sizes), columns, dtype=dtype, device=device)
     for module, branch in zip(modules, lora_b.split(sizes), strict=True):
@@ -139,7 +142,8 @@ def can_share(weights: Iterable[Tensor], dtype: torch.dtype) -> bool:
 
 def matrix_of(weights: Sequence[Tensor]) -> Tensor | None:
     """Return the matrix that these are one behind another in memory; None where they are not."""
-    first, at = weights[0], weights[0].data_ptr()
+    first = weights[0]
+    at = weights[0].data_ptr()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or not weight.is_contiguous() or weight.data_ptr() != at:
@@ -171,7 +175,9 @@ class RowCache:
     """
 
     def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor) -> None:
-        self.entries, self.cos, self.sin = entries, cos, sin
+        self.entries = entries
+        self.cos = cos
+        self.sin = sin
         self.lanes, self.width, self.size = 2 * entries.shape[2], *entries.shape[-2:]
 
     def places(self, row: Tensor, position: Tensor) -> Tensor:
@@ -212,15 +218,21 @@ class Decoder:
     """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout) -> None:
-        self.model, self.dtype = model, dtype
+        self.model = model
+        self.dtype = dtype
         self.layout: WeightLayout = layout
         self.backbone: Any = backbone_of(model)
-        config, first = model.config.get_text_config(), self.backbone.layers[0]
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        config = model.config.get_text_config()
+        first = self.backbone.layers[0]
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
         self.queries = self.num_heads // self.num_kv_heads  # of a kv head: grouped-query attention (2305.13245)
-        self.head_dim, self.scaling = first.self_attn.head_dim, float(first.self_attn.scaling)
-        self.eps, self.least = float(config.rms_norm_eps), torch.tensor(config.rms_norm_eps)
-        self.activation, self.device = first.mlp.act_fn, self.backbone.embed_tokens.weight.device
+        self.head_dim = first.self_attn.head_dim
+        self.scaling = float(first.self_attn.scaling)
+        self.eps = float(config.rms_norm_eps)
+        self.least = torch.tensor(config.rms_norm_eps)
+        self.activation = first.mlp.act_fn
+        self.device = self.backbone.embed_tokens.weight.device
         for layer in self.backbone.layers if layout != "merged" else []:
             # Weights that sampling can read as they are, and multiplies with one input, go into one matrix, of which
             # the layer's own become views; a layer's are moved at a time, so memory grows by no more than one.
@@ -235,7 +247,8 @@ class Decoder:
     @staticmethod
     def _joint(layer: Any) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the projections of a layer that share their input."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
     @cached_property
@@ -258,14 +271,17 @@ class Decoder:
     @torch.no_grad()
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
-        embedding, head, dtype = self.backbone.embed_tokens.weight, head_of(self.model), self.dtype
+        embedding = self.backbone.embed_tokens.weight
+        head = head_of(self.model)
+        dtype = self.dtype
         self.embedding = renewed(self.embedding, embedding.to(dtype))
         self.norm = renewed(self.norm, self.backbone.norm.weight.to(dtype))
         tied = head.weight.data_ptr() == embedding.data_ptr()
         weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(dtype))
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
-        merged, quantized = self.layout == "merged", self.layout == "quantized"
+        merged = self.layout == "merged"
+        quantized = self.layout == "quantized"
 
         def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
             if merged:
@@ -292,7 +308,8 @@ class Decoder:
     def release(self) -> None:
         """Free the copy; `sync` makes it again."""
         self.layers: list[LayerWeights] = []
-        self.embedding, self.norm = torch.empty(0), torch.empty(0)
+        self.embedding = torch.empty(0)
+        self.norm = torch.empty(0)
         self.head = Head(torch.empty(0), None)  # never the model's own, which `sync` would write into
 
     def new_cache(self, rows: int, width: int) -> RowCache:
@@ -304,11 +321,13 @@ class Decoder:
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
             entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        positions, dtype = torch.arange(width, device=self.device).unsqueeze(0), self.dtype
+        positions = torch.arange(width, device=self.device).unsqueeze(0)
+        dtype = self.dtype
         cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=dtype, device=self.device), positions)
         sin[..., : self.head_dim // 2].neg_()
         lanes = (width, 1, self.queries + 2, self.head_dim)
-        all_cos, all_sin = cos.new_ones(lanes), sin.new_zeros(lanes)
+        all_cos = cos.new_ones(lanes)
+        all_sin = sin.new_zeros(lanes)
         all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
         return RowCache(entries.view(shape), all_cos, all_sin)
 
@@ -339,7 +358,8 @@ class Decoder:
         for padding. Returns the hidden state of each row's last token, (R, H).
         """
         (count, most), heads, size, device = ids.shape, self.num_kv_heads, self.head_dim, ids.device
-        positions, shared = start.unsqueeze(1) + torch.arange(most, device=device), self.queries
+        positions = start.unsqueeze(1) + torch.arange(most, device=device)
+        shared = self.queries
         ahead = torch.arange(width, device=device) > positions.unsqueeze(-1)
         mask = torch.zeros(count, 1, shared, most, width, dtype=self.dtype, device=device)
         mask = mask.masked_fill_(ahead[:, None, None], -torch.inf).flatten(2, 3)
@@ -369,7 +389,9 @@ class Decoder:
         """Return hidden states (R, H) after one more token in each of the first R rows of the cache, at `position`
         (R,), where its key and value go. It is below `width` in every row whose state counts.
         """
-        rows, shared, heads = len(token), self.queries, self.num_kv_heads
+        rows = len(token)
+        shared = self.queries
+        heads = self.num_kv_heads
         places = cache.places(torch.arange(rows, device=token.device), position)
         ahead = torch.arange(width, device=token.device) > position.unsqueeze(1)
         mask = torch.zeros(rows, 1, width, dtype=self.dtype, device=token.device)
@@ -388,7 +410,8 @@ class Decoder:
         """Return rotated queries and key, and the value, for each kv head of flat tokens x (N, H): (N, kv heads,
         queries + 2, d).
         """
-        qkv, shape = layer.qkv(self._normed(x, layer.attention_norm)), (len(x), self.num_kv_heads, -1, self.head_dim)
+        qkv = layer.qkv(self._normed(x, layer.attention_norm))
+        shape = (len(x), self.num_kv_heads, -1, self.head_dim)
         if self.layout == "merged":
             qkv = qkv.view(shape)
             if layer.q_norm is None:
@@ -398,7 +421,8 @@ class Decoder:
             by_kind = qkv.split([size * self.num_kv_heads * self.head_dim for size in (self.queries, 1, 1)], -1)
             q, k, v = (t.view(shape) for t in by_kind)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+            q = self._normed(q, layer.q_norm)
+            k = self._normed(k, layer.k_norm)
         return apply_rope(torch.cat([q, k, v], 2), *rotation)
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:

@@ -143,12 +143,14 @@ class Choice:
             self.text += self.detokenizer.add(tokens, at_end=ended)
         ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
         if ends:
-            self.text, self.cut = self.text[: min(ends)], True
+            self.text = self.text[: min(ends)]
+            self.cut = True
         certain = len(self.text)
         if not ended and not self.cut:  # the longest beginning of a stop string that it ends with
             held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
             certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
-        piece, self.shown = self.text[self.shown : max(certain, self.shown)], max(certain, self.shown)
+        piece = self.text[self.shown : max(certain, self.shown)]
+        self.shown = max(certain, self.shown)
         return piece
 
     def record(self, message: Message) -> None:
@@ -166,11 +168,16 @@ class LiveRequest:
     """
 
     def __init__(self, body: Body, *, is_chat: bool) -> None:
-        self.body, self.is_chat, self.created = body, is_chat, int(time.time())
+        self.body = body
+        self.is_chat = is_chat
+        self.created = int(time.time())
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self.given, self.text, self.reads_calls = Given(), "", False
+        self.given = Given()
+        self.text = ""
+        self.reads_calls = False
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
-        self.choices, self.loop = list[Choice](), asyncio.get_running_loop()
+        self.choices = list[Choice]()
+        self.loop = asyncio.get_running_loop()
         self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception] | None]()  # None: no client
         self.client_has_gone = False
 
@@ -263,9 +270,16 @@ class Endpoint:
         hosts: list[str] | None = None,
         episodes: dict[str, AgentEpisode] | None = None,
     ) -> None:
-        self.scheduler, self.models, self.defaults, self.key = scheduler, models, defaults, key
-        self.tokenizer, self.max_new_tokens, self.positions = scheduler.tokenizer, max_new_tokens, positions
-        self.variables, self.episodes, self.started = variables, episodes, int(time.time())
+        self.scheduler = scheduler
+        self.models = models
+        self.defaults = defaults
+        self.key = key
+        self.tokenizer = scheduler.tokenizer
+        self.max_new_tokens = max_new_tokens
+        self.positions = positions
+        self.variables = variables
+        self.episodes = episodes
+        self.started = int(time.time())
         self.num_sequences = 0  # of all requests that are being answered
         longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.most_characters = positions * longest_token  # no longer text fits into the model's positions
@@ -311,7 +325,8 @@ class Endpoint:
 
     async def _complete(self, request: HttpRequest) -> Response:
         """Answer a request: all at once, or streamed."""
-        episode, body = self._authorized(request), await self._body(request)
+        episode = self._authorized(request)
+        body = await self._body(request)
         if episode is None:
             body.check_other_fields()
         count = body.num_sequences
@@ -389,7 +404,8 @@ class Endpoint:
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         messages = messages_of(body.messages, "messages")
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
-        answer.given, answer.text = Given(messages, variables), rendered.opened
+        answer.given = Given(messages, variables)
+        answer.text = rendered.opened
         answer.reads_calls = bool(tools)
         return [rendered.tokens]
 
@@ -426,7 +442,8 @@ class Endpoint:
         """
         if await request.is_disconnected():
             raise ClientDisconnect
-        body, limit = answer.body, answer.body.max_completion_tokens or answer.body.max_tokens
+        body = answer.body
+        limit = answer.body.max_completion_tokens or answer.body.max_tokens
         if limit is None and not answer.is_chat:
             limit = 16
         if episode is not None and ((body.n or 1) > 1 or len(prompts) > 1):
@@ -476,7 +493,8 @@ class Endpoint:
         try:
             async for _ in answer.pieces():
                 pass
-            parts, messages = list[dict[str, Any]](), list[dict[str, Any]]()
+            parts = list[dict[str, Any]]()
+            messages = list[dict[str, Any]]()
             for choice in answer.choices:
                 if choice.index % SLICE == SLICE - 1:
                     await asyncio.sleep(0)
@@ -523,18 +541,23 @@ class Endpoint:
         """Return content and calls of an answer that has ended; why it did, its log-probabilities and its tokens. A
         call that cannot be parsed stays text.
         """
-        completion, body, prompt = choice.completion, answer.body, choice.sequence.prompt
+        completion = choice.completion
+        body = answer.body
+        prompt = choice.sequence.prompt
         assert completion is not None
-        message, shown = dict[str, Any](content=choice.text), None
+        message = dict[str, Any](content=choice.text)
+        shown = None
         reason = "length" if completion.finish_reason == "length" else "stop"
-        tokens, logprobs = completion.tokens, list[float | None](completion.logprobs)
+        tokens = completion.tokens
+        logprobs = list[float | None](completion.logprobs)
         tops = list[list[tuple[int, float]]]([[] for _ in tokens])
         if answer.reads_calls and self.form is not None:
             content, calls = self.form.read(choice.text, tokens, tools=body.tools, opened=answer.text)
             if calls and not any(call.problem for call in calls):
                 called = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in calls]
                 made = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": f} for f in called]
-                message, reason = {"content": content.rstrip() or None, "tool_calls": made}, "tool_calls"
+                message = {"content": content.rstrip() or None, "tool_calls": made}
+                reason = "tool_calls"
         echoes = body.echo and not answer.is_chat
         if answer.likeliest or (echoes and body.logprobs is not None):
             how: Any = {"temperature": choice.sequence.params.temperature, "likeliest": max(1, answer.likeliest)}
@@ -544,7 +567,8 @@ class Endpoint:
             except Exception as error:  # noqa: BLE001 the client gets it
                 raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
             if echoes:
-                tokens, logprobs = [*prompt, *tokens], [*before[: len(prompt)], *logprobs]
+                tokens = [*prompt, *tokens]
+                logprobs = [*before[: len(prompt)], *logprobs]
             else:
                 tops = tops[len(prompt) :]
         if not answer.is_chat:
@@ -576,7 +600,8 @@ class Endpoint:
 
 def count_characters(value: Any) -> int:
     """Count the characters of all texts in a JSON value."""
-    count, left = 0, [value]
+    count = 0
+    left = [value]
     while left:
         one = left.pop()
         if isinstance(one, str):
@@ -597,7 +622,8 @@ class Listening:
     """A thread in which an endpoint listens at `url`, on a free port of this machine, until `stop`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint, self._socket = endpoint, socket.socket()
+        self.endpoint = endpoint
+        self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", timeout_graceful_shutdown=1))

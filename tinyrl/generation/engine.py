@@ -136,7 +136,8 @@ class Sequence:
         the limit. Later ones, decoded between two looks, are dropped.
         """
         # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-        window, before = max((len(s.encode()) for s in self.stop), default=0) + 8, len(self.tokens)
+        window = max((len(s.encode()) for s in self.stop), default=0) + 8
+        before = len(self.tokens)
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.finish_reason is not None:
                 break
@@ -214,14 +215,18 @@ class SamplingEngine:
 
     name: str
     exact: bool
-    copy_bytes, overlaps = 0, False
+    copy_bytes = 0
+    overlaps = False
     capacity: int | None = None  # rows that memory allowed at the last attempt
     on_tokens: Callable[[list[int]], None] | None = None
     on_reply: Callable[[list[int]], None] = staticmethod(lambda tokens: None)
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig) -> None:
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
-        self.eos, self.max_rows = eos_token_ids(policy, tokenizer), settings.max_rows
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.eos = eos_token_ids(policy, tokenizer)
+        self.max_rows = settings.max_rows
         self.look_every = LOOK_EVERY[policy.device.type]
 
     def start(self, prompts: list[list[int]]) -> list[str]:
@@ -295,26 +300,32 @@ class SamplingEngine:
         def attempt(rows: int) -> None:
             episodes.restart()
             turns = self.sequences(requests, samples_per_request, options)
-            firsts, numbers = [*turns], {turn: sample for sample, turn in enumerate(turns)}
+            firsts = [*turns]
+            numbers = {turn: sample for sample, turn in enumerate(turns)}
             width = max(len(first.prompt) for first in firsts) + episodes.max_episode_tokens
             with self.scheduler(options.get("role", "policy"), rows=rows, width=width) as scheduler:
                 for sample, turn in enumerate(turns):
-                    turn.after, turn.limit = "held", episodes.limit(sample)
+                    turn.after = "held"
+                    turn.limit = episodes.limit(sample)
                 scheduler.add(turns)
                 waiting = 0  # episodes, for their answers
                 while scheduler.busy or waiting:
                     check_stop()
-                    stalled, going = scheduler.stalled, list[Sequence]()
+                    stalled = scheduler.stalled
+                    going = list[Sequence]()
                     for sample, answer in episodes.answers(wait=stalled) if stalled or self.overlaps else []:
                         waiting -= 1
-                        first, before, read = firsts[sample], turns[sample], episodes.responses[sample].tokens
+                        first = firsts[sample]
+                        before = turns[sample]
+                        read = episodes.responses[sample].tokens
                         if answer is None:
                             scheduler.drop(before)
                             continue
                         self.on_reply(answer)
                         [key] = advanced(np.array([first.key]), np.array([len(read)]))
                         own: Any = {"after": "held", "on_tokens": self.on_tokens, "row": before.row}
-                        prompt, most = [*first.prompt, *read], episodes.limit(sample)
+                        prompt = [*first.prompt, *read]
+                        most = episodes.limit(sample)
                         turn = Sequence(prompt, first.params, key, most, first.stop, **own)
                         turns[sample], numbers[turn] = turn, sample
                         going.append(turn)
@@ -347,7 +358,8 @@ class SamplingEngine:
         torch.OutOfMemoryError where a single row does not fit.
         """
         while True:
-            rows, self.capacity = min(self.max_rows or wanted, wanted), None
+            rows = min(self.max_rows or wanted, wanted)
+            self.capacity = None
             try:
                 with as_out_of_memory(), torch.inference_mode():
                     return attempt(rows)
@@ -365,7 +377,8 @@ class SamplingEngine:
 
 def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the tokens that end a completion: the tokenizer's EOS and the model's (chat models list several)."""
-    listed, vocabulary = [tokenizer.eos_token_id, *_listed_eos(policy.causal)], embedding_rows(policy.causal)
+    listed = [tokenizer.eos_token_id, *_listed_eos(policy.causal)]
+    vocabulary = embedding_rows(policy.causal)
     return {i for i in listed if isinstance(i, int) and i < vocabulary}
 
 
@@ -394,7 +407,8 @@ ALL = 2.0  # as a top-p: rounding of cumulative probabilities drops no token
 
 def row_params(rows: list[SamplingParams], device: torch.device) -> dict[str, Tensor]:
     """Return the parameters of R rows, (R,) each, without those that none of them needs."""
-    greedy, truncated = [p.greedy for p in rows], any(p.top_k or p.top_p < 1 for p in rows if not p.greedy)
+    greedy = [p.greedy for p in rows]
+    truncated = any(p.top_k or p.top_p < 1 for p in rows if not p.greedy)
     columns: dict[str, tuple[bool, list[Any], torch.dtype]] = {
         "temperature": (any(p.temperature != 1 for p in rows), [p.temperature for p in rows], torch.float32),
         "top_p": (truncated, [p.top_p if p.top_p < 1 else ALL for p in rows], torch.float32),
@@ -415,7 +429,8 @@ def sample_tokens(logits: Tensor, u: Tensor, params: dict[str, Tensor]) -> tuple
     likeliest = z.argmax(-1) if "all greedy" in params or "greedy" in params else None
     weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
     if "all greedy" in params and likeliest is not None:
-        token, total = likeliest, weights.sum(-1, dtype=torch.float64)
+        token = likeliest
+        total = weights.sum(-1, dtype=torch.float64)
     elif "top_p" in params:
         total = weights.sum(-1, dtype=torch.float64)
         probs = weights / total.unsqueeze(-1).float()

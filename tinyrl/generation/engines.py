@@ -88,7 +88,8 @@ class FusedEngine(SamplingEngine):
 
     @contextmanager
     def scheduler(self, role: SampledRole, *, rows: int, width: int, serving: bool = False) -> Iterator[Scheduler]:
-        kept, width = self._kept, width + self.look_every - 1
+        kept = self._kept
+        width = width + self.look_every - 1
         if kept is not None and (self._wanted < rows or kept.width < width):
             kept = None
         if kept is not None and serving and self._serves == role:
@@ -105,7 +106,8 @@ class FusedEngine(SamplingEngine):
                 self._wanted = rows
             kept.clear()
             kept.admit_below = 1.0 if serving else ADMIT_BELOW
-            self.capacity, self._serves = kept.capacity, role if serving else None
+            self.capacity = kept.capacity
+            self._serves = role if serving else None
             self._kept = kept if serving or self.by_graphs else None
             yield kept
 
@@ -116,7 +118,8 @@ class FusedEngine(SamplingEngine):
 
     def release(self) -> bool:
         """Free the cache, the graphs and the copies of the weights; the next call makes them again."""
-        kept, self._kept = self._kept is not None, None
+        kept = self._kept is not None
+        self._kept = None
         for decoder in self.decoders.values():
             decoder.release()
         return kept
@@ -147,8 +150,11 @@ class LibraryScheduler(BatchScheduler):
 
     def __init__(self, engine: HfEngine, model: PreTrainedModel, *, capacity: int) -> None:
         super().__init__()
-        self.engine, self.capacity, self.device = engine, capacity, engine.policy.device
-        self.backbone, self.head = backbone_of(model), head_of(model)
+        self.engine = engine
+        self.capacity = capacity
+        self.device = engine.policy.device
+        self.backbone = backbone_of(model)
+        self.head = head_of(model)
 
     def step(self) -> list[Sequence]:
         """Decode every row by one token, or on a GPU by a few; return the sequences that have ended."""
@@ -161,7 +167,8 @@ class LibraryScheduler(BatchScheduler):
             self.last_position = max(s.room for s in self.rows) - 1
         going = [s for s in self.rows if not s.over]
         look = min(self.engine.look_every, max((s.limit - len(s.tokens) for s in going), default=1))
-        keys, counts = np.array([s.key for s in self.rows], dtype=np.uint64), [len(s.tokens) for s in self.rows]
+        keys = np.array([s.key for s in self.rows], dtype=np.uint64)
+        counts = [len(s.tokens) for s in self.rows]
         u = to_device(uniforms(advanced(keys, np.array(counts)), num_tokens=look), self.device)
         drawn = [self._draw(self._prefill() if begins and t == 0 else self._next(), u[:, t]) for t in range(look)]
         tokens, logprobs = (torch.stack(columns, 1).tolist() for columns in zip(*drawn, strict=True))
@@ -184,7 +191,8 @@ class LibraryScheduler(BatchScheduler):
 
     def _prefill(self) -> Tensor:
         """Return logits (R, V) after the prompts; one that several rows have in common is prefilled once."""
-        prompts, source = list[list[int]](), list[int]()
+        prompts = list[list[int]]()
+        source = list[int]()
         for row in self.rows:
             if not prompts or row.prompt != prompts[-1]:
                 prompts.append(row.prompt)
@@ -217,7 +225,8 @@ class LibraryScheduler(BatchScheduler):
         params = self.params
         z = logits / params["temperature"].unsqueeze(-1) if "temperature" in params else logits
         log_p = z.log_softmax(-1)
-        probs, likeliest = log_p.exp(), log_p.argmax(-1)
+        probs = log_p.exp()
+        likeliest = log_p.argmax(-1)
         if "top_p" in params:
             probs = truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"])
         self.token = likeliest if "all greedy" in params else draw(probs, u)[0]
@@ -241,7 +250,8 @@ def select_engine(
     """
     if config.engine == "server":
         return ServerEngine(policy, tokenizer, config, longest=longest), f"generation.url={mask_url(str(config.url))}"
-    why, kind = "generation.engine", type(policy.causal).__name__
+    why = "generation.engine"
+    kind = type(policy.causal).__name__
     if config.engine != "hf":
         try:
             layout, why = _layout(policy, longest)
@@ -265,8 +275,11 @@ def select_engine(
 
 def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
     """Return the layout of the fused engine's weights, or None and why the model's shape, or memory, rules it out."""
-    model, name, config = policy.causal, type(policy.causal).__name__, policy.causal.config.get_text_config()
-    dtype, room = policy.dtype, free_bytes(policy.device) * COPY_SHARE
+    model = policy.causal
+    name = type(policy.causal).__name__
+    config = policy.causal.config.get_text_config()
+    dtype = policy.dtype
+    room = free_bytes(policy.device) * COPY_SHARE
     backbone: Any = backbone_of(model)
     if not reads_like_llama(backbone):
         return None, f"{name} is not built like Llama"
@@ -274,7 +287,8 @@ def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
         return None, "the adapter is on the embedding, too"
     if not all(map(is_plain_lora, policy.adapted_layers(POLICY_ADAPTER))):
         return None, "the adapter is more than W + B A (DoRA, or with a bias)"
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
     # Mistral has no kinds of layers: with a window, every one looks through it
     windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)
     if windowed and (window is None or window < longest):
@@ -282,8 +296,10 @@ def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         return None, f"the rotary positions of {name} ({rope}) depend on what else is in the batch"
-    quantized, layers = bool(getattr(model, "is_quantized", False)), {id(p) for p in backbone.layers.parameters()}
-    base, merges = [w for n, w in model.named_parameters() if "lora_" not in n], quantized or dtype == torch.float32
+    quantized = bool(getattr(model, "is_quantized", False))
+    layers = {id(p) for p in backbone.layers.parameters()}
+    base = [w for n, w in model.named_parameters() if "lora_" not in n]
+    merges = quantized or dtype == torch.float32
     copied = [w for w in base if (merges and id(w) in layers) or not can_share([w], dtype)]
     needed: int = sum(getattr(w, "quant_state", w).shape.numel() * dtype.itemsize for w in copied)
     if needed <= room:

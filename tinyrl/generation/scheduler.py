@@ -64,7 +64,9 @@ class StepGraphs:
     """
 
     def __init__(self, step: Callable[..., None], *, state: tuple[Tensor, ...], side: torch.cuda.Stream) -> None:
-        self.step, self.state, self.side = step, state, side
+        self.step = step
+        self.state = state
+        self.side = side
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.fails = False
@@ -125,9 +127,15 @@ class Scheduler:
         look_every: int = 1,
         by_graphs: bool = False,
     ) -> None:
-        self.decoder, self.tokenizer, self.eos, self.device = decoder, tokenizer, eos, decoder.device
-        self.capacity, self.width, self.look_every = capacity, width, look_every
-        self.cache, device = decoder.new_cache(capacity, width), self.device
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.eos = eos
+        self.device = decoder.device
+        self.capacity = capacity
+        self.width = width
+        self.look_every = look_every
+        self.cache = decoder.new_cache(capacity, width)
+        device = self.device
         self.token, self.position = torch.zeros(2, capacity, dtype=torch.long, device=device).unbind()
         # Of the tokens between two looks: their uniforms, the tokens, their log-probabilities; the column to come.
         self.uniforms = torch.zeros(capacity, look_every, dtype=torch.float64, device=device)
@@ -144,7 +152,8 @@ class Scheduler:
         self.cached: list[CachedRow] = []  # the oldest first
         self.waiting: deque[Sequence] = deque()
         self.resuming: deque[Sequence] = deque()  # which continue a row of the cache
-        self._admitting, self._changed = False, True
+        self._admitting = False
+        self._changed = True
 
     def add(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -179,7 +188,9 @@ class Scheduler:
 
     def _resume(self) -> bool:
         """Prefill what sequences add to the rows that they continue; return whether there were any."""
-        part, longest, first = list[Sequence](), 0, len(self.live)
+        part = list[Sequence]()
+        longest = 0
+        first = len(self.live)
         while self.resuming:
             longest = max(longest, len(self.resuming[0].prompt) - len(self.resuming[0].row.tokens))
             if part and (len(part) + 1) * longest > EXTEND_TOKENS[self.device.type]:
@@ -193,7 +204,8 @@ class Scheduler:
         known = [len(s.row.tokens) for s in part]
         new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
-        rows, width = range(first, first + len(part)), max(len(s.prompt) for s in part)
+        rows = range(first, first + len(part))
+        width = max(len(s.prompt) for s in part)
         states = self.decoder.extend(self._padded(new), lengths, start, cache=self.cache, rows=rows, width=width)
         self._begin(part, self.decoder.head.logits(states))
         return True
@@ -207,11 +219,13 @@ class Scheduler:
         self._admitting = bool(self.waiting and free and enough)
         if not self._admitting:
             return False
-        groups, longest = list[list[Sequence]](), 0  # sequences with the same prompt
+        groups = list[list[Sequence]]()
+        longest = 0  # sequences with the same prompt
         while self.waiting and free:
             sequence = self.waiting[0]
             if (row := self._reusable(sequence.prompt)) is not None:
-                row.held, sequence.row = True, row
+                row.held = True
+                sequence.row = row
                 self.resuming.append(sequence)
             elif groups and groups[-1][0].prompt == sequence.prompt:
                 groups[-1].append(sequence)
@@ -224,11 +238,13 @@ class Scheduler:
             self.waiting.popleft()
         if not groups:
             return self._resume()
-        part, counts = [s for group in groups for s in group], [len(group) for group in groups]
+        part = [s for group in groups for s in group]
+        counts = [len(group) for group in groups]
         # The oldest cached rows that nobody waits for are evicted where the room is needed; others move out of the way.
         while len(self.live) + len(self.cached) + len(part) > self.capacity:
             self.cached.remove(next(row for row in self.cached if not row.held))
-        end, taken = len(self.live) + len(part), {row.slot for row in self.cached}
+        end = len(self.live) + len(part)
+        taken = {row.slot for row in self.cached}
         unused = (slot for slot in range(self.capacity - 1, end - 1, -1) if slot not in taken)
         for row in self.cached:
             if row.slot < end:
@@ -260,9 +276,11 @@ class Scheduler:
         start = shared_start(prompts) if len(prompts) > 1 else 0
         if not start:
             return self.decoder.prefill(self._padded(prompts), lengths, cache=self.cache, rows=rows)
-        everyone, behind = range(rows[0].start, rows[-1].stop), lengths.new_full((len(prompts),), start)
+        everyone = range(rows[0].start, rows[-1].stop)
+        behind = lengths.new_full((len(prompts),), start)
         self.decoder.prefill(self._padded([prompts[0][:start]]), behind[:1], cache=self.cache, rows=[everyone])
-        rest, first = self._padded([p[start:] for p in prompts]), [span.start for span in rows]
+        rest = self._padded([p[start:] for p in prompts])
+        first = [span.start for span in rows]
         longest = max(map(len, prompts))
         states = self.decoder.extend(rest, lengths - start, behind, cache=self.cache, rows=first, width=longest)
         for span, prompt in zip(rows, prompts, strict=True):
@@ -302,7 +320,8 @@ class Scheduler:
             else:
                 rows = next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)
                 self.graphs(min(rows, self.capacity), *self.params)
-        tokens, logprobs = self.drawn[:live].tolist(), self.logprobs[:live].tolist()
+        tokens = self.drawn[:live].tolist()
+        logprobs = self.logprobs[:live].tolist()
         for sequence, t, p in zip(self.live, tokens, logprobs, strict=True):
             sequence.append(t, p, eos=self.eos, tokenizer=self.tokenizer)
 
@@ -356,7 +375,8 @@ class Scheduler:
         """Take the sequences at `slots` out of the live ones: rows from the end move into the gaps."""
         if not slots:
             return []
-        ended, stay = [self.live[slot] for slot in slots], len(self.live) - len(slots)
+        ended = [self.live[slot] for slot in slots]
+        stay = len(self.live) - len(slots)
         movers = sorted({*range(stay, len(self.live))} - {*slots})
         for gap, mover in zip((slot for slot in slots if slot < stay), movers, strict=True):
             self.cache.exchange(mover, gap, max(self.live[gap].length, self.live[mover].length))
@@ -390,12 +410,14 @@ class LiveScheduler:
     """
 
     def __init__(self, engine: SamplingEngine, *, max_rows: int) -> None:
-        self.engine, self.max_rows = engine, max_rows
+        self.engine = engine
+        self.max_rows = max_rows
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self.vocabulary = embedding_rows(engine.policy.causal)  # ids that may be read; some have no text
         self._waiting: deque[Sequence] = deque()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._changed, self._closed = threading.Condition(), False
+        self._changed = threading.Condition()
+        self._closed = False
         threads = torch.get_num_threads()  # a thread has a number of its own
         self._thread = threading.Thread(target=self._work, args=[threads], name="scheduler", daemon=True)
         self._thread.start()
@@ -433,7 +455,8 @@ class LiveScheduler:
 
     def _turn_away(self, why: str) -> None:
         with self._changed:
-            waiting, self._waiting = self._waiting, deque()
+            waiting = self._waiting
+            self._waiting = deque()
         for sequence in waiting:
             sequence.on_end(RuntimeError(why))
 
@@ -530,8 +553,10 @@ def score(
     """Score tokens under softmax(logits / temperature) by one forward pass: return the log-probability of each given
     those before it, and the likeliest tokens at its place in descending order (None and none for the first token).
     """
-    logprobs, places = list[float | None]([None]), list[list[tuple[int, float]]]([[]])
-    ids, half = torch.tensor([tokens], device=policy.device), policy.dtype in HALVES
+    logprobs = list[float | None]([None])
+    places = list[list[tuple[int, float]]]([[]])
+    ids = torch.tensor([tokens], device=policy.device)
+    half = policy.dtype in HALVES
     with policy.acting(role) as model, torch.autocast(policy.device.type, dtype=policy.dtype, enabled=half):
         states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
         for part, following in zip(states[:-1].split(SCORED), ids[0, 1:].split(SCORED), strict=True):

@@ -37,9 +37,13 @@ from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
 from tinyrl.text import mask_url, resolve_url, truncate
 
-MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-SLEEP, WAKE = "/sleep", "/wake_up"
+MODELS = "/v1/models"
+COMPLETIONS = "/v1/completions"
+DETOKENIZE = "/detokenize"
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
+SLEEP = "/sleep"
+WAKE = "/wake_up"
 API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
 TIMEOUT_S = 600.0  # for one request, however often it is tried
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
@@ -47,10 +51,12 @@ TRY_AGAIN = (408, 425, 429, 502, 503, 504)
 TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 ROUNDED = 1e-3  # by which a log-probability may be above 0
 AT_A_TIME = 256  # requests under way where generation.max_rows is not set
-PROBED_PROMPTS, PROBED_TOKENS = 4, 64
+PROBED_PROMPTS = 4
+PROBED_TOKENS = 64
 UNEXPLAINED = 0.1  # share of the variance of our numbers; another model leaves 1 or more
 HOW_TO_START = "docs/scale.md has vLLM's command; it runs on this machine, able to read TMPDIR"
-SMALLEST_GAP, TIMES = 1e-4, 5.0  # nats per token: a gap is too large above the first one, this many times
+SMALLEST_GAP = 1e-4
+TIMES = 5.0  # nats per token: a gap is too large above the first one, this many times
 
 
 class ServerError(Exception):
@@ -73,7 +79,8 @@ class ServerClient:
 
         Raises ServerError with the first that fails or is refused, and Interrupted once a stop was requested.
         """
-        headers, found = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}, list[Any]()
+        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}
+        found = list[Any]()
         try:
             answers = self.http.ask(method, path, bodies, most=most, headers=headers)
         except NoAnswer as error:
@@ -140,7 +147,8 @@ def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str)
         return shape.model_validate(answer)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place, given = ".".join(map(str, first["loc"])) or "answer", truncate(repr(first["input"]), 40)
+        place = ".".join(map(str, first["loc"])) or "answer"
+        given = truncate(repr(first["input"]), 40)
         raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}, not {given}") from None
 
 
@@ -166,7 +174,8 @@ class ServerEngine(SamplingEngine):
     deleted in the end.
     """
 
-    name, exact = "server", False
+    name = "server"
+    exact = False
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig, *, longest: int
@@ -174,11 +183,14 @@ class ServerEngine(SamplingEngine):
         super().__init__(policy, tokenizer, settings)
         assert policy.peft is not None, "the configuration asks for LoRA"
         assert settings.url is not None, "the configuration has checked it"
-        self.server, self.peft, self.longest = ServerClient(settings.url), policy.peft, longest
+        self.server = ServerClient(settings.url)
+        self.peft = policy.peft
+        self.longest = longest
         self.served: dict[str | None, str] = {}
         self.checked: dict[str | None, dict[str, Tensor]] = {}
         self.first_gap: float | None = None
-        self.loads, self._run = 0, secrets.token_hex(4)  # other runs may use the same server
+        self.loads = 0
+        self._run = secrets.token_hex(4)  # other runs may use the same server
         self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
         self.folder = Path(self._temporary.name)
         self._notes = list[str]()
@@ -254,7 +266,9 @@ class ServerEngine(SamplingEngine):
 
         Raises ServerError if the first numbers are another model's, and GuardStop if later ones are.
         """
-        adapter, gap, prompts = self.policy.adapter_of(role), 0.0, prompts[:PROBED_PROMPTS]
+        adapter = self.policy.adapter_of(role)
+        gap = 0.0
+        prompts = prompts[:PROBED_PROMPTS]
         weights = {} if adapter is None else self.policy.adapter_parameters(adapter)
         known = self.checked.get(adapter)
         # Numbers are compared, since not every optimizer marks the tensors it has written to.
@@ -296,7 +310,8 @@ class ServerEngine(SamplingEngine):
         own = {"max_tokens": new, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
         probes = self.sequences([Request(p, row) for row, p in enumerate(prompts)], 1, {"seed": 0, "step": 0})
         drawn = self.drawn([self.body(self.served[adapter], probe) | own for probe in probes])
-        policy, scored = self.policy, "reference" if role == "reference" else "policy"
+        policy = self.policy
+        scored = "reference" if role == "reference" else "policy"
         with torch.inference_mode(False), torch.no_grad(), policy.acting(role):
             batch = policy.batch_of(examples(prompts, [c.tokens for c in drawn]))
             logprobs, _ = policy.logprobs(scored, batch, temperature=self.settings.temperature)
@@ -325,10 +340,13 @@ class ServerEngine(SamplingEngine):
 
     def drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
         """Send requests; return their completions. Raises ServerError if one cannot be what was asked for."""
-        drawn, server, at_a_time = [], self.server, self.settings.max_rows or AT_A_TIME
+        drawn = []
+        server = self.server
+        at_a_time = self.settings.max_rows or AT_A_TIME
         for answer, asked in zip(server.ask("POST", COMPLETIONS, bodies, most=at_a_time), bodies, strict=True):
             [choice] = read_as(Completions, answer, server=server, path=COMPLETIONS).choices
-            tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
+            tokens = choice.token_ids
+            logprobs = choice.logprobs.token_logprobs
             if not len(logprobs) == len(tokens) <= asked["max_tokens"]:
                 fault = truncate(repr(choice), 200)
                 raise ServerError(f"{server.name} answered {COMPLETIONS} with what was not asked for: {fault}")
@@ -352,5 +370,7 @@ class ServerScheduler(BatchScheduler):
             name = self.engine.synced(self.role, [sequence.prompt for sequence in ended])
             bodies = [self.engine.body(name, sequence) for sequence in ended]
             for sequence, one in zip(ended, self.engine.drawn(bodies), strict=True):
-                sequence.tokens, sequence.logprobs, sequence.finish_reason = one.tokens, one.logprobs, one.finish_reason
+                sequence.tokens = one.tokens
+                sequence.logprobs = one.logprobs
+                sequence.finish_reason = one.finish_reason
         return ended

@@ -65,18 +65,17 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     """Start the configuration's environment, or the task's, and find out how its replies become tokens; None without
     one. Raises ValueError where they cannot.
     """
-    section, task, template = (
-        config.environment,
-        load_task(config.task.name or "rows"),
-        config.task.chat_template_kwargs,
-    )
+    section = config.environment
+    task = load_task(config.task.name or "rows")
+    template = config.task.chat_template_kwargs
     if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
         return None
     own: Any = {"task": task.name, "respond": task.respond, "use": task.environment, "stop": task.stop}
     own["worker"] = task.replies_worker(timeout_s=section.seconds)
     environment = Environment(section, **own, length=lambda text: len(token_ids(tokenizer, text)))
     environment.start()
-    schemas, chat = environment.schemas, in_chat(tokenizer, config.task.chat)
+    schemas = environment.schemas
+    chat = in_chat(tokenizer, config.task.chat)
     if schemas and not shows_tools(tokenizer, config.task.chat):
         what = "environment.tools" if section.tools else f"the methods of environment.name={section.name or task.name}"
         raise ValueError(
@@ -129,7 +128,8 @@ class Episodes(AbstractContextManager):
         step: int,
     ) -> None:
         self.prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        self.runner, self.max_episode_tokens = runner, runner.max_episode_tokens
+        self.runner = runner
+        self.max_episode_tokens = runner.max_episode_tokens
         keys = row_keys(requests, group_size, seed=seed, step=step)
         rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
@@ -147,14 +147,17 @@ class Episodes(AbstractContextManager):
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
         self.responses = [Completion([], [], "length", []) for _ in self.prompts]
-        self._waiting, self._ready = list[int](), list[tuple[int, list[int] | None]]()
+        self._waiting = list[int]()
+        self._ready = list[tuple[int, list[int] | None]]()
 
     def limit(self, sample: int) -> int:
         """Return the most tokens of an episode's next turn, at least one."""
         return self.runner.max_new_tokens - self.episodes[sample].num_actions
 
     def ended(self, sample: int, turn: Completion) -> None:
-        episode, response, tokens = self.episodes[sample], self.responses[sample], turn.tokens
+        episode = self.episodes[sample]
+        response = self.responses[sample]
+        tokens = turn.tokens
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
             opened = self.runner.observations.opened if episode.ended_at is not None else ""
@@ -181,19 +184,23 @@ class Episodes(AbstractContextManager):
         """
         while True:
             if self._call is None and self._waiting:
-                asked, self._waiting = self._waiting, []
+                asked = self._waiting
+                self._waiting = []
                 self._call = self._thread.submit(self._ask, asked)
             if self._call is None or not (self._call.done() or (wait and not self._ready)):
-                ready, self._ready = self._ready, []
+                ready = self._ready
+                self._ready = []
                 return ready
-            call, self._call = self._call, None
+            call = self._call
+            self._call = None
             while not wait_for([call], timeout=POLL_S).done:
                 check_stop()
             self._ready += [(sample, self._next(sample, reply)) for sample, reply in zip(*call.result(), strict=True)]
 
     def _next(self, sample: int, reply: Reply | None) -> list[int] | None:
         """Return the tokens of a reply (None: the environment has ended the episode, or failed); None: it ends here."""
-        episode, runner = self.episodes[sample], self.runner
+        episode = self.episodes[sample]
+        runner = self.runner
         if reply is None:
             episode.over = True
             return None

@@ -108,7 +108,8 @@ def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str
 
 def _check_top_k(config: Config, trust_remote_code: bool) -> None:
     """Raise ValueError where teacher.top_k is more than all tokens of student or teacher, by their config.json."""
-    top_k, base = config.teacher.top_k, config.model
+    top_k = config.teacher.top_k
+    base = config.model
     if top_k is None:
         return
     configs = [load_model_config(base.path, revision=base.revision, trust_remote_code=trust_remote_code)]
@@ -140,7 +141,8 @@ def _with_our_tokens(
     """Return the tokenizer of another model that reads the policy's tokens. Raises ValueError where a token of either
     has another id, or none, in the other.
     """
-    base, options = config.model, {"trust_remote_code": trust_remote_code, "needs_eos": False}
+    base = config.model
+    options = {"trust_remote_code": trust_remote_code, "needs_eos": False}
     tokenizer = load_tokenizer(path, revision=revision, **options)
     theirs = tokenizer.get_vocab()
     ours = load_tokenizer(base.path, revision=base.revision, **options).get_vocab()
@@ -163,7 +165,8 @@ def build_reward_model(
     if is_reward_adapter(path):
         attach_reward_adapter(policy, path)
         return None
-    label, device = config.reward.model_label, policy.device
+    label = config.reward.model_label
+    device = policy.device
     return load_reward_model(path, dtype=dtype, label=label, device=device, trust_remote_code=trust_remote_code)
 
 
@@ -185,7 +188,9 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
     """Give the policy the critic of `critic.kind`, started from `critic.path`. Raises ValueError for one that does not
     fit.
     """
-    kind, run, folder = config.critic.kind, critic_run(config), Path(config.critic.path or "")
+    kind = config.critic.kind
+    run = critic_run(config)
+    folder = Path(config.critic.path or "")
     assert kind is not None, "config/schema.py fills it in"
     if config.critic.path is not None:
         # The critic of a run reads the tokens of that run's policy; its checkpoint may be of adapters alone.
@@ -203,7 +208,8 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
         few_tokens(model, path=config.critic.path or config.model.path)
         model.requires_grad_(not config.lora.enabled)
         policy.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
-    head, score = policy.value_head, getattr(model, "score", None)
+    head = policy.value_head
+    score = getattr(model, "score", None)
     assert head is not None
     if model is not None and score is not None and len(score.weight) == 1:
         bias = getattr(model.config, SCORE_OFFSET, score.bias)  # the offset is the bias of tinyrl's own
@@ -224,7 +230,8 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
 
 def _separate_model(config: Config, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Load the model of a separate critic, before adapters of its own; a classification model comes with `score`."""
-    path, run = config.critic.path, critic_run(config)
+    path = config.critic.path
+    run = critic_run(config)
     if run is not None:
         model = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:

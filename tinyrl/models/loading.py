@@ -40,7 +40,8 @@ from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
 from tinyrl.text import truncate
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TRIED_TEXTS = (  # on which a tokenizer is compared with its file: what pre-tokenizers and normalizers treat differently
     "what is 650841823 plus 2023",
     "  12  345   6789 0",
@@ -149,7 +150,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
 
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a model's config.json. Raises ValueError when it cannot be read."""
-    resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
+    resolved = resolve_model_path(path)
+    revision = revision or HUB_DEFAULT
     with reading(f"cannot load a model from {path!r} (config.json)", resolved):
         return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
 
@@ -166,7 +168,8 @@ def load_causal_lm(
     """Load a causal LM in `dtype`, with every dropout off. Raises ValueError when it cannot be read, or is incomplete.
     random_init draws the weights from torch's generator.
     """
-    resolved, revision = resolve_model_path(path), revision or HUB_DEFAULT
+    resolved = resolve_model_path(path)
+    revision = revision or HUB_DEFAULT
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     if quantization is not None and find_spec("bitsandbytes") is None:
@@ -202,7 +205,8 @@ def check_vocabulary(
     """Raise ValueError when EOS, a token of ordinary text, or an added token that another model can sample (it has
     `sampled` rows) has no row in the model's embedding.
     """
-    rows, added = embedding_rows(model), tokenizer.added_tokens_decoder
+    rows = embedding_rows(model)
+    added = tokenizer.added_tokens_decoder
     for token, number in tokenizer.get_vocab().items():
         if number >= rows and (number < sampled or number not in added or number == tokenizer.eos_token_id):
             missing = f"there is none for {truncate(token)!r} (token {number}) of the tokenizer"

@@ -182,5 +182,6 @@ def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
     """Return A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32; None where it has no branch."""
     if adapter is None or not isinstance(module, LoraLayer) or adapter not in module.lora_A:
         return None
-    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    a = module.lora_A[adapter].weight
+    b = module.lora_B[adapter].weight
     return a.detach(), b.detach() * module.scaling[adapter]  # pyright: ignore

@@ -27,10 +27,13 @@ from tinyrl.runs.launched import Launched, launched
 from tinyrl.runs.signals import check_stop
 
 FOREVER = timedelta(days=14)  # the timeout of exchanges: a rank may sample or save for long
-SHORTEST_S, LONGEST_S = 5e-5, 5e-3  # polling interval of an exchange
+SHORTEST_S = 5e-5
+LONGEST_S = 5e-3  # polling interval of an exchange
 ARRIVES_S = 0.5  # time for the last message of a rank that has left
-PATIENCE_S, SAID_S = 30.0, 2.0  # other ranks wait for rank 0 to save, and to leave with an error
-LEFT, MAIN_LEFT = "tinyrl/left", "tinyrl/main_left"  # keys of the store
+PATIENCE_S = 30.0
+SAID_S = 2.0  # other ranks wait for rank 0 to save, and to leave with an error
+LEFT = "tinyrl/left"
+MAIN_LEFT = "tinyrl/main_left"  # keys of the store
 BUCKET_BYTES = 1 << 26  # gradients are summed in buffers of this size, not copied all at once
 CHECK_EVERY = 25  # steps between comparisons of the ranks' weights
 
@@ -44,9 +47,13 @@ class World:
 
     def __init__(self, launch: Launched | None = None, store: Store | None = None) -> None:
         launch = launch or Launched()
-        self.rank, self.size, self.local_size = launch.rank, launch.world_size, launch.local_world_size
+        self.rank = launch.rank
+        self.size = launch.world_size
+        self.local_size = launch.local_world_size
         self.is_main = self.rank == 0
-        self.store, self.why_left, self.main_left = store, "", threading.Event()
+        self.store = store
+        self.why_left = ""
+        self.main_left = threading.Event()
         if store is not None:
             threading.Thread(target=self._watch, args=(store.clone(),), daemon=True).start()  # pyright: ignore
 

@@ -33,7 +33,8 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
     """
     if (embedded := starter_path(path)) is not None:
         return str(embedded)
-    folder, where = Path(os.path.expanduser(path)), f"{key}={truncate(path, 300)}"
+    folder = Path(os.path.expanduser(path))
+    where = f"{key}={truncate(path, 300)}"
     if os.path.isfile(folder):
         raise ValueError(f"{where} is a file; name the folder that holds config.json and *.safetensors")
     if not os.path.isdir(folder):

@@ -53,7 +53,8 @@ class SequenceRewardModel:
         device: torch.device,
     ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
-        self.tokenizer, self.device = tokenizer, device
+        self.tokenizer = tokenizer
+        self.device = device
         self.label = find_label(model.config, label)
         self.offset = float(getattr(model.config, SCORE_OFFSET, 0.0))
         self.max_tokens = classifier_max_tokens(model.config, tokenizer)
@@ -116,7 +117,8 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
     """Load a sequence-classification model. Raises ValueError when it cannot be read, is incomplete or scores otherwise
     than by its score head, and its subclass NoHead when the folder holds a language model.
     """
-    resolved, loaded = resolve_model_path(path), None
+    resolved = resolve_model_path(path)
+    loaded = None
     with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
         config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

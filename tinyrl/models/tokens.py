@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THOUGHTS = ("<think>", "</think>")
-STAND_IN, NAME = f"xx{secrets.token_hex(8)}", f"yy{secrets.token_hex(8)}"  # nobody can write them into a content
+STAND_IN = f"xx{secrets.token_hex(8)}"
+NAME = f"yy{secrets.token_hex(8)}"  # nobody can write them into a content
 _STAND_IN = re.compile(rf"{STAND_IN}(\d+)z")
 CONTEXT = 64  # characters before a text that may change its tokens
 MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
@@ -49,7 +50,8 @@ def markers_of(tokenizer: PreTrainedTokenizerBase) -> Markers:
     special, and those around thoughts.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    own, template = backend.get_vocab(with_added_tokens=False) if backend else {}, str(tokenizer.chat_template)
+    own = backend.get_vocab(with_added_tokens=False) if backend else {}
+    template = str(tokenizer.chat_template)
 
     def marks(text: str) -> bool:
         bracketed = re.fullmatch(r"[<\[{|]\S*[>\]}|]", text)
@@ -109,7 +111,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 @lru_cache(maxsize=8)
 def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the special tokens that a tokenizer adds before and behind a text."""
-    full, bare = [int(i) for i in tokenizer("a")["input_ids"]], token_ids(tokenizer, "a")  # pyright: ignore
+    full = [int(i) for i in tokenizer("a")["input_ids"]]
+    bare = token_ids(tokenizer, "a")  # pyright: ignore
     starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
     start = next(starts, None)
     return ([], []) if start is None else (full[:start], full[start + len(bare) :])
@@ -125,7 +128,8 @@ def _renamed(tokenizer: Any, markers: tuple[tuple[str, int], ...]) -> Tokenizer:
     kept |= {"post_processor": None, "truncation": None, "padding": None}
     for token in kept["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    model, vocab = kept["model"], kept["model"]["vocab"]
+    model = kept["model"]
+    vocab = kept["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: the place is the id
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     else:
@@ -143,7 +147,8 @@ def tokens_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
     """
     if before and not reads_parts_alike(tokenizer):
         for context in (before[-CONTEXT:], "\n"):  # a token may lie across the border
-            left, both = token_ids(tokenizer, context), token_ids(tokenizer, context + text)
+            left = token_ids(tokenizer, context)
+            both = token_ids(tokenizer, context + text)
             if both[: len(left)] == left:
                 return both[len(left) :]
     return token_ids(tokenizer, text)
@@ -165,7 +170,8 @@ def template_text(
     """Render messages through the tokenizer's chat template, with stand-ins for the markers in their contents. Raises
     ValueError where the template refuses them, renders nothing or too much, or does not mention one of the `variables`.
     """
-    template, roles = tokenizer.chat_template, ", ".join(message["role"] for message in messages[:8])
+    template = tokenizer.chat_template
+    roles = ", ".join(message["role"] for message in messages[:8])
     for name in variables:  # one that is not mentioned would have no effect
         if not re.search(rf"\b{re.escape(name)}\b", source := tokenizer.get_chat_template()):
             meant = did_you_mean(name, sorted({*re.findall(r"[A-Za-z_]\w*", source)}))
@@ -180,7 +186,8 @@ def template_text(
     with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
         if isinstance(template, str) and len(template) > MOST_CHARACTERS:
             raise ValueError(f"it has {len(template):,} characters; at most {MOST_CHARACTERS:,} are read")
-        messages, variables = disguised(tokenizer, messages), disguised(tokenizer, variables)
+        messages = disguised(tokenizer, messages)
+        variables = disguised(tokenizer, variables)
         try:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables))
         except MemoryError:

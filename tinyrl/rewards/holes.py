@@ -56,7 +56,8 @@ class Attack(NamedTuple):
 def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
     """Score right answers and wrong texts. None where fewer than two rows have different right answers."""
     right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
-    where, values = [*right], list(dict.fromkeys(right.values()))
+    where = [*right]
+    values = list(dict.fromkeys(right.values()))
     if len(values) < 2:
         return None
     fields = [_fields(as_messages(task.prompt(rows[i]))[-1]["content"], right[i], values) for i in where]
@@ -70,7 +71,8 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
             found[tuple(zip(*places, strict=True))] = score([where[r] for _, r in places], answers)
         return found
 
-    forms, kinds = HOLES["forms"], list[tuple[str, str, Texts]]()  # name, family, texts
+    forms = HOLES["forms"]
+    kinds = list[tuple[str, str, Texts]]()  # name, family, texts
     for name, template in HOLES["texts"].items():
         kinds.append((name, name, [_filled(template, each) for each in fields]))
     for name, template in HOLES["values"].items():
@@ -89,7 +91,8 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
     found = list[tuple[str, Hole]]()
     for (name, family, texts), of, is_high in zip(kinds, scores, high, strict=True):
         if is_high.sum() >= max(1, LEAST_SHARE * len(where)):
-            at, share = int(is_high.argmax()), is_high.sum() / max(1, (~np.isnan(of)).sum())
+            at = int(is_high.argmax())
+            share = is_high.sum() / max(1, (~np.isnan(of)).sum())
             found.append((family, Hole(name, float(share), texts[at] or "", float(of[at]), float(best[at]))))
     found.sort(key=lambda one: (-one[1].share, len(one[1].text)))
     holes = dict(reversed(found))
@@ -113,7 +116,8 @@ def is_wrong(text: str, right: str) -> bool:
     number or words.
     """
     for words in (lambda t: normalised_text(t).split(), lambda t: re.findall(r"[\w.+-]+", t)):
-        written, wanted = words(text), words(right)
+        written = words(text)
+        wanted = words(right)
         if wanted in (written[: len(wanted)], written[-len(wanted) :]):
             return False
     found = [marked_answer(text), first_number(text), last_number(text)]
@@ -132,7 +136,8 @@ def _filled(template: str | list[Any], fields: dict[str, Any]) -> str | None:
 
 def _fields(prompt: str, right: str, values: list[str]) -> dict[str, Any]:
     """Return what the templates name of a row; wrong values are other rows', or made up where there is only one."""
-    at, numeric = values.index(right), parse_number(right) is not None
+    at = values.index(right)
+    numeric = parse_number(right) is not None
     others = [v for v in values[at + 1 :] + values[:at] if is_wrong(v, right)]
     invented = "999983" if numeric else "something else"
     wrong, wrong_too = [*others[:2], invented, f"{invented}1"][:2]

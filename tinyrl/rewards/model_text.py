@@ -83,7 +83,9 @@ def reward_tokens(
     its own special tokens, and plain text gets those that the tokenizer adds. A BOS stands once, and stays when the
     beginning is cut off. Raises ValueError for an answer that no policy writes and messages that the template refuses.
     """
-    chat, variables, system = text_format.chat, text_format.chat_template, text_format.system_prompt
+    chat = text_format.chat
+    variables = text_format.chat_template
+    system = text_format.system_prompt
     templated = in_chat(tokenizer, chat)
     if prompt is None:
         if templated:
@@ -92,14 +94,16 @@ def reward_tokens(
                 "texts as they are, or give `prompt` and `completion`"
             )
         assert isinstance(answer, str)
-        prompt, answer = answer, ""
+        prompt = answer
+        answer = ""
     elif not isinstance(answer, str):
         *before, last = answer
         more = [f" with `{key}`" for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
         if last["role"] != "assistant" or more:
             what = f"not one of the role {last['role']!r:.40}{''.join(more)}"
             raise ValueError(f"an answer ends with a message of the assistant, all of it in `content`, {what}")
-        prompt, answer = [*as_messages(prompt), *before] if before else prompt, str(last["content"])
+        prompt = [*as_messages(prompt), *before] if before else prompt
+        answer = str(last["content"])
     if adapter:
         rendered = text_format.render(tokenizer, prompt)
         sampled = answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
@@ -128,7 +132,8 @@ def within(
     """Return the end of a prompt and its answer, `max_tokens` in all; a BOS that the prompt begins with stays. At
     least one token is the prompt's, if need be the answer's first.
     """
-    cut, tokens = len(prompt) + len(answer) - max_tokens, [*prompt, *answer]
+    cut = len(prompt) + len(answer) - max_tokens
+    tokens = [*prompt, *answer]
     if cut <= 0:
         return prompt, answer
     bos = prompt[:1] if prompt[:1] == [tokenizer.bos_token_id] and max_tokens > 1 else []

@@ -76,8 +76,13 @@ class Scorer:
         environment: Any = None,
         needed: bool = True,
     ) -> None:
-        self.task, self.tokenizer, self.policy, self.model = task, tokenizer, policy, model
-        self.policy_format, self.micro_batches, self.environment = policy_format, micro_batches, environment
+        self.task = task
+        self.tokenizer = tokenizer
+        self.policy = policy
+        self.model = model
+        self.policy_format = policy_format
+        self.micro_batches = micro_batches
+        self.environment = environment
         self.functions: list[FunctionReward | JudgeReward] = []
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
@@ -132,7 +137,9 @@ class Scorer:
 
     def forget(self) -> None:
         """Forget the completions since `metrics` was last asked, as those of an evaluation are no training step's."""
-        self._slowest, self._respaced, self._completions = 0.0, 0, 0
+        self._slowest = 0.0
+        self._respaced = 0
+        self._completions = 0
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the calls since the last time, on rank 0: seconds of the slowest row, the share of
@@ -179,13 +186,16 @@ class Scorer:
         wrong: the gold answer gets no score or does not win. Raises ExplainedByCheck where a function fails on all
         three, and on those of the next few prompts.
         """
-        rewards, why, has_gold = list[float](), "", self.task.gold(prompts[0].row) is not None
+        rewards = list[float]()
+        why = ""
+        has_gold = self.task.gold(prompts[0].row) is not None
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:FEW]:
             texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
             scores = self([prompt] * 3, [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts])
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
-            rewards, why = rewards or scores.rewards.tolist(), why or failed.get(min(failed, default=0), "")
+            rewards = rewards or scores.rewards.tolist()
+            why = why or failed.get(min(failed, default=0), "")
             if len(failed) < 3 or not (self.functions or self.uses_verifier):
                 break
         else:
@@ -219,7 +229,8 @@ class Scorer:
 
         def call() -> list[RowResults]:
             answers = self._reward_inputs(prompts, completions, transcripts)
-            texts, columns = [p.prompt for p in prompts], row_columns([p.row for p in prompts])
+            texts = [p.prompt for p in prompts]
+            columns = row_columns([p.row for p in prompts])
             columns |= {"completion_ids": completions}
             self._note_duplicates(prompts, answers)
             calls = []
@@ -335,8 +346,11 @@ class Scorer:
         )
 
     def _adapter_scores(self, prompts: list[PreparedPrompt], completions: list[list[int]], world: World) -> list[float]:
-        policy, tokenizer, end = self.policy, self._adapter_tokenizer, self.model_format.end(self._adapter_tokenizer)
-        room, of_text = positions_of(policy.causal.config.get_text_config()), {p.text: p.prompt for p in prompts}
+        policy = self.policy
+        tokenizer = self._adapter_tokenizer
+        end = self.model_format.end(self._adapter_tokenizer)
+        room = positions_of(policy.causal.config.get_text_config())
+        of_text = {p.text: p.prompt for p in prompts}
         asked = {text: self.model_format.render(tokenizer, prompt).tokens for text, prompt in of_text.items()}
         ended = [as_ended(tokenizer, sampled, end=end) for sampled in completions]
         pairs = [within(tokenizer, asked[p.text], answer, room) for p, answer in zip(prompts, ended, strict=True)]

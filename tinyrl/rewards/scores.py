@@ -29,7 +29,8 @@ def check_failure_streak(before: int, *, rows: int, failed: int, rewarded: int, 
     if bad < MAX_BAD_BATCHES:
         return bad
     if failing:
-        what, how = f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows", f"{failed} of {rows}"
+        what = f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows"
+        how = f"{failed} of {rows}"
         raise GuardStop(f"{what}, {bad} batches in a row (last: {how}). {first_failure}")
     why = "every score was None, so no reward applies. There is nothing to learn from"
     raise GuardStop(f"No completion got a reward, {bad} batches in a row (last: {rows} rows): {why}.")

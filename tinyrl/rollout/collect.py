@@ -36,7 +36,9 @@ class Collector:
     row_fingerprints: dict[str, str]  # of both splits
 
     def __init__(self, policy: Policy, task: Task, runner: EpisodeRunner | AgentRunner | None) -> None:
-        self.policy, self.task, self.runner = policy, task, runner
+        self.policy = policy
+        self.task = task
+        self.runner = runner
         self.world = policy.world
 
     @property
@@ -52,7 +54,9 @@ class Collector:
         self, rows: list[Row], *, limit: int = 1 << 30, openings: list[str | None] | None = None
     ) -> list[PreparedPrompt]:
         """Prepare prompts of rows, with openings of an environment or the given ones; limit: tokens of a prompt."""
-        where, runner, tokenizer = self.config.task, self.runner, self.policy.tokenizer
+        where = self.config.task
+        runner = self.runner
+        tokenizer = self.policy.tokenizer
         if openings is None and runner is not None:
             openings = runner.openings(self.task, rows)
         prepared = prepare_prompts(
@@ -71,7 +75,9 @@ class Collector:
 
     def check(self) -> list[str]:
         """Check the reference at step 0, and the reward on a gold answer; returns lines worth showing."""
-        config, prompts, policy = self.config, [prompt.tokens for prompt in self.train_prompts], self.policy
+        config = self.config
+        prompts = [prompt.tokens for prompt in self.train_prompts]
+        policy = self.policy
         temperature = config.generation.temperature
         check_reference(policy, prompts[:4], temperature=temperature, autocast=policy.accelerator.autocast)
         if not self.world.is_main:  # rank 0 calls the rewards
@@ -156,16 +162,21 @@ class Collector:
     def _sample(
         self, prompts: list[PreparedPrompt], requests: list[Request], group_size: int, options: SampleOptions
     ) -> tuple[list[Completion], list[Episode] | None]:
-        runner, engine, world = self.runner, self.engine, self.world
+        runner = self.runner
+        engine = self.engine
+        world = self.world
         assert not isinstance(runner, AgentRunner)
-        own, episodes = world.own(range(len(requests))), None
-        prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
+        own = world.own(range(len(requests)))
+        episodes = None
+        prompts = [prompts[i] for i in own]
+        requests = [requests[i] for i in own]
         if runner is None:
             completions = [one for group in engine.sample(requests, group_size, **options) for one in group]
         elif own:
             completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
         else:
-            completions, episodes = [], []
+            completions = []
+            episodes = []
         if world.size == 1:
             return completions, episodes
 
@@ -179,7 +190,8 @@ class Collector:
 
 def template_fault(policy: Policy) -> str | None:
     """Return what is wrong with the chat template for a policy that ends its turns; None if nothing is."""
-    where, ends = policy.config.task, eos_token_ids(policy, policy.tokenizer)
+    where = policy.config.task
+    ends = eos_token_ids(policy, policy.tokenizer)
     return answers.template_fault(policy.tokenizer, ends, chat=where.chat, variables=where.chat_template_kwargs)
 
 

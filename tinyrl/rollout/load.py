@@ -40,7 +40,8 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
     (LoRA's A) are drawn from run.seed. Raises ValueError for what a user can fix.
     """
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
-    model, trust = config.model, options.trust_remote_code
+    model = config.model
+    trust = options.trust_remote_code
     seed_generators(config.run.seed)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add up in another order
@@ -50,12 +51,15 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
     policy = build_policy(
         config, device=accelerator.device, dtype=accelerator.dtype, trust_remote_code=trust, teacher=teacher
     )
-    policy.config, policy.tokenizer, policy.accelerator = config, tokenizer, accelerator
+    policy.config = config
+    policy.tokenizer = tokenizer
+    policy.accelerator = accelerator
     policy.revision = model.revision
     policy.micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
     check_vocabulary(tokenizer, policy.causal, path=model.path)
     if policy.critic_model is not None:  # it reads the policy's tokens
-        rows, critic = embedding_rows(policy.causal), config.critic.path or model.path
+        rows = embedding_rows(policy.causal)
+        critic = config.critic.path or model.path
         check_vocabulary(tokenizer, policy.critic_model, path=critic, sampled=rows)
     end_at_turn_end(policy.causal, tokenizer, config.task)
     return policy
@@ -63,7 +67,8 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
 
 def _with_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
     """Record the date of the run, where the chat template asks for one; a resume has that of the start."""
-    before, task = config.task.chat_template_kwargs, config.task
+    before = config.task.chat_template_kwargs
+    task = config.task
     variables = {name: value for name, value in before.items() if name != DATE}
     if task.chat is not False and asks_for_date(tokenizer):
         variables[DATE] = before.get(DATE) or world().on_main(lambda: date.today().isoformat())
@@ -72,7 +77,9 @@ def _with_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
 
 def resolve_threads(policy: Policy) -> str:
     """Set torch's thread count (CPU only), by the model's width where run.threads is auto; returns a note."""
-    wanted, device, processes = policy.config.run.threads, policy.accelerator.device, policy.world
+    wanted = policy.config.run.threads
+    device = policy.accelerator.device
+    processes = policy.world
     if device.type != "cpu":
         return f"device {device} ({torch.cuda.get_device_name(device)})"
     if wanted != "auto":
@@ -117,7 +124,9 @@ def load_collector(
     else:
         runner = AgentRunner(config, positions=policy.positions)
     collector = Collector(policy, task, runner)
-    generation, longest, positions = config.generation, collector.longest_response, policy.positions
+    generation = config.generation
+    longest = collector.longest_response
+    positions = policy.positions
     if longest >= positions:
         between = longest - generation.max_new_tokens
         read = "" if runner is None else f" and up to {between} that are read between turns"

@@ -174,7 +174,8 @@ def token_rewards_of(samples: Sequence[Sample], kl: Tensor, *, kl_coef: float, s
     """Compute (B, T): the score (None: the reward) on the last token, less kl_coef * kl. An environment's rewards of
     turns are on the last token of each, and the reward's rest on the last of all.
     """
-    mask, turns = loss_mask(samples), turn_rewards(samples)
+    mask = loss_mask(samples)
+    turns = turn_rewards(samples)
     if scores is not None:
         return token_rewards(torch.nan_to_num(scores), kl, mask, kl_coef=kl_coef)
     rewards = rewards_of(samples)

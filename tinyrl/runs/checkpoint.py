@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
-_ASIDE, _WRITING, _DELETING = ".aside-", ".writing-", ".deleting-"
+_ASIDE = ".aside-"
+_WRITING = ".writing-"
+_DELETING = ".deleting-"
 _NAME = re.compile(rf"(?:{re.escape(_ASIDE)})?step-([0-9]+)")
 LEAST_SOUND = 2  # checkpoints that a full disk leaves, besides the one that gives way
 
@@ -72,7 +74,8 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
 
 def seal(folder: Path, step: int) -> None:
     """Write MANIFEST.json of the files in `folder`, everything flushed to disk."""
-    there, entries = sorted(p for p in folder.rglob("*") if p != folder / MANIFEST), {}
+    there = sorted(p for p in folder.rglob("*") if p != folder / MANIFEST)
+    entries = {}
     for path in filter(Path.is_file, there):
         entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
         _flush(path)

@@ -555,8 +555,10 @@ class Watch:
     """The findings of a run while it trains, each reported once. Looks get farther apart as its record grows."""
 
     def __init__(self, record: Path, config: dict[str, Any]) -> None:
-        self._record, self._config = record, config
-        self._next, self._warned = 0, set[str]()
+        self._record = record
+        self._config = config
+        self._next = 0
+        self._warned = set[str]()
 
     def look(self, step: int) -> list[str]:
         """Read metrics.jsonl, which ends with `step`, where a look is due; return a warning for each new finding."""

@@ -34,13 +34,20 @@ class Display:
     """Progress of one run. `silent`: of a process beside rank 0."""
 
     def __init__(self, *, num_steps: int, silent: bool = False) -> None:
-        self.num_steps, self.silent, self._live = num_steps, silent, False
-        self._step, self._first, self._started = 0, 0, time.monotonic()
-        self._status, self._named = "", False
+        self.num_steps = num_steps
+        self.silent = silent
+        self._live = False
+        self._step = 0
+        self._first = 0
+        self._started = time.monotonic()
+        self._status = ""
+        self._named = False
 
     def start(self, *, done: int = 0) -> None:
         """Start the status line, and the estimate of the time left, of a run of which `done` steps are done."""
-        self._step, self._first, self._started = done, done, time.monotonic()
+        self._step = done
+        self._first = done
+        self._started = time.monotonic()
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.silent
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
@@ -82,7 +89,8 @@ class Display:
     def close(self) -> None:
         if self._live:
             self._write(CLEAR)
-        self._live, self._status = False, ""
+        self._live = False
+        self._status = ""
 
     def note(self, text: str) -> None:
         """Print a line that stays: a warning, a choice made. Notes quote prompts and users' code."""

@@ -157,7 +157,8 @@ class HeldOut:
 def read_held_out(path: Path, notes: list[str]) -> HeldOut:
     """Read the samples of kind "eval" of a samples.jsonl."""
     by_step: dict[int, dict[int, HeldOutSample]] = {}
-    newest, last = -1, list[HeldOutSample]()
+    newest = -1
+    last = list[HeldOutSample]()
     for row in samples_of(path, notes, kind="eval"):
         if not isinstance(index := row.get("prompt_index"), int):
             continue
@@ -174,7 +175,8 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
             length=sum(len(text) for who, text in turns if who == "policy"),
         )
         if row["step"] > newest:
-            newest, last = row["step"], []
+            newest = row["step"]
+            last = []
         if row["step"] == newest:
             last.append(sample)
         firsts = by_step.setdefault(row["step"], {})
@@ -187,13 +189,15 @@ def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Read the completions of the last step in tokens.jsonl, at most MOST_COMPLETIONS. A token has `piece`, `chosen`
     (by the policy) and some of NUMBERS; `omitted` tokens are left out in the middle.
     """
-    step, kept = -1, list[dict[str, Any]]()
+    step = -1
+    kept = list[dict[str, Any]]()
     for row in json_lines(path, notes):
         tokens = row.get("tokens")
         if not isinstance(tokens, list) or row["step"] < step:
             continue
         if row["step"] > step:
-            step, kept = row["step"], []
+            step = row["step"]
+            kept = []
         if len(kept) < MOST_COMPLETIONS:
             tokens, omitted = _without_middle([one for one in tokens if isinstance(one, dict)], MOST_TOKENS)
             kept.append({**row, "tokens": tokens, "omitted": omitted})
@@ -256,7 +260,8 @@ def read_run(run_dir: Path) -> RunRecords:
     from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
     from tinyrl.runs.run_dir import nearest_run
 
-    metrics, notes = run_dir / "metrics.jsonl", list[str]()
+    metrics = run_dir / "metrics.jsonl"
+    notes = list[str]()
     if not (steps := read_steps(metrics, notes)):
         raise ValueError(f"{run_dir} is not a run with a finished step: see {metrics}.{nearest_run(run_dir)}")
     found: dict[str, dict[str, Any]] = {"config.yaml": {}, "env.json": {}}

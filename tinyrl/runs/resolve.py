@@ -109,7 +109,9 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
     """Raise ValueError where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
     model.path and critic.path as resolved.
     """
-    path, kind, found = config.critic.path, str(config.critic.kind), _run_at(config.critic.path)
+    path = config.critic.path
+    kind = str(config.critic.kind)
+    found = _run_at(config.critic.path)
     if path is None or not config.uses("critic"):
         return
     of_adapters = found is not None and found.lora.enabled

@@ -41,7 +41,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, *, wanted: bool = True) -> None:
-        self.file, self.wanted = folder / LOCK, wanted
+        self.file = folder / LOCK
+        self.wanted = wanted
         self._lock = FileLock(self.file, timeout=0, thread_local=False)
 
     def take(self) -> RunLock:
@@ -61,7 +62,8 @@ class RunLock:
     def release(self, *_: object) -> None:
         self._lock.release()
 
-    __enter__, __exit__ = take, release
+    __enter__ = take
+    __exit__ = release
 
 
 class RunDir:
@@ -70,7 +72,9 @@ class RunDir:
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
-        self.path, self.name, self.writes = path, path.name, writes
+        self.path = path
+        self.name = path.name
+        self.writes = writes
         self.lock = RunLock(path, wanted=writes)
         self.checkpoints = path / "checkpoints"
         self._records = [path / f"{name}.jsonl" for name in RECORDS]
@@ -99,7 +103,8 @@ class RunDir:
         """Append lines to a record, up to the first that would make it larger than `most_bytes`. Lines that the disk
         refuses are kept for the next call.
         """
-        size, lines = _length(file) + len(self._unwritten.get(file, b"")), list[bytes]()
+        size = _length(file) + len(self._unwritten.get(file, b""))
+        lines = list[bytes]()
         for row in rows:  # lazily: a full file costs one line
             line = json.dumps(json_safe(row)).encode() + b"\n"
             size += len(line)
@@ -207,7 +212,8 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
         raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")
     if name is None or not os.path.lexists(path := root / name):
         return
-    is_folder, config = path.is_dir() and not path.is_symlink(), path / "config.yaml"
+    is_folder = path.is_dir() and not path.is_symlink()
+    config = path / "config.yaml"
     is_run = is_folder and config.is_file() and config.read_bytes().startswith(b"method: ")
     if not is_run and not (is_folder and {file.name for file in path.iterdir()} <= {LOCK}):  # alone: of a killed start
         raise ValueError(f"--name {name}: {path} exists and is not a tinyrl run, so it is left alone")
@@ -224,7 +230,8 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
     made: as `check_new_run`, and while another process trains in it.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
-    root, stem = Path(output_dir), f"{config.method}-{Path(config.task.name or '').stem}-"
+    root = Path(output_dir)
+    stem = f"{config.method}-{Path(config.task.name or '').stem}-"
     while True:
         there = [p.name.removeprefix(stem) for p in root.iterdir()] if root.is_dir() else []
         last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)

@@ -16,7 +16,8 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import escape_control, format_bytes, format_number, format_short, join_truncated, one_line
 
 Line = dict[str, Any]
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"  # of a terminal
 MOST_TRIES = 8  # shown of a prompt
 PROMPT_CHARACTERS = 60
 MEANING = {
@@ -33,9 +34,11 @@ HARD = ("never", "forgotten")
 
 def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
     """Verify every checkpoint, oldest first; return a table with what to do with the newest sound one, or JSON."""
-    steps, found = read_steps(run.metrics, []), list[dict[str, Any]]()
+    steps = read_steps(run.metrics, [])
+    found = list[dict[str, Any]]()
     for folder in list_checkpoints(run.checkpoints):
-        step, size = checkpoint_step(folder), sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        step = checkpoint_step(folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
         found[-1]["metric"] = json_safe(to_float(steps.get(step, {}).get(BEST)))
     if as_json:
@@ -55,7 +58,8 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
 
 def summary(run: RunDir) -> str:
     """Return held-out metrics before and after, the files, and the next command."""
-    config, text = run.read_config(), list[str]()
+    config = run.read_config()
+    text = list[str]()
     lines = [line for line in read_steps(run.metrics, []).values() if any(key.startswith("eval/") for key in line)]
     if len(lines) >= 2:
         text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")

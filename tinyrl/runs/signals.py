@@ -28,7 +28,8 @@ class StopFlag:
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, leaves: bool = True) -> None:
         self.by: str | None = None
-        self.signals, self.leaves = signals, leaves
+        self.signals = signals
+        self.leaves = leaves
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:

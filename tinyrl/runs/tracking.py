@@ -40,7 +40,9 @@ class Trackers:
     """The trackers of `run.trackers`; one that raises is reported once and switched off."""
 
     def __init__(self, names: Sequence[str], run: Path, *, config: dict[str, Any], note: Callable[[str], None]) -> None:
-        self._run, self._config, self._note = run, config, note
+        self._run = run
+        self._config = config
+        self._note = note
         self._live: dict[str, Any] = dict.fromkeys(names)
 
     def _each(self, act: Callable[[str, Any], object]) -> None:

@@ -84,7 +84,8 @@ def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[Row]:
     rng = random.Random(f"lookup {split} {seed}")
     rows: dict[str, Row] = {}
     while len(rows) < num_rows:
-        question, world = draw_question(rng), f"{split} {seed} {len(rows)}"
+        question = draw_question(rng)
+        world = f"{split} {seed} {len(rows)}"
         if split_of(question.prompt) == split and question.prompt not in rows:
             answer = right_answer(world, question)
             rows[question.prompt] = {"prompt": question.prompt, "answer": answer, "world": world}

@@ -172,8 +172,10 @@ def load_splits(config: Config) -> tuple[list[Row], list[Row]]:
     """Load the training and held-out rows of a run: its task's own, or those of task.data and task.eval_data. Without
     eval_data some rows of data are held out. A file is read once, and no further than max_samples needs.
     """
-    task, where = load_task(config.task.name or "rows"), config.task
-    data, most = where.data, where.max_samples
+    task = load_task(config.task.name or "rows")
+    where = config.task
+    data = where.data
+    most = where.max_samples
 
     def read(source: str, most: int | None) -> list[Row]:
         placed = placed_rows(source, columns=where.columns, revision=where.revision, most=most)
@@ -201,7 +203,8 @@ def load_splits(config: Config) -> tuple[list[Row], list[Row]]:
         rows = read(data, rows_needed(most, split=True))
         train, held_out = train_eval_split(rows, prompt=task.prompt, seed=SPLIT_SEED)
     else:
-        train, held_out = own("train", data), own("eval", where.eval_data or data)
+        train = own("train", data)
+        held_out = own("eval", where.eval_data or data)
     return train[:most], held_out[:most]
 
 

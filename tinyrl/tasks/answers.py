@@ -172,7 +172,8 @@ def answer_tokens(
     if bos and prompt.tokens[:1] == [tokenizer.bos_token_id] and answer.lstrip().startswith(bos):
         answer = answer.lstrip().removeprefix(bos)
     if prompt.opened and answer.lstrip().startswith("<think>"):
-        thoughts, opened = answer.lstrip().removeprefix("<think>"), prompt.opened.removeprefix("<think>")
+        thoughts = answer.lstrip().removeprefix("<think>")
+        opened = prompt.opened.removeprefix("<think>")
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
     if in_chat(tokenizer, chat):
         closing = turn_closing(tokenizer, variables)
@@ -238,7 +239,8 @@ def render_answer(
 
 # ---- observations: an environment's reply behind the policy's turn ----
 
-REPLY, NEXT_REPLY = "environmentanswered", "environmentwenton"  # contents that are rendered, as ASKED and ANSWER
+REPLY = "environmentanswered"
+NEXT_REPLY = "environmentwenton"  # contents that are rendered, as ASKED and ANSWER
 
 
 @dataclass(frozen=True)
@@ -276,10 +278,14 @@ class ObservationTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool, variables: dict[str, Any], max_tokens: int) -> None:
-        self.tokenizer, self.chat, self.max_tokens = tokenizer, chat, max_tokens
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.max_tokens = max_tokens
         self.end = answer_end(tokenizer, chat=chat, variables=variables)
         around = _surroundings(tokenizer, variables) if chat else Surroundings("tool", "", None, "")
-        self._around, self.role, self.opened = around, around.role, open_thinking(around.after)
+        self._around = around
+        self.role = around.role
+        self.opened = open_thinking(around.after)
         self._closing = turn_closing(tokenizer, variables) if chat else ""
         # tokens of one observation
         self.most = max_tokens + len(token_ids(tokenizer, around.before)) + len(token_ids(tokenizer, around.after))
@@ -291,10 +297,13 @@ class ObservationTokens:
         as_messages = self.chat and ended_at is not None
         between = self._around.between if as_messages else None
         texts, cut = self.fitted(results, between=between)
-        context, before, after = "\n", "", ""
+        context = "\n"
+        before = ""
+        after = ""
         if as_messages:
             assert ended_at is not None
-            context, after = str(self.tokenizer.decode([ended_at])), self._around.after
+            context = str(self.tokenizer.decode([ended_at]))
+            after = self._around.after
             before = left_to_write(self.tokenizer, self._around.before, ended_at=ended_at, closing=self._closing)
         contents = (between or "").join(disguised(self.tokenizer, text) for text in texts)
         tokens = tokens_behind(self.tokenizer, context, f"{before}{contents}{after}")
@@ -366,7 +375,8 @@ def _surroundings(tokenizer: Tokenizer, variables: dict[str, Any]) -> Surroundin
     Some templates write every role that they do not know as the assistant, and so a tool's reply as another turn of
     the policy. Raises ValueError for a template that has no place for a reply.
     """
-    problem, texts = "", dict[str, str]()
+    problem = ""
+    texts = dict[str, str]()
     for role in ("assistant", "user", "tool"):
         try:
             texts[role] = _behind_answer(tokenizer, variables, role, [REPLY])
@@ -390,7 +400,8 @@ def _between_replies(tokenizer: Tokenizer, variables: dict[str, Any], before: st
         text = _behind_answer(tokenizer, variables, "tool", [REPLY, NEXT_REPLY])
     except ValueError:
         return None
-    start, end = before + REPLY, NEXT_REPLY + after
+    start = before + REPLY
+    end = NEXT_REPLY + after
     is_surrounded = text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end)
     return text[len(start) : len(text) - len(end)] if is_surrounded else None
 

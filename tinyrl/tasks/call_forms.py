@@ -23,12 +23,15 @@ from tinyrl.text import truncate, without_thoughts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-NAME, PARAMETER, VALUE = "look_up", "place", "Oslo"  # of the call that is rendered to see its form
+NAME = "look_up"
+PARAMETER = "place"
+VALUE = "Oslo"  # of the call that is rendered to see its form
 _PLACE = {"type": "object", "properties": {PARAMETER: {"type": "string", "description": "A city."}}}
 _TOOL = {"type": "function", "function": {"name": NAME, "description": "Look up.", "parameters": _PLACE}}
 _FUNCTION = {"name": NAME, "arguments": {PARAMETER: VALUE}}
 _CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}  # Mistral's ids have nine characters
-FUNCTION, ARGUMENT = "<function=", "<parameter="
+FUNCTION = "<function="
+ARGUMENT = "<parameter="
 HERMES = f"{OPEN}{{json}}{CLOSE}"
 _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and between two
 MAX_SCHEMA_DEPTH = 32  # of references that may lead in a circle
@@ -91,7 +94,8 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     """Return the form in which a model's chat template renders a call; Hermes' if it renders none. Raises ValueError
     for an unknown form.
     """
-    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}
+    user = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": ANSWER}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     variables = {**variables, "tools": [_TOOL]}
     plain, text = (template_text(tokenizer, [user, last], variables=variables) for last in (answer, called))
@@ -138,7 +142,8 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
     """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
     and JSON without a name is an answer.
     """
-    calls, at = list[Call](), 0
+    calls = list[Call]()
+    at = 0
     first = len(text) - len(text.lstrip())
     if marker:
         first = text.find(marker) if marker in text else len(text)
@@ -172,7 +177,8 @@ def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
     A call that may also be read otherwise is one that fails: no argument is ever shortened.
     """
     starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag)) >= 0]
-    calls, at = list[Call](), 0
+    calls = list[Call]()
+    at = 0
     while (opened := text.find(FUNCTION, at)) >= 0:
         end = _function_end(text, opened)
         if end is None:
@@ -205,7 +211,9 @@ def _function_end(text: str, opened: int) -> re.Match[str] | None:
 def _xml_call(written: str) -> Call:
     """Parse NAME>, and its parameters as texts, up to </function>."""
     name, _, body = written.rstrip().partition(">")
-    name, arguments, at = name.strip(), dict[str, Any](), 0
+    name = name.strip()
+    arguments = dict[str, Any]()
+    at = 0
     while at < len(body):
         start = _PARAMETER.match(body, at)
         if start is None:

@@ -29,7 +29,8 @@ def _generated() -> dict[str, list[Row]]:
     seen: set[str] = set()
     i = 0
     while any(len(splits[name]) < size for name, size in SIZES.items()):
-        row, i = _puzzle(i), i + 1
+        row = _puzzle(i)
+        i = i + 1
         if row is None:
             continue
         key = f"{sorted(row['numbers'])} {row['target']}"
@@ -54,7 +55,8 @@ def _puzzle(i: int) -> Row | None:
         return chosen
 
     numbers = [1 + pick(LARGEST_NUMBER) for _ in range(3 + pick(2))]
-    value, text = numbers[0], str(numbers[0])
+    value = numbers[0]
+    text = str(numbers[0])
     for number in numbers[1:]:
         sign = "+-*/"[pick(4)]
         # the side of the next number: "(3 + 4) - 50" and "50 - (3 + 4)" are both reached
@@ -72,7 +74,8 @@ def _puzzle(i: int) -> Row | None:
 
 
 def prompt(row: Row) -> str:
-    numbers, target = row["numbers"], row["target"]
+    numbers = row["numbers"]
+    target = row["target"]
     if not isinstance(numbers, list) or not numbers or not all(type(n) is int for n in numbers):
         raise ValueError(f"'numbers' must be a list of whole numbers such as [3, 7, 25], not {numbers!r:.60}")
     if type(target) is not int:

@@ -88,7 +88,8 @@ def parse_number(value: Any) -> Fraction | None:
     above, slash, below = text.partition("/")
     if not slash:
         return _decimal(text.removesuffix("."))
-    number, divisor = _decimal(above.strip()), _decimal(below.strip().removesuffix("."))
+    number = _decimal(above.strip())
+    divisor = _decimal(below.strip().removesuffix("."))
     return number / divisor if number is not None and divisor else None
 
 
@@ -102,7 +103,8 @@ def _decimal(text: str) -> Fraction | None:
 
 def numbers_equal(a: Any, b: Any) -> bool:
     """Return whether both are the same number: 1,000 == 1000.00 == "$1000."; a percent sign is decoration."""
-    first, second = parse_number(a), parse_number(b)
+    first = parse_number(a)
+    second = parse_number(b)
     return first is not None and first == second
 
 

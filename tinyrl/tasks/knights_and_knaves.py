@@ -24,7 +24,10 @@ from tinyrl.tasks.grading import by_row, tagged, think_answer_format
 
 HUB = {"train": "K-and-K/knights-and-knaves:train@3ppl", "eval": "K-and-K/knights-and-knaves:test@3ppl"}
 HUB_COLUMNS = {"prompt": "quiz", "answer": "solution_text_format"}
-RIGHT, WRONG, UNREADABLE, BAD_FORMAT = 1.0, -0.5 / 3, -1.0 / 3, -1.0
+RIGHT = 1.0
+WRONG = -0.5 / 3
+UNREADABLE = -1.0 / 3
+BAD_FORMAT = -1.0
 INSTRUCTION = (
     "Think first, inside <think> </think>. Then state who everybody is inside <answer> </answer>, one person a line, "
     "like this:\n<answer>\n(1) Zoey is a knight\n(2) Oliver is a knave\n</answer>"
@@ -54,7 +57,8 @@ def score(text: str, row: Row) -> float:
     """Return 1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
     if not think_answer_format(text):
         return BAD_FORMAT
-    wanted, roles = _roles(row["answer"]), answer(text)
+    wanted = _roles(row["answer"])
+    roles = answer(text)
     if roles is None or wanted is None or {name for name, _ in roles} != {name for name, _ in wanted}:
         return UNREADABLE
     return RIGHT if roles == wanted else WRONG

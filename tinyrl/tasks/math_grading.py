@@ -31,7 +31,8 @@ def score(text: str, row: Row) -> float | None:
     """Return 1.0 if a completion's answer equals the row's `answer`, 0.0 if not, None if the row has none, or one that
     cannot be read.
     """
-    reference, marked = row.get("answer"), marked_answer(text)
+    reference = row.get("answer")
+    marked = marked_answer(text)
     if reference is None or not str(reference).strip():
         return None
     wanted = _plain(marked_answer(str(reference)) or str(reference))

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Chat = Literal["auto"] | bool  # task.chat
-ASKED, ANSWER = "usersaid", "policysaid"  # contents that are rendered to see what the template writes around them
+ASKED = "usersaid"
+ANSWER = "policysaid"  # contents that are rendered to see what the template writes around them
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def prepare_prompts(
         one = PreparedPrompt(index, row, own, done.text, done.tokens, done.opened)
         (long if len(one.tokens) > max_prompt_tokens else prepared).append(one)
     if long and (on_overlong_prompt == "error" or not prepared):
-        first, longest = long[0], max(len(one.tokens) for one in long)
+        first = long[0]
+        longest = max(len(one.tokens) for one in long)
         raise ValueError(
             f"{len(long)} of {len(rows)} prompts have more than "
             f"generation.max_prompt_tokens={max_prompt_tokens} tokens "
@@ -99,7 +101,8 @@ def render_prompt(
     a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an EOS. Raises ValueError if
     that cannot be done.
     """
-    prompt, variables = prompt_of(prompt), variables or {}
+    prompt = prompt_of(prompt)
+    variables = variables or {}
     if variables and not tokenizer.chat_template:
         raise ValueError(f"task.chat_template_kwargs={variables}, but this model's tokenizer has no chat template")
     if not in_chat(tokenizer, chat):
@@ -107,7 +110,8 @@ def render_prompt(
             why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
             raise ValueError(f"the prompt is a list of chat messages, but {why}; give prompts as text")
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
-        tokens, opened = token_ids(tokenizer, text), re.search(r"<think>\s*\Z", text[-200:])
+        tokens = token_ids(tokenizer, text)
+        opened = re.search(r"<think>\s*\Z", text[-200:])
         bos = [] if tokens[:1] == [tokenizer.bos_token_id] else added_around(tokenizer)[0]
         return Rendered(text, bos + tokens, opened.group() if opened else "")
     messages = asked_messages(prompt, system_prompt)

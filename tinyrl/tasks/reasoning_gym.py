@@ -41,7 +41,8 @@ def generate(spec: str | None, split: str, seed: int) -> list[Row]:
             raise ValueError(f"task.data: reasoning-gym has no family '{name}' among its {len(DATASETS)}.{near}")
         settings = {key: yaml.safe_load(value) for key, value in urllib.parse.parse_qsl(query)}
         families.append((name, json.dumps(settings, sort_keys=True)))
-    each, drawn = SIZES[split] // len(families), 2 * seed + (split == "eval")
+    each = SIZES[split] // len(families)
+    drawn = 2 * seed + (split == "eval")
     seen = {row["prompt"] for row in generate(spec, "eval", seed)} if split == "train" else set[str]()
     problems = [_problems(name, settings, drawn, each) for name, settings in families]
     rows = list[Row]()
@@ -68,7 +69,8 @@ def _problems(name: str, settings: str, seed: int, size: int) -> Any:
 
 def score(text: str, row: Row) -> float:
     """Return reasoning-gym's own score, 0 to 1, of the text in <answer></answer>, or of all if there is none."""
-    inside, where = marked_answer(text), row["problem"]
+    inside = marked_answer(text)
+    where = row["problem"]
     problems = _problems(where["family"], where["settings"], where["seed"], where["size"])
     return float(problems.score_answer(text.strip() if inside is None else inside.strip(), problems[where["index"]]))
 

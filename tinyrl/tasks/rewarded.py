@@ -10,7 +10,8 @@ from tinyrl.data.readers import Row
 from tinyrl.tasks import Task
 from tinyrl.text import did_you_mean, join_truncated
 
-CORRECT, WHY = "correct", "why"  # in a hint: another right response of the group; texts of reward or environment
+CORRECT = "correct"
+WHY = "why"  # in a hint: another right response of the group; texts of reward or environment
 HOW_TO_REWARD = "Give reward.functions=[{use: FILE.py:FUNCTION}] or reward.model=PATH"
 
 

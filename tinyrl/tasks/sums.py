@@ -18,7 +18,8 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row, last_number, numbers_equal
 
 NUM_ROWS = {"train": 4096, "eval": 512}
-SMALLEST, LARGEST = 2, 999
+SMALLEST = 2
+LARGEST = 999
 FARTHEST = 100  # of a wrong sum from the right one
 
 

@@ -60,7 +60,10 @@ class ChatSession(ExitStack):
 
     def __init__(self, target: Target, *, options: Options) -> None:
         super().__init__()
-        self.target, self.options, config, generation = target, options, target.config, target.config.generation
+        self.target = target
+        self.options = options
+        config = target.config
+        generation = target.config.generation
         self.policy = load_policy(config, options=options)
         self.task = load_task(config.task.name or "rows", grading=config.task.grading)
         self.runner = load_episode_runner(config, tokenizer=self.policy.tokenizer, policy=self.policy)
@@ -75,7 +78,8 @@ class ChatSession(ExitStack):
         self.engine = HfEngine(self.policy, self.policy.tokenizer, settings)
         self.engine.look_every = 1
         self.chats = in_chat(self.policy.tokenizer, config.task.chat)
-        self.greedy, self.turn = False, 0
+        self.greedy = False
+        self.turn = 0
         self.scorer: Scorer | None = None
         self.reset()
 
@@ -123,7 +127,8 @@ class ChatSession(ExitStack):
             self.scorer = load_scorer(self.target.config, self.task, **given)
             self.callback(self.scorer.close)
             self.scorer.start()
-        answer, episodes = self.answer, None if self.answer.episode is None else [self.answer.episode]
+        answer = self.answer
+        episodes = None if self.answer.episode is None else [self.answer.episode]
         scored = self.scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
         named = dict(zip(self.scorer.names, scored.scores[0].tolist(), strict=True))
         why = scored.failures[0].reason if scored.failures else None
@@ -133,10 +138,16 @@ class ChatSession(ExitStack):
         """Prepare a prompt, or that of a held-out row by its number. Raises ValueError for a number that no row has,
         and for a prompt of one's own if the environment reads columns, which only rows have.
         """
-        where, runner = self.target.config.task, self.runner
-        task, row, index, openings = load_task("rows"), {"prompt": asked}, self.turn, None
+        where = self.target.config.task
+        runner = self.runner
+        task = load_task("rows")
+        row = {"prompt": asked}
+        index = self.turn
+        openings = None
         if isinstance(asked, int):
-            task, rows, index = self.task, load_split(self.target.config, "eval"), asked
+            task = self.task
+            rows = load_split(self.target.config, "eval")
+            index = asked
             if not 0 <= index < len(rows):
                 raise ValueError(f"there is no held-out row {index}: /prompt 0 to {len(rows) - 1}")
             row = rows[index]
@@ -173,7 +184,8 @@ class ChatSession(ExitStack):
             on_text("policy", written.end())
             on_text("environment", str(tokenizer.decode(tokens, skip_special_tokens=True)))
 
-        self.engine.on_tokens, self.engine.on_reply = lambda tokens: on_text("policy", written.add(tokens)), reply
+        self.engine.on_tokens = lambda tokens: on_text("policy", written.add(tokens))
+        self.engine.on_reply = reply
         if self.runner is None:
             [[completion]] = self.engine.sample([request], 1, **key)
             on_text("policy", written.end())

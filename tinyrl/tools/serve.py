@@ -54,7 +54,9 @@ def served(
     target: Target, *, options: Options, max_rows: int, key: str | None = None, hosts: list[str] | None = None
 ) -> Iterator[Endpoint]:
     """Load a target and yield its endpoint. hosts: names it may be called by. Raises ValueError for bad settings."""
-    config, generation, has_run = target.config, target.config.generation, target.checkpoint is not None
+    config = target.config
+    generation = target.config.generation
+    has_run = target.checkpoint is not None
     policy = load_policy(config, options=options)
     if target.checkpoint is not None:
         policy.load(target.checkpoint, only="policy")

@@ -59,7 +59,8 @@ class Dpo(RowMethod):
         self.forget()
 
     def forget(self) -> None:
-        train, held_out = torch.zeros(len(self.train_rows), 3), torch.zeros(len(self.held_out), 3)
+        train = torch.zeros(len(self.train_rows), 3)
+        held_out = torch.zeros(len(self.held_out), 3)
         self.reference: dict[Split, Tensor] = {"training": train, "held-out": held_out}
 
     @property
@@ -97,7 +98,8 @@ class Dpo(RowMethod):
 
     def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
         """Look up or compute what the reference says of the pairs, then make the pass over them."""
-        reference, kl = None, 0.0
+        reference = None
+        kl = 0.0
         if self.policy.has_reference:
             with run.timed("reference"):
                 reference = self.reference_logprobs("training", rows)
@@ -127,7 +129,8 @@ class Dpo(RowMethod):
         """Return accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
         pairs = [pair for row in self.held_out[: self.config.run.eval_prompts] for pair in row]
         policy = logprobs_of(self.policy, "policy", pairs)
-        reference, kl = self.reference_logprobs("held-out", range(len(pairs))), reference_point(self, pairs)
+        reference = self.reference_logprobs("held-out", range(len(pairs)))
+        kl = reference_point(self, pairs)
         loss, metrics = preference_loss(self.config.dpo, policy, reference, pairs, kl=kl)
         named = {name: float(metrics[f"rewards/{name}"]) for name in ("accuracy", "margin")}
         sides = {name: float(metrics[name]) for name in ("rewards/chosen", "rewards/rejected")}
@@ -137,7 +140,8 @@ class Dpo(RowMethod):
         """Return (B, 2) of chosen and rejected, computed at first use; None where the loss needs no reference."""
         if not self.policy.has_reference:
             return None
-        pairs, known = self.train_rows if split == "training" else self.held_out, self.reference[split]
+        pairs = self.train_rows if split == "training" else self.held_out
+        known = self.reference[split]
         new = [row for row in dict.fromkeys(rows) if not known[row, 2]]
         if new:
             known[new, :2] = logprobs_of(self.policy, "reference", [pairs[row][0] for row in new])
@@ -183,9 +187,11 @@ def preference_loss(
         assert dpo.loss == "simpo", dpo.loss
         gamma = dpo.target_margin
         return simpo_loss(chosen, rejected, beta=dpo.beta, target_margin=gamma, denominator=denominator)
-    policy, reference = logprobs, reference.to(logprobs)
+    policy = logprobs
+    reference = reference.to(logprobs)
     if dpo.loss == "ipo":
-        policy, reference = policy / lengths, reference / lengths
+        policy = policy / lengths
+        reference = reference / lengths
     four = (*policy.unbind(1), *reference.unbind(1))
     if dpo.loss in ("ipo", "ipo_sum"):
         return ipo_loss(*four, beta=dpo.beta, denominator=denominator)

@@ -80,7 +80,8 @@ class Grpo(OnPolicy):
 
         surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
         """
-        config, teacher = self.config.grpo, self.teacher
+        config = self.config.grpo
+        teacher = self.teacher
         states = self.policy.policy_states(batch)
         logprobs, entropy = self.policy.logprobs(
             "policy", batch, temperature=self.temperature, states=states, entropy_grad=config.entropy_coef > 0
@@ -111,7 +112,9 @@ class Grpo(OnPolicy):
         before that: groups selected by their rewards would bias them. Spread is that of the scores: a group that is all
         wrong stays one whatever length penalties say, and would teach to be short and nothing else.
         """
-        config, size, weights = self.config.grpo, self.group_size, self.collector.scorer.weights
+        config = self.config.grpo
+        size = self.group_size
+        weights = self.collector.scorer.weights
         rows = self.collector.train_prompts
         prompts = self.prompts(step)
         samples = self.collect(prompts, step)
@@ -148,9 +151,11 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
     Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: normalised
     together, as in verl, a group of equal rewards would be driven by the KL alone, whatever kl_coef is.
     """
-    scores, group_size = rewards_of(samples), config.group_size
+    scores = rewards_of(samples)
+    group_size = config.group_size
     if config.advantage in ("reinforce++", "reinforce++-baseline"):
-        mask, against_group = loss_mask(samples), None
+        mask = loss_mask(samples)
+        against_group = None
         if config.advantage == "reinforce++-baseline":  # REINFORCE++-baseline: against the group first
             against_group = group_advantages(scores, group_size=group_size, scale="none")
         kl_coef = config.kl_coef if config.kl_in_reward else 0.0

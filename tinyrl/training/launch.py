@@ -52,7 +52,8 @@ def start(
     check_trackers(config.run.trackers)
     with contextlib.ExitStack() as undo:
         method = _load(resolve(config), options=options, undo=undo)
-        policy, world = method.policy, method.world
+        policy = method.policy
+        world = method.world
         notes = [resolve_threads(policy), *schedule_notes(policy.config), *method.check()]
         if policy.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
             run_section = policy.config.run.model_copy(update={"threads": torch.get_num_threads()})
@@ -99,7 +100,8 @@ def _check_alike(method: Method, checkpoint: str) -> None:
 
 def write_environment(folder: RunDir, method: Method, *, options: Options, command: list[str]) -> None:
     """Write env.json of a run that trains `method`."""
-    device, processes = method.policy.accelerator.device, method.world.size
+    device = method.policy.accelerator.device
+    processes = method.world.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     facts = provenance(
         command,
@@ -220,7 +222,8 @@ def fork(
         path = open_run(run_path).checkpoints / checkpoints.checkpoint_name(int(number))
         if not path.is_dir():
             raise ValueError(f"{run_path} has no checkpoint of step {number}: `tinyrl show {run_path}` lists those")
-    old, checkpoint = open_run(run_of(path) or path), checkpoints.checkpoint_of(path)
+    old = open_run(run_of(path) or path)
+    checkpoint = checkpoints.checkpoint_of(path)
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
@@ -347,7 +350,8 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
     """Hash a run's inputs; `known` files again only where size or time of change differ."""
     files: dict[str, SourceFile] = {}
     for name, path in _files(config):
-        stat, before = path.stat(), known.get(name)
+        stat = path.stat()
+        before = known.get(name)
         if before is None or (before.bytes, before.modified) != (stat.st_size, stat.st_mtime_ns):
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -34,7 +34,8 @@ class Method:
     row_fingerprints: dict[str, str]  # of both splits
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.world = policy, policy.world
+        self.policy = policy
+        self.world = policy.world
 
     @property
     def config(self) -> Config:

@@ -55,10 +55,12 @@ class OnPolicy(Method):
 
     def __init__(self, collector: Collector) -> None:
         super().__init__(collector.policy)
-        self.collector, self.row_fingerprints = collector, collector.row_fingerprints
+        self.collector = collector
+        self.row_fingerprints = collector.row_fingerprints
         self.by_index = {prompt.index: prompt for prompt in collector.train_prompts}
         self.texts = {prompt.index: prompt.text for prompt in collector.train_prompts}
-        self.temperature, self.group_size = self.config.generation.temperature, self.config.on_policy.group_size
+        self.temperature = self.config.generation.temperature
+        self.group_size = self.config.on_policy.group_size
         self.teacher: Teacher | None = None
         if self.config.learns_from_teacher:
             from tinyrl.training.teacher import LocalTeacher, ServerTeacher  # with the client of servers
@@ -118,12 +120,15 @@ class OnPolicy(Method):
 
     def begin(self, run: Run) -> None:
         """Collect samples for a run from now on."""
-        self.run, self.state = run, run.state
+        self.run = run
+        self.state = run.state
         self._retried: set[str] = set()  # rewards that were warned of
-        kind, task = PromptSampler, self.config.task
+        kind = PromptSampler
+        task = self.config.task
         if task.sampler == "difficulty":
             kind = partial(PassRates, record=self.state.controllers.pass_rates)
-        prompts, size = self.collector.train_prompts, self.config.on_policy.num_prompts
+        prompts = self.collector.train_prompts
+        size = self.config.on_policy.num_prompts
         self.sampler = kind(prompts, size, self.config.run.seed, task.solved_reward)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
@@ -145,7 +150,8 @@ class OnPolicy(Method):
                 self._retried.add(function.name)
                 self.run.display.note(f"warning: `{function.name}` was tried row by row: on the whole batch it {why}")
         failed = [sample for sample in samples if sample.failures]
-        lost, sentence = sum(not sample.rewarded for sample in failed), ""
+        lost = sum(not sample.rewarded for sample in failed)
+        sentence = ""
         if failed:
             sentence = describe_failure(self.by_index[failed[0].row].prompt, failed[0].failures[0])
             self.run.display.note(
@@ -165,7 +171,8 @@ class OnPolicy(Method):
             ]
             self.run.folder.append(self.run.folder.failed_rewards, lines)
         if self.config.trains.rewarded:
-            controllers, rewarded = self.state.controllers, sum(sample.rewarded for sample in samples)
+            controllers = self.state.controllers
+            rewarded = sum(sample.rewarded for sample in samples)
             counts = {"rows": len(samples), "failed": lost, "rewarded": rewarded}
             streak = check_failure_streak(controllers.failing_batches, **counts, first_failure=sentence)
             controllers.failing_batches = streak
@@ -253,7 +260,8 @@ class OnPolicy(Method):
         """
         if not self.world.is_main:
             return
-        folder, settings = self.run.folder, self.config.run
+        folder = self.run.folder
+        settings = self.config.run
         how: dict[str, Any] = {"prompts": self.texts, "group_size": self.group_size}
         if self.run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
             with stop_held(), self.run.timed("evaluation"):
@@ -264,7 +272,8 @@ class OnPolicy(Method):
                 numbered = ({"step": step + 1, **line} for line in lines)
                 room = MOST_TOKEN_BYTES * (step + 1) / settings.num_steps
                 folder.append(folder.tokens, numbered, most_bytes=room)
-        scorer, first = self.collector.scorer, samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
+        scorer = self.collector.scorer
+        first = samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
         texts = [completion_text(sample, scorer) for sample in first]
         if advantages.dim() == 2:
             advantages = masked_mean(advantages, loss_mask(samples), dim=1)

@@ -86,7 +86,8 @@ class Ppo(OnPolicy):
         return True
 
     def train(self, run: Run) -> None:
-        config, critic = self.config.ppo, self.config.critic
+        config = self.config.ppo
+        critic = self.config.critic
         self.begin(run)
         for step in run.steps():
             controllers = run.state.controllers
@@ -135,7 +136,8 @@ class Ppo(OnPolicy):
         """Return the passes of an optimizer step: of policy and critic, or of both at once on one backbone; of the
         critic alone while it warms up; over text where there is a ppo.ptx_coef.
         """
-        config, counts = self.config.ppo, Counts.of(minibatch)
+        config = self.config.ppo
+        counts = Counts.of(minibatch)
         of_policy = {
             "counts": counts,
             "kl_coef": 0.0 if config.kl_in_reward or not self.policy.has_reference else kl_coef,
@@ -164,7 +166,8 @@ class Ppo(OnPolicy):
 
         surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
         """
-        config, teacher = self.config.ppo, self.teacher
+        config = self.config.ppo
+        teacher = self.teacher
         states = self.policy.policy_states(batch) if states is None else states
         logprobs, entropy = self.policy.logprobs(
             "policy", batch, temperature=self.temperature, states=states, entropy_grad=config.entropy_coef > 0
@@ -225,7 +228,8 @@ class Ppo(OnPolicy):
     # ---- values and text ----
 
     def predict_values(self, samples: list[Sample]) -> None:
-        policy, role = self.policy, self.policy.value_role
+        policy = self.policy
+        role = self.policy.value_role
 
         def compute(batch: Batch) -> tuple[Tensor]:
             return (policy.values(batch, states=None if role == "critic" else policy.policy_states(batch)),)
@@ -252,7 +256,8 @@ def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Compute 1 - Var(returns - values) / Var(returns) over the mask; 0 when the returns do not vary."""
-    chosen, predicted = returns[mask], values[mask]
+    chosen = returns[mask]
+    predicted = values[mask]
     variance = chosen.var() if len(chosen) > 1 else torch.zeros(())
     return float(1.0 - (chosen - predicted).var() / variance) if variance > 0 else 0.0
 

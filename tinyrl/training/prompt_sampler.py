@@ -48,14 +48,16 @@ class PromptSampler:
     def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
         """Add a group of rewards for each of `prompts`, one after another; NaN: none."""
         rewards = rewards.reshape(len(prompts), -1)
-        tried, right = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
+        tried = (~rewards.isnan()).sum(1).tolist()
+        right = (rewards >= self.solved_reward).sum(1).tolist()
         for prompt, n, won in zip(prompts, tried, right, strict=True):
             _, before, before_right = self.counts.get(prompt.index, ("", 0, 0))
             self.counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
 
     def take(self, step: int) -> tuple[list[list[Any]], dict[str, float]]:
         """Reset the counts; return them for a line of prompts.jsonl, by index, and metrics."""
-        counts, self.counts = self.counts, {}
+        counts = self.counts
+        self.counts = {}
         return [[index, *counts[index]] for index in sorted(counts)], {}
 
 
@@ -99,7 +101,8 @@ class PassRates(PromptSampler):
         return np.where(seen, worth, worth[seen].mean() if seen.any() else 1.0)
 
     def draw(self, step: int) -> list[int]:
-        count, total = self.num_prompts, len(self.prompts)
+        count = self.num_prompts
+        total = len(self.prompts)
         uniform = count if total <= count else round(count * UNIFORM)
         places = batch_indices(self.seed, step, num_prompts=uniform, num_rows=total)
         key = hashlib.sha256(f"difficulty {self.seed} {step}".encode()).digest()

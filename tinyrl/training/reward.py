@@ -83,7 +83,8 @@ class RewardModel(RowMethod):
 
     def examples(self, row: Row) -> list[Example]:
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
-        one, how = judged(row, self.objective), {"text_format": self.text_format, "max_tokens": self.room}
+        one = judged(row, self.objective)
+        how = {"text_format": self.text_format, "max_tokens": self.room}
         adapter = self.policy.peft is not None
         texts = [reward_tokens(self.tokenizer, one.prompt, answer, adapter=adapter, **how) for answer in one.answers]
         self._full += sum(len(text) >= self.room for text in texts)

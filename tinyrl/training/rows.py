@@ -47,7 +47,9 @@ class RowMethod(Method):
 
     def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
         super().__init__(policy)
-        self.notes, self.tokenizer, trains = notes, policy.tokenizer, self.config.trains
+        self.notes = notes
+        self.tokenizer = policy.tokenizer
+        trains = self.config.trains
         self.objective: Objective = objective_of(rows[0]) if trains.rows == "judged" else "pairs"
         self.notes += described(rows, "text" if trains.rows == "text" else self.objective)
         self.row_fingerprints = fingerprints(rows, held_out)

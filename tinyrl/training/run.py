@@ -42,7 +42,9 @@ from tinyrl.runs.tracking import Trackers
 from tinyrl.training.method import Method
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
-STATE, OPTIMIZER, RANDOM = "state.json", "optimizer.safetensors", "random.safetensors"
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+RANDOM = "random.safetensors"
 OF_A_RUN = (checkpoints.MANIFEST, STATE, OPTIMIZER, RANDOM)  # files of a checkpoint that no other run reads
 MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
 
@@ -171,9 +173,13 @@ class Run:
     sources: Callable[[], InputHashes] = InputHashes
 
     def __init__(self, method: Method, folder: RunDir, *, silent: bool = False) -> None:
-        self.method, self.config, self.folder, self.world = method, method.config, folder, method.world
+        self.method = method
+        self.config = method.config
+        self.folder = folder
+        self.world = method.world
         self.policy = method.policy
-        self.state, self.until = RunState(), self.config.run.num_steps
+        self.state = RunState()
+        self.until = self.config.run.num_steps
         self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
@@ -266,7 +272,8 @@ class Run:
             self.metrics = StepMetrics(self.metrics.values)
             self._finish_step()
         while self.state.step < self.until:
-            optim, num_steps = self.config.optim, self.config.run.num_steps
+            optim = self.config.optim
+            num_steps = self.config.run.num_steps
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
             for role in self.optimizers.values():
                 role.set_rate(factor)
@@ -278,7 +285,8 @@ class Run:
         """Begin to change weights: copy them for a stop, or let it wait where they are large."""
         assert self._start is not None
         self.update = 0
-        self.metrics.values, self.metrics.sums = dict(metrics), {}
+        self.metrics.values = dict(metrics)
+        self.metrics.sums = {}
         if 3 * sum(p.numel() * p.itemsize for p in self._trained()) > MOST_COPIED:  # weights and two moments
             self._held.enter_context(stop_held(self._note_wait))
             return
@@ -331,7 +339,8 @@ class Run:
         means = {key: total / count for key, (total, count) in self.metrics.sums.items()}
         self.metrics.values |= means | metrics | optim
         self.state.step += 1
-        self.state.phase, self._start = "evaluation", None
+        self.state.phase = "evaluation"
+        self._start = None
         self._update_seconds = self.metrics.seconds.get("update", 0.0)
         self._held.close()
         self._finish_step()
@@ -344,7 +353,8 @@ class Run:
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         self.display.phase(phase)
-        start, seconds = time.perf_counter(), self.metrics.seconds
+        start = time.perf_counter()
+        seconds = self.metrics.seconds
         try:
             yield
         finally:
@@ -352,7 +362,8 @@ class Run:
 
     def _finish_step(self) -> None:
         """Evaluate where that is due, write the step's line, and save where that is due."""
-        settings, step = self.config.run, self.state.step
+        settings = self.config.run
+        step = self.state.step
         last = step >= settings.num_steps
         evaluation = None
         if self.evaluates_after(step):
@@ -365,7 +376,8 @@ class Run:
                 [{"step": step, **line} for line in evaluation.samples],
                 most_bytes=room_for_samples(step, settings.num_steps),
             )
-            value, best = found.get(BEST), self.state.best
+            value = found.get(BEST)
+            best = self.state.best
             if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
                 self.state.best = Best(step=step, value=float(value))
         line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.policy.accelerator.device)})
@@ -376,7 +388,8 @@ class Run:
         for warning in self.watch.look(step) if self.world.is_main else ():
             self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
-        self.metrics, self.state.phase = StepMetrics(), "rollout"
+        self.metrics = StepMetrics()
+        self.state.phase = "rollout"
         if step % CHECK_EVERY == 0:
             check_replicas(self.world, self.policy.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):
@@ -395,7 +408,8 @@ class Run:
         try:
             with stop_held():
                 self._write_checkpoint(root, step, best=of_best)
-            self.saved, self._saved_step = True, step
+            self.saved = True
+            self._saved_step = step
             own = [root / checkpoints.checkpoint_name(at) for at in (step, self._resumed_step)]
             checkpoints.prune(root, keep=self.config.run.keep_checkpoints, protected=[*own, of_best])
         except OSError as error:
@@ -440,8 +454,11 @@ class Run:
     def _put_back(self, start: StepStart) -> list[str]:
         """Restore a state and random numbers, and cut the records; returns a line for each that is not whole."""
         state = start.state
-        self.state, self._start, self.metrics = state, None, StepMetrics({**state.values})
-        self.updater.skipped, self.updater.skipped_in_a_row = state.skipped, state.skipped_in_a_row
+        self.state = state
+        self._start = None
+        self.metrics = StepMetrics({**state.values})
+        self.updater.skipped = state.skipped
+        self.updater.skipped_in_a_row = state.skipped_in_a_row
         if state.loss_scale:
             self.updater.scaler.load_state_dict(state.loss_scale)
         restore_rng(*start.random)
@@ -479,7 +496,8 @@ class Run:
     def _dump_bad_batch(self, why: str) -> None:
         if not self.world.is_main:
             return
-        folder, step = self.folder.path / "nonfinite", self.state.step
+        folder = self.folder.path / "nonfinite"
+        step = self.state.step
         facts = {"why": why, "samples": [sample.plain() for sample in self.minibatch]}
         with contextlib.suppress(OSError):  # a full disk
             folder.mkdir(exist_ok=True)

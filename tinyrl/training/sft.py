@@ -63,7 +63,8 @@ def turns_of(row: Row, policy: Policy, *, system_prompt: str | None) -> list[Exa
     """Make an example for each answer of a row that is not empty; under sft.loss_on=all one of the whole text, of a
     conversation as far as its last answer. Raises ValueError where a row cannot be rendered.
     """
-    wanted, tokenizer = text_examples(row), policy.tokenizer
+    wanted = text_examples(row)
+    tokenizer = policy.tokenizer
     if policy.config.sft.loss_on == "completion":
         wanted = [w for w in wanted if not is_empty(w.answer)]
         return [rendered(policy, w.prompt, w.answer, tools=w.tools, system_prompt=system_prompt) for w in wanted]

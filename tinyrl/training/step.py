@@ -117,7 +117,8 @@ class Updater:
         """Add the gradient and the metrics of one micro-batch: the items of the pass at `rows`."""
         policy = self.policy
         measures = policy.micro_batches.unmeasured  # run.micro_batch_tokens=auto on a GPU, before the first one
-        free, allocated = 0, 0
+        free = 0
+        allocated = 0
         if measures:
             free = free_bytes(policy.device)
             allocated = torch.cuda.memory_allocated(policy.device)
@@ -185,7 +186,8 @@ class RoleOptimizer:
     def __init__(
         self, parameters: Parameters, *, learning_rate: float, weight_decay: float, kind: OptimizerKind = "adamw"
     ) -> None:
-        self.parameters, self.learning_rate = parameters, learning_rate
+        self.parameters = parameters
+        self.learning_rate = learning_rate
         adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
         if kind == "adamw8bit":
             try:
@@ -235,7 +237,8 @@ def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Ten
     for place, value in tensors.items():
         role, _, rest = place.partition("|")
         name, _, key = rest.rpartition("|")
-        optimizer, parameter = optimizers[role].optimizer, optimizers[role].parameters[name]
+        optimizer = optimizers[role].optimizer
+        parameter = optimizers[role].parameters[name]
         if key == "step":
             kept = value.clone() if isinstance(optimizer, torch.optim.AdamW) else int(value)
         else:
@@ -245,7 +248,8 @@ def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Ten
 
 def schedule_notes(config: Config) -> list[str]:
     """Return a warning where the learning rate never gets where it is set, since the run ends before its warm-up."""
-    warmup, steps = config.optim.warmup_steps, config.run.num_steps
+    warmup = config.optim.warmup_steps
+    steps = config.run.num_steps
     if warmup <= steps:
         return []
     most = steps / warmup

@@ -64,7 +64,8 @@ class Teacher:
     """Scores the tokens of samples: the log-probability of each in the loss, and its distribution there."""
 
     def __init__(self, trainer: OnPolicy) -> None:
-        self.trainer, self.config = trainer, trainer.config.teacher
+        self.trainer = trainer
+        self.config = trainer.config.teacher
         self.temperature = trainer.config.generation.temperature
         self.positions = trainer.policy.positions  # most tokens of a prompt with its response; a subclass lowers it
         self.hint = PrivilegedPrompt(self.config.hint, trainer) if self.config.hint else None
@@ -138,7 +139,8 @@ class Teacher:
             states = torch.cat([part.states for part in parts if isinstance(part, TeacherStates)])
             return TeacherStates(to_device(states, device), parts[0].head)
         of_k = [part for part in parts if isinstance(part, TeacherTopK)]
-        ids, logprobs = torch.cat([part.ids for part in of_k]), torch.cat([part.logprobs for part in of_k])
+        ids = torch.cat([part.ids for part in of_k])
+        logprobs = torch.cat([part.logprobs for part in of_k])
         return TeacherTopK(to_device(ids, device), to_device(logprobs, device))
 
 
@@ -162,13 +164,17 @@ class LocalTeacher(Teacher):
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> tuple[Tensor, Teaching]:
-        trainer, policy, role, top_k = self.trainer, self.trainer.policy, self.role, self.config.top_k
+        trainer = self.trainer
+        policy = self.trainer.policy
+        role = self.role
+        top_k = self.config.top_k
         if self.own is not None:  # a token without a row there, of no text, becomes the last one
             last = min(embedding_rows(self.own), len(self.head.weight)) - 1
             prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
         items = [Example(p, (r,), (m,)) for p, r, m in zip(prompts, responses, masks, strict=True)]
         ends = list(accumulate(map(sum, masks), initial=0))
-        count, device = ends[-1], policy.device
+        count = ends[-1]
+        device = policy.device
         of_tokens = torch.zeros(count, device=device)
         if top_k is None:
             found = [torch.zeros(count, policy.hidden_size(role), dtype=policy.dtype, device=device)]
@@ -226,7 +232,8 @@ class ServerTeacher(Teacher):
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> tuple[Tensor, Teaching]:
-        top_k, world = self.config.top_k or SERVER_TOP_K, self.trainer.world
+        top_k = self.config.top_k or SERVER_TOP_K
+        world = self.trainer.world
         own = world.own(range(len(prompts)))
         asked = [{"model": self.model, "prompt": prompts[i] + responses[i], "max_tokens": 1, "temperature": 0.0,
                   "prompt_logprobs": top_k} for i in own]  # fmt: skip
@@ -267,7 +274,9 @@ class PrivilegedPrompt:
 
     def __init__(self, text: str, trainer: OnPolicy) -> None:
         self.text = text
-        config, scorer, runner = trainer.config, trainer.collector.scorer, trainer.collector.runner
+        config = trainer.config
+        scorer = trainer.collector.scorer
+        runner = trainer.collector.runner
         self.names = hint_names(text)
         sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
         may_be = {CORRECT: scorer.names and config.on_policy.group_size > 1, WHY: scorer.functions or runner}
@@ -302,12 +311,14 @@ def _correct(samples: list[Sample], trainer: OnPolicy) -> list[str | None]:
     """Return another right response of the group for each sample: with task.solved_reward by the task's verifier, or
     else by the sum of rewards without length penalties.
     """
-    scorer, scores = trainer.collector.scorer, torch.tensor([sample.scores for sample in samples])
+    scorer = trainer.collector.scorer
+    scores = torch.tensor([sample.scores for sample in samples])
     if scorer.uses_verifier:  # it stands last, or before the environment's
         scores = scores[:, -1 - scorer.environment_rewards]
     elif trainer.collector.task.verify is not None:
         transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
-        prompts, responses = [trainer.by_index[sample.row] for sample in samples], [s.response for s in samples]
+        prompts = [trainer.by_index[sample.row] for sample in samples]
+        responses = [s.response for s in samples]
         call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=trainer.world)
         scores = torch.tensor(call.values)
     else:
@@ -323,7 +334,8 @@ def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
     is (k1, the reverse KL in nats), also by quarters of a response. Given answers have no KL.
     """
     taught = torch.tensor([sample.taught for sample in samples]).unsqueeze(1)
-    mask, logprobs = loss_mask(samples) & taught, padded(samples, "teacher")
+    mask = loss_mask(samples) & taught
+    logprobs = padded(samples, "teacher")
     out = {"teacher/logprob": float(masked_mean(logprobs, mask))}
     mask = mask & sampled_rows(samples)
     if mask.any():

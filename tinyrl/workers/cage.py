@@ -23,12 +23,22 @@ import sys
 
 FILE = "program.py"  # as tracebacks name it
 FIRST_USER = 2_000_000_000  # in place of root: a user that owns nothing, another one for each program
-STACK_BYTES, MAX_FILES = 8 << 20, 64
+STACK_BYTES = 8 << 20
+MAX_FILES = 64
 
-PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1 << 1, 1 << 2
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
+PR_SET_PDEATHSIG = 1
+PR_SET_KEEPCAPS = 8
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+CAP_DAC_OVERRIDE = 1 << 1
+CAP_DAC_READ_SEARCH = 1 << 2
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+TRUNCATE = 1 << 14
 RIGHTS = {"f": READ_FILE, "d": READ_FILE | READ_DIR, "l": READ_DIR, "w": READ_FILE | WRITE_FILE | TRUNCATE}
 RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: 1 << 13, 3: TRUNCATE, 5: 1 << 15}  # each version adds to the ones before
 
@@ -76,9 +86,17 @@ CONDITIONS = {
 CLONE3 = 435  # its flags are behind a pointer: not implemented, so that the C library uses clone
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-LOAD, AND, JUMP_IF_EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06  # classic BPF
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where they are in what the filter is shown
-KILL, ALLOW, REFUSE, NOT_IMPLEMENTED = 0x80000000, 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+LOAD = 0x20
+AND = 0x54
+JUMP_IF_EQUAL = 0x15
+RETURN = 0x06  # classic BPF
+NUMBER = 0
+ARCHITECTURE = 4
+ARGUMENTS = 16  # where they are in what the filter is shown
+KILL = 0x80000000
+ALLOW = 0x7FFF0000
+REFUSE = 0x50000 | errno.EPERM
+NOT_IMPLEMENTED = 0x50000 | errno.ENOSYS
 
 
 def filter_for(machine: str) -> bytes:
@@ -88,7 +106,8 @@ def filter_for(machine: str) -> bytes:
     # Operation, jump if true, jump if false, operand. Another way into the kernel, with other numbers, kills.
     code = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_IF_EQUAL, 1, 0, ARCHITECTURES[machine]), (RETURN, 0, 0, KILL)]
     code += [(LOAD, 0, 0, NUMBER), (JUMP_IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NOT_IMPLEMENTED)]
-    words, column = SYSTEM_CALLS.split(), list(ARCHITECTURES).index(machine)
+    words = SYSTEM_CALLS.split()
+    column = list(ARCHITECTURES).index(machine)
     for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
         checks: list[tuple[int, int, int, int]] = []
         for word, bits, values in CONDITIONS.get(name, []):
@@ -129,7 +148,8 @@ def leave_root() -> bool:
     The right to enter folders that only root can is kept, for the interpreter may be in one: Landlock decides what may
     be read. In a container with a single user it stays root, without other capabilities.
     """
-    user, alone = FIRST_USER + os.getpid(), False
+    user = FIRST_USER + os.getpid()
+    alone = False
     with contextlib.suppress(OSError):
         if os.geteuid() == 0:
             prctl(PR_SET_KEEPCAPS, 1)
@@ -159,9 +179,11 @@ def limit(cpu_s: int, memory_bytes: int, file_bytes: int, threads: int, *, alone
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: threads,
     }.items():
-        ceiling, hard = resource.getrlimit(which)[1], most + (which == resource.RLIMIT_CPU)
+        ceiling = resource.getrlimit(which)[1]
+        hard = most + (which == resource.RLIMIT_CPU)
         if ceiling != resource.RLIM_INFINITY:
-            most, hard = min(most, ceiling), min(hard, ceiling)
+            most = min(most, ceiling)
+            hard = min(hard, ceiling)
         resource.setrlimit(which, (most, hard))
 
 
@@ -183,7 +205,8 @@ def main() -> None:
     parent, ready, job, cpu_s, memory_bytes, file_bytes, threads, *paths = sys.argv[1:]
     with os.fdopen(int(job), "rb") as file:
         source = file.read()
-    alone, missing = leave_root(), []
+    alone = leave_root()
+    missing = []
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after what makes the kernel forget it: a change of user
     if os.getppid() != int(parent):
         os._exit(1)

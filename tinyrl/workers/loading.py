@@ -41,7 +41,8 @@ def use_of(function: Callable[..., Any]) -> str:
     function without a name.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    file, name = getattr(module, "__file__", None), getattr(function, "__name__", "")
+    file = getattr(module, "__file__", None)
+    name = getattr(function, "__name__", "")
     own = getattr(function, "__qualname__", "") == name and getattr(module, name, None) is function
     if own and module is not sys.modules[HERE] and file and os.path.isfile(file):
         return f"{Path(file).absolute()}:{name}"
@@ -57,7 +58,8 @@ def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSo
 
     Raises ValueError: no colon; no such file, module or function (with the nearest name); source that does not parse.
     """
-    base, problem = Path.cwd(), f"{setting} '{use}'"
+    base = Path.cwd()
+    problem = f"{setting} '{use}'"
     place, _, function = (part.strip() for part in use.rpartition(":"))
     if not place or not function:
         raise ValueError(f"{problem} must be 'file.py:function' or 'package.module:function'.")

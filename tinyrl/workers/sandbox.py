@@ -127,13 +127,15 @@ def passes_tests(
 
 def python_block(text: str) -> str | None:
     """Return the contents of the last complete ```python block of a text (```py will do), or None."""
-    found, lines = None, None
+    found = None
+    lines = None
     for line in text.split("\n"):
         fence = line.strip().lower()
         if lines is None:
             lines = [] if fence in ("```python", "```py", "```python3") else None
         elif fence == "```":
-            found, lines = "\n".join(lines), None
+            found = "\n".join(lines)
+            lines = None
         else:
             lines.append(line.rstrip("\r"))
     return found
@@ -184,7 +186,8 @@ def run_program(source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS
     """
     with _in_memory(stdin) as given:
         caged = Caged(source, limits, stdin=given.fileno())
-    ended, late = os.pidfd_open(caged.pid), True
+    ended = os.pidfd_open(caged.pid)
+    late = True
     try:
         late = not _waited(ended, limits.wall_s)
     finally:
@@ -199,7 +202,8 @@ class Caged:
     def __init__(self, source: str, limits: Limits, *, stdin: int) -> None:
         if sys.platform != "linux":
             raise CannotIsolate(f"Programs cannot be isolated: {why_not_isolated()}. None is run.")
-        self._limits, self._outputs = limits, (_in_memory(""), _in_memory(""))
+        self._limits = limits
+        self._outputs = (_in_memory(""), _in_memory(""))
         # What is written beyond a limit shows that it was.
         most = (limits.cpu_s, limits.memory_bytes, limits.output_bytes + 1, limits.threads)
         reading, writing = os.pipe()
@@ -232,7 +236,8 @@ class Caged:
             file.close()
         last = _last_line(stderr)
         if too_long:
-            reason, code = "output too long", -signal.SIGKILL
+            reason = "output too long"
+            code = -signal.SIGKILL
         elif late:
             reason = "timed out"
         elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_seconds >= self._limits.cpu_s):
@@ -270,7 +275,8 @@ class Session(Caged):
             os.ftruncate(file.fileno(), 0)
             os.lseek(file.fileno(), 0, os.SEEK_SET)
         os.kill(self.pid, signal.SIGCONT)
-        answer, late = b"", False
+        answer = b""
+        late = False
         try:
             self._socket.settimeout(wall_s)
             self._socket.sendall(request + b"\n")

@@ -63,7 +63,8 @@ def check(
     for this machine or one of so much memory; write: where to write the pass rates of the prompts that were tried;
     prompts, samples: to sample from, and of each (None: a group, at least 8); minutes: for this and the largest step.
     """
-    given, config = config, resolve(config)
+    given = config
+    config = resolve(config)
     yield check_settings(given, config)
     if offline:
         yield check_memory(config, device=options.device, memory=memory)
@@ -182,7 +183,8 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
         task = load_task(config.task.name or "rows")
         check_rewarded(config, task, train)
         check_hint(config, train)
-        gold, prompt = task.gold(row), task.prompt(row)
+        gold = task.gold(row)
+        prompt = task.prompt(row)
         text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
         lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(repr(gold), SHOWN // 4)}"]
         lines += [] if gold is not None else ["the task knows no gold answers"]

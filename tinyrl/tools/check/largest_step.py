@@ -102,7 +102,8 @@ def train_one_step(method: OnPolicy | RowMethod) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         made = RunDir(Path(folder))
         run = Run(method, made, silent=True)
-        run.until, run.state.phase = 1, "rollout"  # evaluated after the step alone
+        run.until = 1
+        run.state.phase = "rollout"  # evaluated after the step alone
         with contextlib.closing(run), out_of_memory_stops("in the largest step"):
             method.train(run)
         line = read_steps(made.metrics, [])[1]
@@ -129,7 +130,8 @@ class HalfRewarded(Scorer):
 class UnsampledEngine(SamplingEngine):
     """An engine in place of a server, whose memory is elsewhere: completions of ordinary tokens, without sampling."""
 
-    name, exact = "server", False
+    name = "server"
+    exact = False
 
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
@@ -144,7 +146,10 @@ def largest_collector(collector: Collector) -> Collector:
     """Return a collector of the longest prompts, whose responses are as long as they may be (an episode in one turn),
     with rewards that leave a gradient.
     """
-    policy, scorer, engine, config = collector.policy, collector.scorer, collector.engine, collector.config
+    policy = collector.policy
+    scorer = collector.scorer
+    engine = collector.engine
+    config = collector.config
     length = collector.longest_response
     prompts = sorted(collector.train_prompts, key=lambda prompt: -len(prompt.tokens))[: config.on_policy.num_prompts]
     if config.environment.agent is not None:  # an agent writes its own prompts

@@ -53,7 +53,8 @@ def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     """Return what the first row becomes: the prompt as text and tokens, or an example's parts that are learnt."""
     if isinstance(method, RowMethod):
         return method.shown(method.train_rows[0])
-    collector, tokenizer = method.collector, method.policy.tokenizer
+    collector = method.collector
+    tokenizer = method.policy.tokenizer
     first = collector.train_prompts[0]
     pieces = [str(tokenizer.decode([token])) for token in first.tokens[-12:]]
     lengths = sorted(len(prompt.tokens) for prompt in collector.train_prompts)
@@ -136,9 +137,11 @@ class Check(NamedTuple):
 
 def check_parts(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     """Check the tokens, the chat template and the numbers of a loaded model."""
-    tokenizer, ends = policy.tokenizer, sorted(eos_token_ids(policy, policy.tokenizer))
+    tokenizer = policy.tokenizer
+    ends = sorted(eos_token_ids(policy, policy.tokenizer))
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!s} ({i})" for i in ends)
-    pad, same = f"{tokenizer.pad_token} ({tokenizer.pad_token_id})", tokenizer.pad_token_id in ends
+    pad = f"{tokenizer.pad_token} ({tokenizer.pad_token_id})"
+    same = tokenizer.pad_token_id in ends
     safe = "the same token as the end of text, which is safe here: masks come from lengths"
     back = {text: _decoded(policy, token_ids(tokenizer, text)) for text in TEXTS}
     changed = [f"{truncate(text)!r} comes back as {truncate(got)!r}" for text, got in back.items() if text != got]
@@ -157,7 +160,9 @@ def _decoded(policy: Policy, tokens: list[int]) -> str:
 
 def _template(policy: Policy) -> Check:
     """Check that the chat template shows a system prompt and ends a turn with a token that ends a completion."""
-    name, tokenizer, where = "chat template", policy.tokenizer, policy.config.task
+    name = "chat template"
+    tokenizer = policy.tokenizer
+    where = policy.config.task
     if not tokenizer.chat_template:
         return Check(name, "note", "there is none, so prompts are text (task.chat=false)")
     if fault := template_fault(policy):
@@ -180,7 +185,8 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     """Compare rows by themselves with rows padded together, and the sampler's log-probabilities, from its cache, with a
     pass over the whole of its tokens. (Packing and the reference are tried whenever a model is loaded.)
     """
-    device, checks = policy.device, list[Check]()
+    device = policy.device
+    checks = list[Check]()
     temperature = policy.config.generation.temperature if policy.config.samples else 1.0
     most = min(embedding_rows(policy.causal), len(policy.tokenizer))
     prompts = [ordinary_ids(most, n, start=n) for n, _ in LENGTHS]
@@ -200,16 +206,19 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     def compare(name: str, ours: Tensor, theirs: Tensor, exact: Callable[..., Tensor]) -> None:
         """Compare log-probabilities; in half precision, how near each is to `exact(widened=True)`."""
         gap = float((ours - theirs).abs().max())
-        said, good = f"log-probabilities differ by at most {gap:.1g}", gap < MOST_IN_FLOAT32
+        said = f"log-probabilities differ by at most {gap:.1g}"
+        good = gap < MOST_IN_FLOAT32
         if policy.causal.dtype != torch.float32 or policy.accelerator.mixed_precision != "no":
-            there, wide = (ours != 0) | (theirs != 0), exact(widened=True)  # not padding
+            there = (ours != 0) | (theirs != 0)
+            wide = exact(widened=True)  # not padding
             error, other = (float((x - wide).abs()[there].mean()) for x in (ours, theirs))
             said += f"; from float32 by {error:.2g} and {other:.2g} on average"
             good = as_exact(error, other)
         checks.append(Check(name, "ok" if good else "wrong", said))
 
     if policy.config.trains.policy:
-        wanted, padded = alone(), batch_of(examples(prompts, responses), device=device)
+        wanted = alone()
+        padded = batch_of(examples(prompts, responses), device=device)
         compare("padded = unpadded", logprobs(padded), wanted, alone)
     if engine is not None and engine.name != "server":
         requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]

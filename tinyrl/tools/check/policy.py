@@ -33,7 +33,8 @@ ROWS_AT_A_TIME = 64
 LONG_RUN_S = 48 * 3600
 FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
 FEWEST_LENGTHS = 32  # completions, before rewards and lengths are compared
-SHOWN, BAR = 60, 24
+SHOWN = 60
+BAR = 24
 FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
          "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
 RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 75 %": 1 - 1e-9, "always": 1.0}

@@ -30,9 +30,11 @@ from tinyrl.text import format_number, one_line
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.workers.values import RowResults
 
-REWARD_ROWS, ATTACKED_ROWS = 64, 8
+REWARD_ROWS = 64
+ATTACKED_ROWS = 8
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
-SHOWN_HOLES, SHOWN = 6, 80
+SHOWN_HOLES = 6
+SHOWN = 80
 IDS = "completion_ids"
 CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
 MESSAGES = " Completions are lists of messages here: the text is completion[-1]['content']."
@@ -286,7 +288,9 @@ class TextScorer:
     """
 
     def __init__(self, config: Config, task: Task, rows: list[Row], functions: list[FunctionReward]) -> None:
-        self.config, self.task, self.functions = config, task, functions
+        self.config = config
+        self.task = task
+        self.functions = functions
         self.name = " + ".join(function.name for function in functions)
         self.prompts = [task.prompt(row) for row in rows]
         self.columns = row_columns(rows)

@@ -36,7 +36,8 @@ from tinyrl.runs.records import read_steps, samples_of, to_float
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
 from tinyrl.text import one_line, typeset_number
 
-MAX_SEQUENCES, MAX_TOKENS = 32, 256  # compared; tokens of a prompt, and of a completion
+MAX_SEQUENCES = 32
+MAX_TOKENS = 256  # compared; tokens of a prompt, and of a completion
 MAX_LOGPROB_DIFF = 5e-4  # nats a token on average, merged and not, both in float32
 MAX_CHANGED = 0.1  # share of greedy tokens that may change when the merged weights are rounded
 FACTS = "export.json"  # marks a folder as a tinyrl export
@@ -72,7 +73,10 @@ def export(
     run = open_run(run_of(Path(target)) or target)
     config = run.read_config()
     folder = _folder(target, run, config, merge=merge, dtype=dtype, output=output)
-    checkpoint, saved, notes, adapter = checkpoint_of(Path(target)), None, list[str](), dict[str, Any]()
+    checkpoint = checkpoint_of(Path(target))
+    saved = None
+    notes = list[str]()
+    adapter = dict[str, Any]()
     name = run.path.resolve().name
     writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     shutil.rmtree(writing, ignore_errors=True)
@@ -90,7 +94,8 @@ def export(
                 shutil.copyfile(checkpoint / file, writing / file)
         if day := config.task.chat_template_kwargs.get(DATE):
             notes.append(f"the chat template shows today's date, which was {day} in training")
-        step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
+        step = checkpoint_step(checkpoint)
+        picture = (run.path / PICTURE).is_file()
         if picture:
             shutil.copyfile(run.path / PICTURE, writing / PICTURE)
         about = {"name": name, "step": step, "dtype": saved, "notes": notes, "picture": picture}
@@ -102,8 +107,10 @@ def export(
         os.rename(writing, folder)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
-    path, gguf = str(folder), ["--outfile", f"{name}.gguf"]
-    serve, convert = ["vllm", "serve", path], ["python", "llama.cpp/convert_hf_to_gguf.py", path, *gguf]
+    path = str(folder)
+    gguf = ["--outfile", f"{name}.gguf"]
+    serve = ["vllm", "serve", path]
+    convert = ["python", "llama.cpp/convert_hf_to_gguf.py", path, *gguf]
     if saved is None:
         base = str(starter_path(config.model.path) or config.model.path)
         rank = next((each for each in RANKS if each >= config.lora.r), config.lora.r)
@@ -140,7 +147,9 @@ def write_merged(
     """Save the policy of a checkpoint as one model and load it back. dtype: auto is that of the base's own files.
     Returns the dtype's name, and notes on the difference; raises ValueError where that is too large.
     """
-    path, own, quantization = config.model.path, {"revision": config.model.revision, **trust}, config.model.quantization
+    path = config.model.path
+    own = {"revision": config.model.revision, **trust}
+    quantization = config.model.quantization
     saved = None if dtype == "auto" else getattr(torch, dtype)
     if saved is None:
         of_base = load_model_config(path, **own)
@@ -175,7 +184,8 @@ def sequences_of(run: RunDir, tokenizer: Any, *, vocabulary: int) -> list[tuple[
     """Return tokens, and the place of the first that the policy wrote: held-out prompts and completions of the last
     evaluation; made-up tokens where the run has no samples.
     """
-    rows, sequences = list(samples_of(run.samples, [], kind="eval")), []
+    rows = list(samples_of(run.samples, [], kind="eval"))
+    sequences = []
     for row in (row for row in rows if row["step"] == rows[-1]["step"]):
         before = token_ids(tokenizer, str(row.get("prompt", "")))[-MAX_TOKENS:] or [0]
         if after := token_ids(tokenizer, str(row.get("completion", "")))[:MAX_TOKENS]:
@@ -217,8 +227,10 @@ def model_card(
     """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
     model's weights; None: an adapter.
     """
-    path, licence = config.model.path, licence_of(config.model.path)
-    is_folder, embedded = Path(path).expanduser().is_dir(), starter_path(path) is not None
+    path = config.model.path
+    licence = licence_of(config.model.path)
+    is_folder = Path(path).expanduser().is_dir()
+    embedded = starter_path(path) is not None
     sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
     front: dict[str, Any] = {
         "library_name": "transformers" if dtype else "peft",

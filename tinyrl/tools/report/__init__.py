@@ -63,7 +63,8 @@ def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: s
     from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
 
     charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
-    page, picture = page_html(charts, title=about["title"], **values), picture_png(panels, **about)
+    page = page_html(charts, title=about["title"], **values)
+    picture = picture_png(panels, **about)
     write_atomic(folder / "report.html", page)
     write_atomic(folder / "report.png", picture)
     return [folder / "report.html", folder / "report.png"]
@@ -139,8 +140,10 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
     """
     if not held_out.by_step:
         return {}
-    first, last = min(held_out.by_step), max(held_out.by_step)
-    before, after = held_out.by_step[first], held_out.by_step[last]
+    first = min(held_out.by_step)
+    last = max(held_out.by_step)
+    before = held_out.by_step[first]
+    after = held_out.by_step[last]
     steps = subsample([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
     both = sorted(before.keys() & after.keys())
     same = [(before[i], [held_out.by_step[step].get(i) for step in steps]) for i in both[:MOST_PROMPTS]]

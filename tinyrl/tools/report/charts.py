@@ -32,10 +32,18 @@ with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}): 
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-COLUMN, GUTTER, HEIGHT = 344, 24, 196  # of a panel on the page
+COLUMN = 344
+GUTTER = 24
+HEIGHT = 196  # of a panel on the page
 HEADLINE = (712, 470)
-ZOOM, WIDTH, MARGIN, PICTURE_COLUMN, ROW = 1.28, 937.5, 22, 302, 205  # of the PNG, which is 1,200 pixels wide
-LEFT, TOP, BOTTOM = 40, 10, 26  # around the plotting area
+ZOOM = 1.28
+WIDTH = 937.5
+MARGIN = 22
+PICTURE_COLUMN = 302
+ROW = 205  # of the PNG, which is 1,200 pixels wide
+LEFT = 40
+TOP = 10
+BOTTOM = 26  # around the plotting area
 LETTER = 6.6  # a letter's mean width
 # Every colour stands for one thing only: in SVG its text is replaced by a CSS variable of that name.
 COLOURS = {
@@ -68,7 +76,8 @@ def _new_figure(width: float, height: float) -> Iterator[Figure]:
 
 def panel_svgs(panels: list[Panel]) -> list[str]:
     """Return the inline SVG of every panel."""
-    svgs, span = [], _span(panels)
+    svgs = []
+    span = _span(panels)
     for i, (panel, (*_, columns)) in enumerate(zip(panels, cells(len(panels)), strict=True)):
         width, height = HEADLINE if i == 0 else (COLUMN * columns + GUTTER * (columns - 1), HEIGHT)
         with _new_figure(width, height) as figure, io.StringIO() as buffer:
@@ -93,7 +102,10 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
 def picture_png(panels: list[Panel], *, title: str, outcome: str, about: str = "") -> bytes:
     """Draw all panels in one picture with a title, a subtitle and the outcome above them."""
     lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
-    top, grid, name, span = 51 + 17 * len(lines), cells(len(panels)), one_line(title, 48), _span(panels)
+    top = 51 + 17 * len(lines)
+    grid = cells(len(panels))
+    name = one_line(title, 48)
+    span = _span(panels)
     whole = top + max((row + rows for row, _, rows, _ in grid), default=0) * ROW - 11
     with _new_figure(WIDTH, whole) as figure, io.BytesIO() as buffer:
         about = one_line(about, int((WIDTH - 2 * MARGIN - 31 - 10.5 * len(name)) / 6.25))
@@ -102,7 +114,9 @@ def picture_png(panels: list[Panel], *, title: str, outcome: str, about: str = "
         for i, line in enumerate(lines):
             figure.text(MARGIN / WIDTH, 1 - (45 + 17 * i) / whole, line, size=12.8, va="center")
         for i, (panel, (row, column, rows, columns)) in enumerate(zip(panels, grid, strict=True)):
-            x, y, title = MARGIN + column * PICTURE_COLUMN, top + row * ROW + 9, panel.metric.title
+            x = MARGIN + column * PICTURE_COLUMN
+            y = top + row * ROW + 9
+            title = panel.metric.title
             head = figure.text(x / WIDTH, 1 - y / whole, title, size=12.2, weight="bold", va="center")
             draw(figure, panel, (x, y + 7, columns * PICTURE_COLUMN - 10, rows * ROW - 20), span, named=i == 0)
             unit = one_line(panel.metric.unit, max(1, columns * 46 - len(title)))
@@ -114,7 +128,8 @@ def picture_png(panels: list[Panel], *, title: str, outcome: str, about: str = "
 def _span(panels: list[Panel]) -> tuple[float, float]:
     """Return where the axis of steps begins and ends, the same in every panel."""
     steps = [0, 1, *(step for panel in panels for line in panel.lines for step, _ in line.points)]
-    first, last = min(steps), max(steps)
+    first = min(steps)
+    last = max(steps)
     margin = max(0.5, (last - first) * 0.02)
     return first - margin, last + margin
 
@@ -126,11 +141,15 @@ def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, n
     """Draw a panel into a box and return the SVG of its values on hovering. `named` labels lines by name, not only by
     last value.
     """
-    share, roles = panel.metric.share, [line.role for line in panel.lines]
+    share = panel.metric.share
+    roles = [line.role for line in panel.lines]
     labels = [f"{line.label} " * (named or line.role not in TEXT_COLOURS) + typeset_number(line.end, share=share)
               for line in panel.lines]  # fmt: skip
     right = 14 + 10 * (not {*roles} <= TEXT_COLOURS) + LETTER * max(map(len, labels))
-    x, y, width, height = box[0] + LEFT, box[1] + TOP, box[2] - LEFT - right, box[3] - TOP - BOTTOM
+    x = box[0] + LEFT
+    y = box[1] + TOP
+    width = box[2] - LEFT - right
+    height = box[3] - TOP - BOTTOM
     w, h = (72 * inches for inches in figure.get_size_inches())
     axes = figure.add_axes((x / w, 1 - (y + height) / h, width / w, height / h))
     ends = _draw_stack(axes, panel) if panel.stacked else _draw_lines(axes, panel)
@@ -160,7 +179,8 @@ def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, n
 
 def _draw_lines(axes: Axes, panel: Panel) -> list[float]:
     """Draw curves and measured points and set the limits; return where each line ends."""
-    metric, seen = panel.metric, list[float]()
+    metric = panel.metric
+    seen = list[float]()
     for line in panel.lines:
         finite = [(step, value) for step, value in line.points if math.isfinite(value)]
         seen += [max(value, metric.floor) for _, value in finite]
@@ -181,7 +201,8 @@ def _draw_lines(axes: Axes, panel: Panel) -> list[float]:
             axes.plot(steps, values, linewidth=0.9, alpha=0.4, **look)
         marker = "o" if len(steps) <= 3 else None
         axes.plot(steps, line.curve, linewidth=2, marker=marker, markersize=4.5, solid_joinstyle="round", **look)
-    low, high = min(seen), max(seen)
+    low = min(seen)
+    high = max(seen)
     if metric.any_scale and low > 0 and high > 100 * low:
         axes.set_yscale("log")
     else:
@@ -225,7 +246,8 @@ def hover_svg(panel: Panel, area: Box, span: tuple[float, float]) -> str:
     steps = subsample(sorted(set[int]().union(*values)), MOST_HOVERED)
     steps = sorted({*steps, *subsample(sorted(measured), MOST_HOVERED)})
     places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in steps]
-    edges, bars = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width], ""
+    edges = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width]
+    bars = ""
     for step, (left, right) in zip(steps, pairwise(edges), strict=True):
         text = f"step {step:,}"
         for line, known in zip(panel.lines, values, strict=True):

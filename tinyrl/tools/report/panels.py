@@ -20,7 +20,9 @@ from tinyrl.text import format_seconds, one_line, typeset_number
 COLUMNS = 3
 MOST_RUNS = 8  # more colours cannot be told apart
 MOST_FUNCTIONS = 5
-MOST_POINTS, MOST_MARKS, MOST_BARS = 300, 100, 40  # of a curve, of points drawn one by one, of the time by phase
+MOST_POINTS = 300
+MOST_MARKS = 100
+MOST_BARS = 40  # of a curve, of points drawn one by one, of the time by phase
 FEWEST_TO_SMOOTH = 20
 TIME = metric_of("time")  # drawn last, in layers
 CHARTS = [metric for metric in TABLE if metric.title and not metric.series and metric != TIME]
@@ -74,8 +76,11 @@ def smoothed(values: list[float]) -> list[float]:
     import numpy as np
 
     half = max(2, len(values) // 15)
-    weights, longer = half + 1.0 - abs(np.arange(-half, half + 1)), np.pad(values, half, "reflect", reflect_type="odd")
-    known, low, high = np.isfinite(longer), np.nanmin(values), np.nanmax(values)
+    weights = half + 1.0 - abs(np.arange(-half, half + 1))
+    longer = np.pad(values, half, "reflect", reflect_type="odd")
+    known = np.isfinite(longer)
+    low = np.nanmin(values)
+    high = np.nanmax(values)
     sums = np.convolve(np.where(known, longer, 0.0), weights, "valid")
     means = (sums / np.convolve(known, weights, "valid").clip(1)).clip(low, high)
     return np.where(known[half:-half], means, math.nan).tolist()
@@ -211,7 +216,8 @@ def overlaid(groups: list[RunGroup]) -> list[Panel]:
     """Return a panel for every metric that at least one run has: in training or held out, whichever more runs have;
     both of rewards and of examples.
     """
-    runs, panels = [group.run for group in groups], list[Panel]()
+    runs = [group.run for group in groups]
+    panels = list[Panel]()
     each = [{key for key in run.metric_names() if key.startswith("eval/reward/")} for run in runs]
     names = sorted(set[str]().union(*(keys for keys in each if len(keys) > 1)))[:MOST_FUNCTIONS]
     functions = [Metric(key, title=one_line(key.removeprefix("eval/reward/"), 24)) for key in names]
@@ -249,7 +255,10 @@ def outcome(run: RunRecords) -> str:
         last, end = points[-1]
         if len(points) == 1:
             return f"{name} is {typeset_number(end)} at step {last} ({metric.unit}); it was measured once so far."
-        around, caution, paid, overlap = "", "; no held-out comparison", "", False
+        around = ""
+        caution = "; no held-out comparison"
+        paid = ""
+        overlap = False
         if held:
             interval = f"{metric.held.removesuffix('_mean')}_ci"
             before, after = (run.interval(interval, step) for step in (first, last))
@@ -277,7 +286,8 @@ def _steps(count: int) -> str:
 
 def reward_is_pass(run: RunRecords) -> bool:
     """Return whether pass@1 equals the reward, as with a reward of 0 or 1: then one of them is enough."""
-    rewards, passes = dict(run.finite("eval/reward_mean")), dict(run.finite("eval/pass@1"))
+    rewards = dict(run.finite("eval/reward_mean"))
+    passes = dict(run.finite("eval/pass@1"))
     return rewards.keys() == passes.keys() and all(abs(rewards[step] - passes[step]) < 1e-9 for step in rewards)
 
 
