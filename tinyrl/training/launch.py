@@ -376,7 +376,9 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield (label, file) for every file that the settings name: of models, rows, people's code, and others."""
+    """Yield (label, file) for every file that the settings name, but those of rows: the rows that are read have
+    fingerprints, and a file may have rows that task.max_samples leaves out.
+    """
     for named in config.named():
         match named.kind:
             case "model":
@@ -384,9 +386,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
                 yield from _files_of_model(named, revision=revision)
             case "code":
                 yield from _files_of_code(named)
-            case "rows" | "file" if not named.names.made and os.path.isfile(named.value):
+            case "file" if not named.names.made and os.path.isfile(named.value):
                 yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
-            case _:  # the hub, a server, a word
+            case _:  # rows, the hub, a server, a word
                 pass
 
 
