@@ -340,8 +340,9 @@ def test_an_unchanged_fork_is_the_run_again_and_a_changed_one_shares_its_beginni
     again = forked(f"{first.path}@1", output_dir=tmp_path / "same")
     assert contents(first) == before
     assert_same(first, again, STEPS)
-    assert again.read_config().run.forked_from == f"{first.path.resolve()}@1"
-    assert json.loads((again.path / "env.json").read_text())["command"] == "test"
+    environment = json.loads((again.path / "env.json").read_text())
+    assert environment["command"] == "test"
+    assert environment["forked_from"] == f"{first.path.resolve()}@1"
     other = forked(f"{first.path}@2", "optim.learning_rate=0.1", "run.num_steps=4", output_dir=tmp_path)
     there, here = running.lasting(first), running.lasting(other)
     assert [line["step"] for line in here] == [0, 1, 2, 3, 4]

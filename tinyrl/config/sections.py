@@ -322,4 +322,3 @@ class RunConfig(Section):
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: list[Tracker] = Field(default_factory=list, description="experiment trackers beside metrics.jsonl")
-    forked_from: Text | None = Field(default=None, description="RUN@STEP of `tinyrl train --from`, which writes it")
