@@ -103,8 +103,8 @@ def select_samples(
     """Return the first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has
     such lines) and a prompt (None: any; without a step its first sample at each of `num` steps).
 
-    worst: lowest rewards first; unsolved: only of prompts without a sample at that step of at least this score, which is
-    the reward before length penalties. Raises ValueError where there is none, with the steps that there are.
+    worst: lowest rewards first; unsolved: only of prompts without a sample at that step of at least this score (the
+    reward before length penalties). Raises ValueError where there is none, with the steps that there are.
     """
     by_step: dict[int, list[Line]] = {}
     for row in samples_of(path, notes, kind=kind):

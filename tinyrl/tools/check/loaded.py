@@ -35,8 +35,8 @@ TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 
 class Answer(NamedTuple):
-    """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. score: the
-    reward before length penalties; failed: why there is none (NaN).
+    """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. score:
+    the reward before length penalties; failed: why there is none (NaN).
     """
 
     text: str
