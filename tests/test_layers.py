@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,52 @@ def test_imports_go_down() -> None:
                 if up or (room == "algorithms" and not known):
                     wrong.append(f"{path.relative_to(PACKAGE.parent)}:{getattr(node, 'lineno', 0)} imports {name}")
     assert not wrong
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def loaded_by(tree: ast.AST) -> Iterator[str]:
+    """Yield what is imported as a file is loaded: not in a function, and not under TYPE_CHECKING."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            if not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from loaded_by(node)
+
+
+def circles(files: dict[str, ast.Module]) -> list[str]:
+    """Return the modules that are in a circle of imports."""
+    needs = {name: {*loaded_by(tree)} & files.keys() - {name} for name, tree in files.items()}
+    while free := [name for name, others in needs.items() if not others & needs.keys()]:
+        for name in free:
+            del needs[name]
+    used = {other for others in needs.values() for other in others}
+    return sorted(needs.keys() & used)
+
+
+def test_no_file_needs_one_that_needs_it() -> None:
+    assert circles({module_of(path): tree for path, tree in FILES.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("back", "found"),
+    [
+        ("import tinyrl.a", ["tinyrl.a", "tinyrl.b"]),
+        ("from tinyrl import a", ["tinyrl.a", "tinyrl.b"]),
+        ("if TYPE_CHECKING:\n    import tinyrl.a", []),
+        ("def f():\n    import tinyrl.a", []),
+    ],
+)
+def test_a_circle_is_found(back: str, found: list[str]) -> None:
+    files = {"tinyrl.a": "from tinyrl.b import x", "tinyrl.b": back, "tinyrl.c": "import tinyrl.a"}
+    assert circles({name: ast.parse(text) for name, text in files.items()}) == found
 
 
 def test_no_file_is_trusted() -> None:

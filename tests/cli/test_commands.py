@@ -33,7 +33,8 @@ def test_a_run_starts_from_another(grpo_run: Path) -> None:
     folder = grpo_run.parent.parent
     tinyrl("train", "--from", "runs/grpo-sort-1@2", "run.num_steps=3", "--name", "longer", folder=folder)
     longer = grpo_run.parent / "longer"
-    assert f"forked_from: {grpo_run.resolve()}@2" in (longer / "config.yaml").read_text()
+    assert json.loads((longer / "env.json").read_text())["forked_from"] == f"{grpo_run.resolve()}@2"
+    assert json.loads((grpo_run / "env.json").read_text())["forked_from"] is None
     first, second = ((run / "metrics.jsonl").read_text().splitlines() for run in (grpo_run, longer))
     assert (second[:3], len(second)) == (first, 4)
 

@@ -14,6 +14,7 @@ from tinyrl.config.recipe import build_config, dump_config, load_config, load_wr
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe
 from tinyrl.config.yaml_reader import parse_plain
+from tinyrl.tasks import TASKS, load_task
 
 JUDGE = "[{use: judge, url: 'http://a:1', model: m, rubric: r.md, mode: rank}]"
 # method, settings, what is wrong with them, and settings that repair it
@@ -28,6 +29,11 @@ NO_EFFECT = [
     ("grpo", "reward.model_label=1", "reward.model=", "reward.model=starter-reward"),
     ("grpo", "environment.max_concurrency=2", "environment.name=python", "environment={agent: 'a.py:f'}"),
     ("grpo", "environment.max_turns=2", "task.name=rows", "environment.name=python"),
+    ("grpo", "environment.max_turns=2", "task.name=gsm8k", "task.name=search_qa"),
+    ("grpo", "environment.max_turns=2", "task.name=sort", "task.name=lookup"),
+    ("grpo", "environment.max_observation_tokens=9", "task.name=gsm8k", "task.name='mine.py:TASK'"),
+    ("grpo", "environment.corpus=a.jsonl", "task.name=gsm8k", "environment.name=search"),
+    ("grpo", "environment.corpus=a.jsonl", "task.name=lookup", "task.name=search_qa"),
     ("grpo", "environment.top_k=2", "environment.name=python", "environment.name=search"),
     ("grpo", "generation.url='http://a:1'", "generation.engine=hf", "generation.engine=server"),
     ("grpo", "generation.server_sleep=true", "generation.engine=hf", "generation={engine: server, url: 'http://a:1'}"),
@@ -160,6 +166,15 @@ def test_a_resume_takes_no_output_dir():
     result = CliRunner().invoke(app, ["train", "--resume", "runs/x", "--output-dir", "elsewhere"])
     assert result.exit_code == 2
     assert "--resume" in result.output
+
+
+def test_the_environment_s_settings_count_with_each_task_that_has_one():
+    for name in TASKS:
+        task = load_task(name)
+        config = Config.model_validate({"method": "grpo", "task": {"name": name}})
+        has_turns = task.respond is not None or task.environment is not None
+        assert (config.unmet("environment", "max_turns") is None) == has_turns, name
+        assert (config.unmet("environment", "corpus") is None) == (task.environment == "search"), name
 
 
 def test_a_resume_without_one_looks_for_the_run():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tinyrl.environments import MAX_TEXT_CHARS, Message, Reply, Transcript, trl_classes, worker_service
-from tinyrl.environments.tool_calls import CALL_FAILED, Call, calls_of, text_of
+from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.environments.worker_service import respond_with
 from tinyrl.workers.values import RowResults
@@ -60,12 +60,12 @@ def test_calls_are_parsed_in_order_and_thoughts_call_nothing() -> None:
         '<tool_call>\n  {"arguments": {}, "name": "show"}\t</tool_call></tool_call> and <b>done</b>.'
         r'<tool_call>{"name": "show", "arguments": "{\"text\": \"hi\"}"}</tool_call>'
     )
-    assert calls_of(turn(text)) == [Call("add", {"a": 1}), Call("show", {}), Call("show", {"text": "hi"})]
+    assert calls_of(turn(text)) == [ToolCall("add", {"a": 1}), ToolCall("show", {}), ToolCall("show", {"text": "hi"})]
     for nothing in ("", ', "arguments": null', ', "arguments": ""'):
-        assert calls_of(turn(f'<tool_call>{{"name": "now"{nothing}}}</tool_call>')) == [Call("now", {})]
+        assert calls_of(turn(f'<tool_call>{{"name": "now"{nothing}}}</tool_call>')) == [ToolCall("now", {})]
     given = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}, {"name": "x"}, "no JSON"]
     parsed = turn(call("show", text="not this one"), tool_calls=given)  # by the form of the model's template
-    assert calls_of(parsed) == [Call("add", {"a": 1}), Call("x"), Call(problem="no JSON")]
+    assert calls_of(parsed) == [ToolCall("add", {"a": 1}), ToolCall("x"), ToolCall(problem="no JSON")]
     assert calls_of(turn(call("show"), tool_calls=[])) == []
 
 
@@ -73,7 +73,7 @@ def test_a_thought_that_is_not_closed_calls_nothing() -> None:
     thought = f"<think>I could {call('show')}"
     assert calls_of(turn(thought)) == []
     assert calls_of(turn(f"{thought}</think>")) == []
-    assert calls_of(turn(f"I could write <think>: {call('show')}")) == [Call("show", {})]
+    assert calls_of(turn(f"I could write <think>: {call('show')}")) == [ToolCall("show", {})]
 
 
 def test_a_call_that_cannot_be_parsed_has_its_problem() -> None:

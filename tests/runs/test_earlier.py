@@ -163,7 +163,24 @@ def test_a_removed_setting_that_is_taken_out_by_hand_is_a_change(gone: str, caps
     assert_names(gone, "step-000002", capsys)
 
 
-@pytest.mark.parametrize("setting", REMOVED)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.wide
+def test_a_removed_fact_is_ignored_at_every_value(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REMOVED, "grpo.of_old", Removed(0, "it is in env.json", is_fact=True))
+    give(1)
+    assert not tinyrl(*ROUTES[route])
+
+
+def test_where_an_earlier_fork_came_from_is_ignored() -> None:
+    file = Path("grpo/config.yaml")
+    text = file.read_text()
+    assert "\n  forked_from: null\n" in text
+    before = load_written_config(file)
+    file.write_text(text.replace("forked_from: null", "forked_from: runs/first@25"))
+    assert load_written_config(file) == before
+
+
+@pytest.mark.parametrize("setting", [setting for setting, removed in REMOVED.items() if not removed.is_fact])
 def test_each_removed_setting_is_read_at_its_neutral_value_and_named_at_another(setting: str) -> None:
     section, _, name = setting.partition(".")
     method = next(name for name, its in ALL_METHODS.items() if section in its.sections or section not in OPTIONAL)

@@ -152,6 +152,16 @@ def test_the_worst_come_first_and_a_prompt_is_unsolved_when_none_of_its_samples_
     assert picked(run, "prompt_index", "reward", unsolved=0.5, kind="eval") == [(2, None)]
 
 
+def test_a_right_answer_that_is_too_long_solves_its_prompt(tmp_path: Path) -> None:
+    lines = [
+        sample(3, 0, "P", "c", 0.4, score=1.0),
+        sample(3, 1, "P", "c", 0.4, score=0.9),
+        sample(3, 2, "P", "c", 0.4),
+    ]
+    run = a_run(tmp_path, lines)
+    assert picked(run, "prompt_index", "reward", unsolved=1.0) == [(1, 0.4), (2, 0.4)]
+
+
 def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
     lines = [sample(step, i, "P", "c", 0.0, sample=n) for step in (0, 2, 4, 6, 8) for i in (1, 2) for n in (0, 1)]
     lines += [sample(3, 2, "P", "c", 0.0, kind="train"), sample(5, 6, "P", "c", 0.0, kind="train")]

@@ -9,7 +9,7 @@ import pytest
 from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
-from tinyrl.environments.tool_calls import Call, calls_of
+from tinyrl.environments.tool_calls import ToolCall, calls_of
 from tinyrl.tasks.answers import turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import token_ids
@@ -43,7 +43,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": NUMBERS}},
     {"type": "function", "function": {"name": "show", "parameters": {"properties": {"text": {"type": "string"}}}}},
 ]
-ADDED, SHOW = Call("add", {"a": 1, "b": 2}), Call("show", {"text": "12"})
+ADDED, SHOW = ToolCall("add", {"a": 1, "b": 2}), ToolCall("show", {"text": "12"})
 
 
 def tokenizer_of(calls: str | None, *, special: str | None = None) -> Any:
@@ -54,7 +54,7 @@ def tokenizer_of(calls: str | None, *, special: str | None = None) -> Any:
     return tokenizer
 
 
-def read(form: CallForm, written: str) -> tuple[str, list[Call]]:
+def read(form: CallForm, written: str) -> tuple[str, list[ToolCall]]:
     tokens = token_ids(form.tokenizer, written + EOS)
     text = str(form.tokenizer.decode(tokens, skip_special_tokens=True))
     return form.read(text, tokens, tools=TOOLS)
@@ -85,12 +85,12 @@ def written(form: str, key: str = "arguments") -> str:
          [ADDED, SHOW]),
         (CODER, IN_XML, "", [ADDED]),  # as it often forgets to open
         (CODER, "<function=add>\n<parameter=a>\n1\n</parameter><parameter=b>None</parameter></function>", "",
-         [Call("add", {"a": 1, "b": None})]),
+         [ToolCall("add", {"a": 1, "b": None})]),
         (None, written("<tool_call>ONE</tool_call>"), "", [ADDED]),
     ],
 )  # fmt: skip
 def test_calls_are_read_in_the_form_of_the_template(
-    template: str | None, text: str, content: str | None, calls: list[Call]
+    template: str | None, text: str, content: str | None, calls: list[ToolCall]
 ) -> None:
     form = call_form(tokenizer_of(template), {})
     said = read(form, text)
@@ -149,7 +149,7 @@ def test_a_broken_call_is_one_that_fails() -> None:
 TEXT = "<tool_call>\n<function=show>\n<parameter=text>\nTEXT\n</parameter>\n</function>\n</tool_call>"
 
 
-def xml_calls(written: str, tools: list[Any] = TOOLS) -> list[Call]:
+def xml_calls(written: str, tools: list[Any] = TOOLS) -> list[ToolCall]:
     form = call_form(tokenizer_of(CODER), {})
     tokens = token_ids(form.tokenizer, written + EOS)
     return form.read(written, tokens, tools=tools)[1]
@@ -169,9 +169,9 @@ def xml_calls(written: str, tools: list[Any] = TOOLS) -> list[Call]:
     ],
 )
 def test_a_text_argument_in_xml_may_hold_its_tags(text: str) -> None:
-    assert xml_calls(TEXT.replace("TEXT", text)) == [Call("show", {"text": text})]
+    assert xml_calls(TEXT.replace("TEXT", text)) == [ToolCall("show", {"text": text})]
     both = xml_calls(TEXT.replace("TEXT", text) + "\n<tool_call>\n" + IN_XML + "\n</tool_call>")
-    assert both == [Call("show", {"text": text}), ADDED]
+    assert both == [ToolCall("show", {"text": text}), ADDED]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_an_argument_in_xml_is_text_where_its_schema_allows_this_text(schema: An
     defs = {"Place": {"type": "object"}, "Name": STRING, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
     parameters = {"type": "object", "properties": {"text": schema}, "$defs": defs}
     [call] = xml_calls(TEXT.replace("TEXT", written), [{"function": {"name": "show", "parameters": parameters}}])
-    assert call == Call("show", {"text": value})
+    assert call == ToolCall("show", {"text": value})
     assert type(call.arguments["text"]) is type(value)
 
 

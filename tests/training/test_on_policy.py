@@ -446,6 +446,8 @@ def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
     assert all(count == right == 4 for _, _, count, right in tried)
     shown = [json.loads(sample) for sample in run.samples.read_text().splitlines()]
     assert len({sample["reward"] for sample in shown if sample["kind"] == "train"}) > 1
+    assert all(sample.get("score", sample["reward"]) == 1.0 for sample in shown)
+    assert all(("score" in sample) == (sample["reward"] < 1.0) for sample in shown)
     assert any(sample["advantage"] for sample in shown if sample["kind"] == "train")
 
 

@@ -93,6 +93,27 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
 
 
+def append_row(folder: Path) -> None:
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "say i:"}) + "\n")
+
+
+def test_a_row_that_max_samples_leaves_out_may_be_appended(model: Path, tmp_path: Path) -> None:
+    settings = reads_files(model, tmp_path)
+    settings.task.max_samples = 8
+    run = stopped_in_update(settings, tmp_path)
+    append_row(tmp_path)
+    assert running.go_on(run) == 0
+    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+
+
+def test_a_row_that_is_read_may_not_be_appended(model: Path, tmp_path: Path) -> None:
+    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
+    append_row(tmp_path)
+    with pytest.raises(ValueError, match="training rows have changed"):
+        running.go_on(run)
+
+
 def test_files_are_hashed_again_only_when_they_were_touched(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,8 +340,9 @@ def test_an_unchanged_fork_is_the_run_again_and_a_changed_one_shares_its_beginni
     again = forked(f"{first.path}@1", output_dir=tmp_path / "same")
     assert contents(first) == before
     assert_same(first, again, STEPS)
-    assert again.read_config().run.forked_from == f"{first.path.resolve()}@1"
-    assert json.loads((again.path / "env.json").read_text())["command"] == "test"
+    environment = json.loads((again.path / "env.json").read_text())
+    assert environment["command"] == "test"
+    assert environment["forked_from"] == f"{first.path.resolve()}@1"
     other = forked(f"{first.path}@2", "optim.learning_rate=0.1", "run.num_steps=4", output_dir=tmp_path)
     there, here = running.lasting(first), running.lasting(other)
     assert [line["step"] for line in here] == [0, 1, 2, 3, 4]

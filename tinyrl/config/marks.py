@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from tinyrl.text import is_address
 
 CONSTANTS: dict[str, Any] = {"null": None, "true": True, "false": False, "[]": []}  # of conditions; else text
+OWN_TASK = "FILE.py:TASK"  # of conditions: any file's
 KINDS = ("model", "rows", "code", "server", "file")
 
 
@@ -80,8 +81,8 @@ class OnlyIf:
     """Mark a field that counts only where a condition on other settings holds.
 
     condition: clauses "SETTING is VALUE", "SETTING is not VALUE" or "SETTING > NUMBER", joined by "and", and these by
-    "or"; SETTING is section.name, `method`, or a name in the field's own section. why: what is so where it does not
-    hold, for people.
+    "or"; SETTING is section.name, `method`, or a name in the field's own section; the VALUE FILE.py:TASK is any task of
+    a file. why: what is so where it does not hold, for people.
     """
 
     condition: str
@@ -103,7 +104,8 @@ def _clause_holds(clause: str, config: Any) -> bool:
     value = attrgetter(setting)(config)
     if relation == ">":
         return value > float(text)
-    equal = value == CONSTANTS.get(text, text)
+    is_own_task = text == OWN_TASK and ".py:" in str(value)
+    equal = is_own_task or value == CONSTANTS.get(text, text)
     return equal is (relation == "is")
 
 

@@ -2,8 +2,9 @@
 
 A run's config.yaml and its checkpoints hold every setting there was when they were written. One that is gone is ignored
 there at its neutral value: the one under which that version did what this one always does. Any other value is refused
-by name, and so is the setting in a recipe or on the command line. One that has another name now is read by it; in a
-recipe or on the command line its old name is answered with the new one.
+by name, and so is the setting in a recipe or on the command line. One that was a fact of the run and changed nothing is
+ignored there at every value. One that has another name now is read by it; in a recipe or on the command line its old
+name is answered with the new one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A setting that is gone. instead: what replaced it, or what happens now, for an error."""
+    """A setting that is gone. instead: what replaced it, or what happens now, for an error; is_fact: nothing depended
+    on it, so every value is neutral.
+    """
 
     neutral: Any
     instead: str
+    is_fact: bool = False
+
+    def ignores(self, value: Any) -> bool:
+        """Return whether nothing changes where a run or checkpoint has this value."""
+        return self.is_fact or value == self.neutral
 
 
 REMOVED: dict[str, Removed] = {
     "distill.objective": Removed("divergence", "distillation always minimises the divergence (teacher.divergence)"),
+    "run.forked_from": Removed(None, "`tinyrl train --from` writes it into the run's env.json", is_fact=True),
 }
 
 
@@ -37,8 +46,8 @@ RENAMED = {
 
 
 def ignore_neutral(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the settings of a run or checkpoint with today's names, and without the removed ones that have
-    their neutral value.
+    """Return a copy of the settings of a run or checkpoint with today's names, and without the removed ones whose value
+    is ignored.
     """
     values = {name: {**section} if isinstance(section, dict) else section for name, section in values.items()}
     for old, new in RENAMED.items():
@@ -50,7 +59,7 @@ def ignore_neutral(values: dict[str, Any]) -> dict[str, Any]:
     for setting, removed in REMOVED.items():
         section, _, name = setting.partition(".")
         fields = values.get(section)
-        if isinstance(fields, dict) and name in fields and fields[name] == removed.neutral:
+        if isinstance(fields, dict) and name in fields and removed.ignores(fields[name]):
             del fields[name]
     return values
 

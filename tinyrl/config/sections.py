@@ -78,9 +78,13 @@ LORA = OnlyIf("enabled is true", why="every weight is trained")
 FRESH = OnlyIf("model.adapter is null", why="the adapter has its own")
 LEARNS = OnlyIf("method is distill or kl_coef > 0", why="nothing is learnt from a teacher")
 SAMPLES = OnlyIf("method is grpo or method is ppo or method is distill", why="the method learns from given answers")
-SEARCHES = OnlyIf("name is search or name is null and task.name is not rows", why="nothing is searched")
+SEARCHES = OnlyIf(
+    "name is search or name is null and task.name is search_qa or name is null and task.name is FILE.py:TASK",
+    why="nothing is searched",
+)
 TURNS = OnlyIf(
-    "name is not null or tools is not [] or agent is not null or task.name is not rows",
+    "name is not null or tools is not [] or agent is not null or task.name is lookup or task.name is search_qa "
+    "or task.name is FILE.py:TASK",
     why="an answer is one turn without an environment",
 )
 AGENT = OnlyIf("agent is not null", why="there is no agent")
@@ -322,4 +326,3 @@ class RunConfig(Section):
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: list[Tracker] = Field(default_factory=list, description="experiment trackers beside metrics.jsonl")
-    forked_from: Text | None = Field(default=None, description="RUN@STEP of `tinyrl train --from`, which writes it")

@@ -30,7 +30,7 @@ Tools = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call as the policy wrote it; `problem`: why it cannot be executed, or empty."""
 
     name: str = ""
@@ -46,49 +46,49 @@ def parse_json(decode: Callable[..., Any], *given: Any) -> Any:
         raise ValueError("too many brackets inside each other") from None
 
 
-def calls_of(message: Message) -> list[Call]:
+def calls_of(message: Message) -> list[ToolCall]:
     """Parse the calls of a policy's turn, in order and in linear time."""
     if message.get("tool_calls") is not None:
         given = copy.deepcopy(message["tool_calls"])
-        return [Call(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
+        return [ToolCall(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
     text = without_thoughts(message["content"])
-    calls = list[Call]()
+    calls = list[ToolCall]()
     at = 0
     while (opened := text.find(OPEN, at)) >= 0:
         start = opened + len(OPEN)
         end = text.find(CLOSE, start)
         if end < 0:
-            return [*calls, Call(problem=f"{OPEN} without {CLOSE}")]
+            return [*calls, ToolCall(problem=f"{OPEN} without {CLOSE}")]
         try:
             calls.append(call_in(parse_json(DECODER.decode, text[start:end])))
         except ValueError as error:
-            calls.append(Call(problem=f"not JSON: {error}"))
+            calls.append(ToolCall(problem=f"not JSON: {error}"))
         at = end + len(CLOSE)
     return calls
 
 
-def call_in(entry: Any) -> Call:
+def call_in(entry: Any) -> ToolCall:
     """Parse {"name", "arguments" or "parameters"}, or {"function": ...} with these. Absent, null or empty arguments are
     {}; arguments in text are JSON.
     """
     function = entry.get("function", entry) if isinstance(entry, dict) else None
     if not isinstance(function, dict):
-        return Call(problem="a call is an object with 'name' and 'arguments'")
+        return ToolCall(problem="a call is an object with 'name' and 'arguments'")
     name = function.get("name")
     arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
-        return Call(problem="the call has no 'name'")
+        return ToolCall(problem="the call has no 'name'")
     if isinstance(arguments, str):
         try:
             arguments = parse_json(DECODER.decode, arguments.strip() or "null")
         except ValueError as error:
-            return Call(name, problem=f"{name}: 'arguments' are not JSON: {error}")
+            return ToolCall(name, problem=f"{name}: 'arguments' are not JSON: {error}")
     if not isinstance(arguments, dict | None):
-        return Call(name, problem=f"{name}: 'arguments' must be an object")
-    return Call(name, arguments or {})
+        return ToolCall(name, problem=f"{name}: 'arguments' must be an object")
+    return ToolCall(name, arguments or {})
 
 
-def carry_out(episodes: Sequence[tuple[Tools, Sequence[Call]]]) -> list[list[Reply]]:
+def carry_out(episodes: Sequence[tuple[Tools, Sequence[ToolCall]]]) -> list[list[Reply]]:
     """Execute the calls of each episode, in order; return a reply for each call.
 
     The first calls of all episodes come first, then the second ones, so that coroutines of different episodes wait
@@ -105,7 +105,7 @@ def carry_out(episodes: Sequence[tuple[Tools, Sequence[Call]]]) -> list[list[Rep
     return replies
 
 
-def _begin(tools: Tools, call: Call) -> Any:
+def _begin(tools: Tools, call: ToolCall) -> Any:
     """Return a call's result (perhaps a coroutine), its exception, or the reply to one that cannot be executed."""
     if call.problem:
         return _failed(call.problem)

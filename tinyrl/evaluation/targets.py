@@ -18,8 +18,9 @@ from tinyrl.config.sections import starter_path
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.rows import example_rows, prompt_key
 from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import nearest_run, open_run, run_of
+from tinyrl.runs.run_dir import open_run, run_of
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import truncate
 

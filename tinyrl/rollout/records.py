@@ -35,6 +35,11 @@ def sample_key(sample: Sample, *, prompts: Mapping[int, str], group_size: int) -
     return {"prompt_index": sample.row, "sample": sample.episode % group_size, "prompt": prompts[sample.row]}
 
 
+def is_penalised(sample: Sample) -> bool:
+    """Return whether a length penalty has changed the reward by more than the rounding of float32."""
+    return sample.score - sample.reward > 1e-4
+
+
 def sample_lines(
     samples: Sequence[Sample],
     texts: list[str],
@@ -54,6 +59,7 @@ def sample_lines(
             **({} if sample.played is None else {"episode": sample.played.transcript}),
             "rewards": dict(zip(names, sample.scores, strict=True)),
             "reward": sample.reward,
+            **({"score": sample.score} if is_penalised(sample) else {}),
             "advantage": None if advantages is None else float(advantages[row]),
             "finish_reason": sample.finish,
         }

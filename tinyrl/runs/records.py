@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinyrl.text import Excerpt, excerpt, first_line, one_line
+from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 Item = TypeVar("Item")
@@ -255,10 +255,15 @@ class RunRecords:
         return value
 
 
+def nearest_run(path: str | Path) -> str:
+    """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
+    there = [*Path(path).parent.glob("*/config.yaml"), *Path("runs").glob("*/config.yaml")]
+    return did_you_mean(str(path), [str(found.parent) for found in there])
+
+
 def read_run(run_dir: Path) -> RunRecords:
     """Read a run folder. Raises ValueError when it is not one or has no metrics yet."""
     from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
-    from tinyrl.runs.run_dir import nearest_run
 
     metrics = run_dir / "metrics.jsonl"
     notes = list[str]()

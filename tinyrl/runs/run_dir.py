@@ -25,8 +25,8 @@ from filelock import FileLock, Timeout
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import json_lines, json_safe
-from tinyrl.text import did_you_mean, one_line
+from tinyrl.runs.records import json_lines, json_safe, nearest_run
+from tinyrl.text import one_line
 
 LOCK = ".lock"
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
@@ -262,12 +262,6 @@ def named_run(path: str) -> Path | None:
     run = None if starter_path(path) else run_of(folder)
     has_weights = any(os.path.isfile(folder / name) for name in ("config.json", "adapter_config.json"))
     return None if run == folder and has_weights else run  # config.yaml is a common name
-
-
-def nearest_run(path: str | Path) -> str:
-    """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
-    there = [*Path(path).parent.glob("*/config.yaml"), *Path("runs").glob("*/config.yaml")]
-    return did_you_mean(str(path), [str(found.parent) for found in there])
 
 
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:

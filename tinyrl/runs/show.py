@@ -103,8 +103,8 @@ def select_samples(
     """Return the first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has
     such lines) and a prompt (None: any; without a step its first sample at each of `num` steps).
 
-    worst: lowest rewards first; unsolved: only of prompts without a sample at that step of at least this reward. Raises
-    ValueError where there is none, with the steps that there are.
+    worst: lowest rewards first; unsolved: only of prompts without a sample at that step of at least this score (the
+    reward before length penalties). Raises ValueError where there is none, with the steps that there are.
     """
     by_step: dict[int, list[Line]] = {}
     for row in samples_of(path, notes, kind=kind):
@@ -124,7 +124,8 @@ def select_samples(
         rows = sorted(rows, key=lambda row: (math.isnan(reward := to_float(row.get("reward"))), reward))
     if unsolved is not None:
         places = [(str(row.get("kind")), str(row.get("prompt_index"))) for row in rows]
-        solved = {place for place, row in zip(places, rows, strict=True) if to_float(row.get("reward")) >= unsolved}
+        scores = [to_float(row.get("score", row.get("reward"))) for row in rows]
+        solved = {place for place, score in zip(places, scores, strict=True) if score >= unsolved}
         rows = [row for place, row in zip(places, rows, strict=True) if place not in solved]
     return rows[:num]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, Call, call_in, calls_of, parse_json
+from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, calls_of, parse_json
 from tinyrl.models.tokens import template_text, token_ids
 from tinyrl.tasks.answers import hidden_ids, special_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
@@ -57,7 +57,7 @@ class CallForm:
     tokenizer: Tokenizer
     name: str
     special: frozenset[int]
-    split: Callable[[str, list[Any]], tuple[int, list[Call]]]
+    split: Callable[[str, list[Any]], tuple[int, list[ToolCall]]]
 
     @property
     def in_text(self) -> bool:
@@ -66,7 +66,7 @@ class CallForm:
 
     def read(
         self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = ""
-    ) -> tuple[str, list[Call]]:
+    ) -> tuple[str, list[ToolCall]]:
         """Split a policy's turn into its text before the calls, and the calls. text: with the thought that the prompt
         has `opened`, which the tokens do not hold.
         """
@@ -107,7 +107,7 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     def holds_the_call(at: int) -> bool:
         with suppress(ValueError):
             value, _ = parse_json(DECODER.raw_decode, text, at)
-            return call_in(value[0] if isinstance(value, list) and value else value) == Call(**_FUNCTION)
+            return call_in(value[0] if isinstance(value, list) and value else value) == ToolCall(**_FUNCTION)
         return False
 
     if VALUE not in text:
@@ -133,16 +133,16 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
 # ---- the forms ----
 
 
-def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
+def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[ToolCall]]:
     start = text.find(OPEN)
     return start if start >= 0 else len(text), calls_of({"content": text})
 
 
-def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
+def _json_calls(text: str, marker: str) -> tuple[int, list[ToolCall]]:
     """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
     and JSON without a name is an answer.
     """
-    calls = list[Call]()
+    calls = list[ToolCall]()
     at = 0
     first = len(text) - len(text.lstrip())
     if marker:
@@ -159,7 +159,7 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
             value, at = parse_json(DECODER.raw_decode, text, at)
         except ValueError as error:
             if marker or '"name"' in text[at:]:
-                calls.append(Call(problem=f"not JSON: {error}"))
+                calls.append(ToolCall(problem=f"not JSON: {error}"))
             if not marker:
                 return first, calls
             continue
@@ -169,7 +169,7 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[Call]]:
         calls += map(call_in, entries)
 
 
-def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
+def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[ToolCall]]:
     """Parse Qwen-Coder's <function=NAME> with a <parameter=NAME> for each argument, as text of its type in `tools`.
 
     A text argument may hold the same tags. One that closes counts only where the next opening, or the end of the
@@ -177,18 +177,18 @@ def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[Call]]:
     A call that may also be read otherwise is one that fails: no argument is ever shortened.
     """
     starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag)) >= 0]
-    calls = list[Call]()
+    calls = list[ToolCall]()
     at = 0
     while (opened := text.find(FUNCTION, at)) >= 0:
         end = _function_end(text, opened)
         if end is None:
-            calls.append(Call(problem=f"{FUNCTION}...> without </function>"))
+            calls.append(ToolCall(problem=f"{FUNCTION}...> without </function>"))
             break
         at = end.end()
         following = text.find(FUNCTION, at)
         between = text[at : following if following >= 0 else len(text)]
         if "</parameter>" in between or "</function>" in between:
-            calls.append(Call(problem=f"it is not clear where the text of {FUNCTION}...> ends"))
+            calls.append(ToolCall(problem=f"it is not clear where the text of {FUNCTION}...> ends"))
         else:
             calls.append(_typed(_xml_call(text[opened + len(FUNCTION) : end.start("function")]), tools))
     return min(starts, default=len(text)), calls
@@ -208,7 +208,7 @@ def _function_end(text: str, opened: int) -> re.Match[str] | None:
     return ends[0] if len(ends) == 1 else None
 
 
-def _xml_call(written: str) -> Call:
+def _xml_call(written: str) -> ToolCall:
     """Parse NAME>, and its parameters as texts, up to </function>."""
     name, _, body = written.rstrip().partition(">")
     name = name.strip()
@@ -218,14 +218,14 @@ def _xml_call(written: str) -> Call:
         start = _PARAMETER.match(body, at)
         if start is None:
             found = truncate(body[at:].strip(), 60)
-            return Call(name, problem=f"{name}: there is text outside of {ARGUMENT}...>: {found!r}")
+            return ToolCall(name, problem=f"{name}: there is text outside of {ARGUMENT}...>: {found!r}")
         end = _PARAMETER_END.search(body, start.end())
         key = start["name"].strip()
         value = body[start.end() : end.start() if end else len(body)]
         if end is None or _holds_an_open_parameter(value):
-            return Call(name, problem=f"{name}: it is not clear where the parameter '{key}' ends")
+            return ToolCall(name, problem=f"{name}: it is not clear where the parameter '{key}' ends")
         if key in arguments:
-            return Call(name, problem=f"{name}: the parameter '{key}' is given twice")
+            return ToolCall(name, problem=f"{name}: the parameter '{key}' is given twice")
         arguments[key] = value.removeprefix("\n").removesuffix("\n")
         at = end.end()
     return call_in({"name": name, "arguments": arguments})
@@ -241,7 +241,7 @@ def _holds_an_open_parameter(value: str) -> bool:
     return opened > 0
 
 
-def _typed(call: Call, tools: list[Any]) -> Call:
+def _typed(call: ToolCall, tools: list[Any]) -> ToolCall:
     """Parse arguments in text as JSON where the schema of the tool's parameter does not allow this text."""
     parsed = dict(call.arguments)
     with suppress(AttributeError, LookupError, TypeError):  # a client may send anything as tools
@@ -253,7 +253,7 @@ def _typed(call: Call, tools: list[Any]) -> Call:
                 text = text.strip()
                 with suppress(ValueError, RecursionError):
                     parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    return Call(call.name, parsed, call.problem)
+    return ToolCall(call.name, parsed, call.problem)
 
 
 def allows_text(schema: Any, text: str, *, within: dict[str, Any], depth: int = 0) -> bool:

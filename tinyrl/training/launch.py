@@ -25,7 +25,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.marks import Named
-from tinyrl.config.recipe import Source, as_override, build_config
+from tinyrl.config.recipe import Source, build_config
 from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
@@ -98,8 +98,10 @@ def _check_alike(method: Method, checkpoint: str) -> None:
     check_alike(method.world, inputs, what="settings or inputs", advice=advice)
 
 
-def write_environment(folder: RunDir, method: Method, *, options: Options, command: list[str]) -> None:
-    """Write env.json of a run that trains `method`."""
+def write_environment(
+    folder: RunDir, method: Method, *, options: Options, command: list[str], forked_from: str | None = None
+) -> None:
+    """Write env.json of a run that trains `method`; forked_from: RUN@STEP of the checkpoint that a fork begins with."""
     device = method.policy.accelerator.device
     processes = method.world.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -110,6 +112,7 @@ def write_environment(folder: RunDir, method: Method, *, options: Options, comma
         threads=torch.get_num_threads(),
         seed=method.config.run.seed,
         dtype=str(method.policy.causal.dtype).removeprefix("torch."),
+        forked_from=forked_from,
     )
     folder.write_environment(facts)
 
@@ -214,7 +217,7 @@ def fork(
 ) -> Run:
     """Make a run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
     laid over its settings; unchanged, to the same weights to the bit. Its records begin with the other run's, up to
-    there, and run.forked_from names it. output_dir: default the folder that `origin` is in. Raises ValueError, and
+    there, and its env.json names it. output_dir: default the folder that `origin` is in. Raises ValueError, and
     leaves no folder, where it cannot go on.
     """
     path, (run_path, at, number) = Path(origin), origin.rpartition("@")
@@ -226,9 +229,8 @@ def fork(
     checkpoint = checkpoints.checkpoint_of(path)
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
-    origin = as_override("run.forked_from", f"{old.path.resolve()}@{step}")
     source = Source(f"{checkpoint.name} of {old.path}")
-    config = build_config(ignore_neutral(kept.config), [*overrides, origin], source=source)
+    config = build_config(ignore_neutral(kept.config), overrides, source=source)
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
@@ -244,7 +246,8 @@ def fork(
         assert run is not None
         undo.callback(run.method.close)
         undo.callback(run.close)
-        write_environment(new, run.method, options=options, command=command)
+        forked_from = f"{old.path.resolve()}@{step}"
+        write_environment(new, run.method, options=options, command=command, forked_from=forked_from)
         undo.pop_all()
         return run
 
@@ -376,7 +379,9 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield (label, file) for every file that the settings name: of models, rows, people's code, and others."""
+    """Yield (label, file) for every file that the settings name, but those of rows: the rows that are read have
+    fingerprints, and a file may have rows that task.max_samples leaves out.
+    """
     for named in config.named():
         match named.kind:
             case "model":
@@ -384,9 +389,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
                 yield from _files_of_model(named, revision=revision)
             case "code":
                 yield from _files_of_code(named)
-            case "rows" | "file" if not named.names.made and os.path.isfile(named.value):
+            case "file" if not named.names.made and os.path.isfile(named.value):
                 yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
-            case _:  # the hub, a server, a word
+            case _:  # rows, the hub, a server, a word
                 pass
 
 

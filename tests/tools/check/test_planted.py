@@ -16,7 +16,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.starter import starter_path
 from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code
-from tinyrl.tools.check.reward import FINDINGS, Trial, lines_of
+from tinyrl.tools.check.reward import FINDINGS, ScoredTexts, lines_of
 from tinyrl.tools.check.section import CheckSection
 
 CODE = """
@@ -243,7 +243,7 @@ def test_the_share_that_failed_is_of_the_calls_that_were_made() -> None:
 NO_SCORES = {"nothing": [math.nan] * 3, "nonsense": [math.nan] * 3}
 
 
-def trial(**fields: Any) -> Trial:
+def trial(**fields: Any) -> ScoredTexts:
     given = {
         "scores": NO_SCORES,
         "again": [math.nan] * 3,
@@ -252,7 +252,7 @@ def trial(**fields: Any) -> Trial:
         "other": "",
         "gets_messages": False,
     }
-    return Trial(**(given | fields))
+    return ScoredTexts(**(given | fields))
 
 
 def test_a_reward_is_the_environments_only_where_no_call_failed() -> None:

@@ -11,14 +11,18 @@ import pytest
 from tinyrl.config.recipe import load_config
 from tinyrl.tools.check import policy
 from tinyrl.tools.check.loaded import Answer
-from tinyrl.tools.check.policy import Trial, look, section, with_spread
+from tinyrl.tools.check.policy import Trial, look, rates_by_row, section, with_spread
 
 
-def groups_of(rewards: list[list[float]], texts: list[str] | None = None, **fields: Any) -> list[list[Answer]]:
+def groups_of(
+    rewards: list[list[float]], texts: list[str] | None = None, *, penalty: float = 0.0, **fields: Any
+) -> list[list[Answer]]:
     fields = {"tokens": 4, "cut": False, "gold": None, "failed": None, **fields}
 
     def answer(row: int, i: int) -> Answer:
-        return Answer(texts[i] if texts else f"text {row} {i}", rewards[row][i], row=str(row), **fields)
+        text = texts[i] if texts else f"text {row} {i}"
+        reward = rewards[row][i]
+        return Answer(text, reward, score=reward + penalty, row=str(row), **fields)
 
     return [[answer(row, i) for i in range(len(group))] for row, group in enumerate(rewards)]
 
@@ -26,6 +30,13 @@ def groups_of(rewards: list[list[float]], texts: list[str] | None = None, **fiel
 def planted(groups: list[list[Answer]], *settings: str, **changes: Any) -> Trial:
     config = load_config("grpo", "starter-grpo", overrides=list(settings))
     return Trial(config, groups, changes.pop("greedy", [group[0] for group in groups]), **changes)
+
+
+def test_a_long_answer_that_is_right_counts_as_right() -> None:
+    """Length took 0.5 of every reward; those of the second prompt were 0."""
+    groups = groups_of([[0.5, 0.5], [-0.5, 0.5]], penalty=0.5)
+    assert rates_by_row(planted(groups)) == {"0": 1.0, "1": 0.5}
+    assert rates_by_row(planted(groups_of([[0.5, 0.5], [-0.5, 0.5]]))) == {"0": 0.0, "1": 0.0}
 
 
 def found(trial: Trial) -> dict[str, str]:
@@ -114,7 +125,7 @@ class Clock:
 
     def sampled(self, collector: Any, prompts: list[Any], samples: int, *, greedy: bool) -> list[Answer]:
         self.now += 0.0 if greedy else 10.0 * len(prompts)
-        answer = Answer("a", 1.0, tokens=1, cut=False, gold=None, row="", failed=None)
+        answer = Answer("a", 1.0, score=1.0, tokens=1, cut=False, gold=None, row="", failed=None)
         return [answer] * (samples * len(prompts))
 
 

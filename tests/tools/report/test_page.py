@@ -16,7 +16,7 @@ import pytest
 from tests.tools.report.runs import PageReader, grpo_run, page, sample, write_run
 from tinyrl.runs.records import MOST_TOKENS, read_run
 from tinyrl.tools.report import completions, token_view, write_report
-from tinyrl.tools.report.panels import outcome
+from tinyrl.tools.report.panels import outcome, subtitle
 
 HOSTILE = (
     "</td><script>alert(1)</script><img src=https://evil.example/x onerror=alert(1)>\x1b[31mred\x1b[0m"
@@ -57,7 +57,7 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     samples = [sample(step, 0, HOSTILE, HOSTILE, 1.0, finish_reason=HOSTILE) for step in (0, 1)]
     config = {"method": "<script>", "task": {"name": "<script>"}, "<b>key</b>": "<script>", "model": {"path": "<svg>"}}
     run = write_run(tmp_path / "<script>alert(2)<\u202e", metrics, samples=samples, config=config)
-    (run / "env.json").write_text(json.dumps({"command": HOSTILE, HOSTILE: [HOSTILE]}), "utf-8")
+    (run / "env.json").write_text(json.dumps({"command": HOSTILE, "forked_from": HOSTILE, HOSTILE: [HOSTILE]}), "utf-8")
     (run / "checkpoints" / "step-<script>").mkdir(parents=True)
     write_tokens(run, [tokens_line(1, [token(HOSTILE, advantage=1.0)], prompt=HOSTILE)])
     write_report(run)
@@ -71,6 +71,12 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     unseen = {c for c in html if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
     assert unseen == set()
     assert '<span class="unseen">U+202E</span>' in html
+
+
+def test_a_fork_names_its_origin(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": step, "reward/mean": 0.5} for step in (0, 1)])
+    (run / "env.json").write_text(json.dumps({"forked_from": "/runs/first@25"}), "utf-8")
+    assert " · forked from /runs/first@25 · " in subtitle(read_run(run))
 
 
 # ---- completions ----

@@ -89,7 +89,7 @@ class Script:
 
 
 @dataclass
-class Trial:
+class PlayedScripts:
     """Scripts that were played in an environment. hidden_tools: the model's chat template shows none."""
 
     scripts: list[Script] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Trial:
 # ---- findings ----
 
 
-def the_environment_fails(trial: Trial) -> Finding | None:
+def the_environment_fails(trial: PlayedScripts) -> Finding | None:
     if trial.failed <= MAX_FAILED_SHARE:
         return None
     return Finding(
@@ -133,7 +133,7 @@ def the_environment_fails(trial: Trial) -> Finding | None:
     )
 
 
-def tools_are_not_shown(trial: Trial) -> Finding | None:
+def tools_are_not_shown(trial: PlayedScripts) -> Finding | None:
     if not trial.hidden_tools:
         return None
     return Finding(
@@ -144,7 +144,7 @@ def tools_are_not_shown(trial: Trial) -> Finding | None:
     )
 
 
-def the_environment_is_silent(trial: Trial) -> Finding | None:
+def the_environment_is_silent(trial: PlayedScripts) -> Finding | None:
     if trial.failed > MAX_FAILED_SHARE or trial.longest:
         return None
     return Finding(
@@ -154,7 +154,7 @@ def the_environment_is_silent(trial: Trial) -> Finding | None:
     )
 
 
-def every_call_is_invalid(trial: Trial) -> Finding | None:
+def every_call_is_invalid(trial: PlayedScripts) -> Finding | None:
     """All calls of a tool failed; those with invented arguments count where that is not the arguments' fault."""
     broken = [script for script in trial.scripts if script.is_broken and not script.may_be_invention]
     if not broken:
@@ -166,7 +166,7 @@ def every_call_is_invalid(trial: Trial) -> Finding | None:
     )
 
 
-def answers_by_chance(trial: Trial) -> Finding | None:
+def answers_by_chance(trial: PlayedScripts) -> Finding | None:
     unsteady = [script.kind for script in trial.scripts if script.unsteady]
     if not unsteady:
         return None
@@ -177,7 +177,7 @@ def answers_by_chance(trial: Trial) -> Finding | None:
     )
 
 
-def no_turn_to_read_a_reply(trial: Trial) -> Finding | None:
+def no_turn_to_read_a_reply(trial: PlayedScripts) -> Finding | None:
     if trial.max_turns > 1 or not trial.asked:
         return None
     return Finding(
@@ -187,7 +187,7 @@ def no_turn_to_read_a_reply(trial: Trial) -> Finding | None:
     )
 
 
-def replies_are_cut(trial: Trial) -> Finding | None:
+def replies_are_cut(trial: PlayedScripts) -> Finding | None:
     """Half of the replies are more than twice as long as the policy reads."""
     limit = trial.max_observation_tokens
     typical = median(len(text) for _, text in trial.asked) / CHARS_A_TOKEN if trial.asked else 0.0
@@ -237,7 +237,9 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         length=lambda text: len(text) // CHARS_A_TOKEN,
         worker=task.replies_worker(timeout_s=config.environment.seconds),
     )
-    trial = Trial(max_turns=config.environment.max_turns, max_observation_tokens=environment.max_observation_tokens)
+    trial = PlayedScripts(
+        max_turns=config.environment.max_turns, max_observation_tokens=environment.max_observation_tokens
+    )
     with closing(environment):
         environment.start()
         if environment.schemas:
@@ -334,7 +336,7 @@ def line_of(script: Script) -> str:
     return f"{line}, mean reward {fmean(paid):.4g}" if any(paid) else line
 
 
-def notes_of(trial: Trial) -> list[str]:
+def notes_of(trial: PlayedScripts) -> list[str]:
     """Return an example, the seconds of a call, what is cut, and tools that only failed on invented arguments."""
     notes = [f"{one_line(turn, SHOWN)!r} -> {one_line(text, SHOWN)!r}" for turn, text in trial.asked[:1]]
     seconds = fmean(script.seconds for script in trial.scripts)

@@ -35,12 +35,13 @@ TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 
 class Answer(NamedTuple):
-    """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. failed:
-    why there is no reward (NaN).
+    """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. score:
+    the reward before length penalties; failed: why there is none (NaN).
     """
 
     text: str
     reward: float
+    score: float
     tokens: int
     cut: bool
     gold: str | None
@@ -83,6 +84,7 @@ def answer_of(sample: Sample, prompt: PreparedPrompt, collector: Collector) -> A
     return Answer(
         text=completion_text(sample, collector.scorer),
         reward=sample.reward,
+        score=sample.score,
         tokens=sample.num_actions,
         cut=sample.truncated,
         gold=collector.task.gold(prompt.row),

@@ -88,7 +88,7 @@ class Trial:
     @cached_property
     def pass_rates(self) -> list[float]:
         solved = self.config.task.solved_reward
-        return [mean([answer.reward >= solved for answer in rewarded(group)]) for group in self.groups]
+        return [mean([answer.score >= solved for answer in rewarded(group)]) for group in self.groups]
 
     @property
     def pass_rate(self) -> float:
@@ -244,7 +244,7 @@ def one_reward_for_everything(trial: Trial) -> Finding | None:
 def right_answers_in_another_form(trial: Trial) -> Finding | None:
     """A fifth of the completions or more hold the gold answer and are not scored as right."""
     solved = trial.config.task.solved_reward
-    unsolved = [answer for answer in trial.answers if answer.gold and not answer.reward >= solved]
+    unsolved = [answer for answer in trial.answers if answer.gold and not answer.score >= solved]
     missed = [answer for answer in unsolved if _holds(answer.text, str(answer.gold))]
     share = len(missed) / len(trial.answers)
     if not trial.knows_gold or share < 0.2:

@@ -41,7 +41,7 @@ MESSAGES = " Completions are lists of messages here: the text is completion[-1][
 
 
 @dataclass
-class Trial:
+class ScoredTexts:
     """Scores of texts for each row by kind: gold (if the task knows gold answers), nothing and nonsense; NaN where a
     function failed or none applies.
 
@@ -87,7 +87,7 @@ class Trial:
 # ---- findings ----
 
 
-def no_rewards(trial: Trial) -> Finding | None:
+def no_rewards(trial: ScoredTexts) -> Finding | None:
     """No text has a score, and not because the function failed."""
     if trial.known or trial.failed > MAX_FAILED_SHARE or trial.other:
         return None
@@ -97,7 +97,7 @@ def no_rewards(trial: Trial) -> Finding | None:
     return Finding(name="no rewards", what=f"{what}.", change=trial.advice)
 
 
-def one_reward_for_everything(trial: Trial) -> Finding | None:
+def one_reward_for_everything(trial: ScoredTexts) -> Finding | None:
     if "gold" not in trial.scores or not trial.is_flat:
         return None
     return Finding(
@@ -108,7 +108,7 @@ def one_reward_for_everything(trial: Trial) -> Finding | None:
     )
 
 
-def gold_answers_do_not_win(trial: Trial) -> Finding | None:
+def gold_answers_do_not_win(trial: ScoredTexts) -> Finding | None:
     """In more than a fifth of the rows the gold answer scores no more than nothing or nonsense."""
     if "gold" not in trial.scores or trial.is_flat or not trial.known:
         return None
@@ -126,7 +126,7 @@ def gold_answers_do_not_win(trial: Trial) -> Finding | None:
     )
 
 
-def gold_answers_lack_full_marks(trial: Trial) -> Finding | None:
+def gold_answers_lack_full_marks(trial: ScoredTexts) -> Finding | None:
     if not trial.lowest < trial.highest or trial.lacking <= MAX_FAILED_SHARE:
         return None
     return Finding(
@@ -137,7 +137,7 @@ def gold_answers_lack_full_marks(trial: Trial) -> Finding | None:
     )
 
 
-def rewards_by_chance(trial: Trial) -> Finding | None:
+def rewards_by_chance(trial: ScoredTexts) -> Finding | None:
     first = next(iter(trial.scores.values()))
     if not trial.known or str(trial.again) == str(first):  # as text, where NaN is equal to itself
         return None
@@ -148,7 +148,7 @@ def rewards_by_chance(trial: Trial) -> Finding | None:
     )
 
 
-def rewards_fail(trial: Trial) -> Finding | None:
+def rewards_fail(trial: ScoredTexts) -> Finding | None:
     if trial.failed <= MAX_FAILED_SHARE:
         return None
     return Finding(
@@ -160,7 +160,7 @@ def rewards_fail(trial: Trial) -> Finding | None:
     )
 
 
-def holes_in_the_reward(trial: Trial) -> Finding | None:
+def holes_in_the_reward(trial: ScoredTexts) -> Finding | None:
     if not trial.holes:
         return None
     return Finding(
@@ -170,7 +170,7 @@ def holes_in_the_reward(trial: Trial) -> Finding | None:
     )
 
 
-def blind_reward(trial: Trial) -> Finding | None:
+def blind_reward(trial: ScoredTexts) -> Finding | None:
     if not trial.is_blind or trial.holes:
         return None
     return Finding(
@@ -217,7 +217,7 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
         scores = {kind: scorer(range(len(rows)), of) for kind, of in texts.items()}
         again = scorer(range(len(rows)), next(iter(texts.values())))
         seconds = (time.perf_counter() - begun) / (len(texts) + 1)
-        trial = Trial(
+        trial = ScoredTexts(
             scores,
             again,
             failed=scorer.failed_rows / scorer.scored_rows,
@@ -271,7 +271,7 @@ def other_source(config: Config, task: Task) -> str:
     return "" if is_asked else f"{config.method} needs none"
 
 
-def lines_of(trial: Trial, *, name: str, seconds: float, rows: int) -> list[str]:
+def lines_of(trial: ScoredTexts, *, name: str, seconds: float, rows: int) -> list[str]:
     """Return a line with the mean score of each kind of text, and a warning where some rows failed."""
     means = [f"{kind} {format_number(mean(scores), missing='no score')}" for kind, scores in trial.scores.items()]
     lines = [f"{name}: {', '.join(means)}; {seconds * 1e3:.1f} ms for {rows} rows"]
@@ -335,7 +335,7 @@ def tokenizer_of(config: Config) -> Any:
     return load_tokenizer(config.model.path, revision=config.model.revision)
 
 
-def attack(trial: Trial, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
+def attack(trial: ScoredTexts, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
     """Look for holes; return lines about them."""
     found = find_holes(scorer, task, rows)
     if found is None:

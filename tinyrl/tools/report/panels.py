@@ -238,8 +238,13 @@ MOST_PHASES = 8  # more colours cannot be told apart
 
 
 def subtitle(run: RunRecords) -> str:
-    named = {"": "method", "task ": "task.name", "model ": "model.path", "forked from ": "run.forked_from"}
-    parts = [word + one_line(str(value), 60) for word, key in named.items() if (value := run.setting(key))]
+    named = {
+        "": run.setting("method"),
+        "task ": run.setting("task.name"),
+        "model ": run.setting("model.path"),
+        "forked from ": run.env.get("forked_from"),
+    }
+    parts = [word + one_line(str(value), 60) for word, value in named.items() if value]
     return " · ".join([*parts, f"{run.last_step:,} of {run.setting('run.num_steps') or '?'} steps"])
 
 
