@@ -388,6 +388,8 @@ class Run:
         for warning in self.watch.look(step) if self.world.is_main else ():
             self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
+        if evaluation is not None and self.config.run.log_completions:
+            self.trackers.log_completions(evaluation.samples, step)
         self.metrics = StepMetrics()
         self.state.phase = "rollout"
         if step % CHECK_EVERY == 0:
