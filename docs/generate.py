@@ -15,12 +15,72 @@ from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe
 
 NOTE = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
+TRL = """
+## Coming from TRL
+
+A `GRPOConfig`, and the same run here. Give its names as settings (`tinyrl train grpo num_generations=8 beta=0.04`), and
+the message ends with the line to copy.
+
+```python
+GRPOConfig(
+    run_name="sums",
+    learning_rate=1e-5, lr_scheduler_type="cosine", lr_warmup_steps=20,
+    per_device_train_batch_size=16, gradient_accumulation_steps=16,
+    num_generations=8, num_iterations=2, max_completion_length=512,
+    beta=0.04, epsilon=0.2, epsilon_high=0.28, loss_type="dr_grpo", scale_rewards="none",
+    num_train_epochs=1, save_steps=50, eval_strategy="steps", eval_steps=50,
+    report_to="wandb", log_completions=True, seed=1,
+)
+LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
+```
+
+```yaml
+# tinyrl train grpo sums.yaml --name sums
+method: grpo
+model: {path: Qwen/Qwen2.5-0.5B-Instruct, gradient_checkpointing: true}
+task: {data: rows.jsonl}
+reward: {functions: [{use: "rewards.py:score"}]}
+lora: {r: 32, alpha: 64}
+optim: {learning_rate: 1.0e-5, schedule: cosine, warmup_steps: 10}
+generation: {max_new_tokens: 512}
+grpo:
+  num_prompts: 32          # 16 x 16 completions in groups of 8
+  group_size: 8
+  num_epochs: 2
+  kl_coef: 0.04
+  kl_unbiased: true
+  clip_eps: 0.2
+  clip_eps_high: 0.28
+  aggregation: constant
+  advantage_scale: none
+run: {epochs: 1, save_every: 25, eval_every: 25, trackers: [wandb], log_completions: true, seed: 1}
+```
+
+A step here is a rollout with all its optimizer steps. TRL counts optimizer steps, so `save_steps=50` with
+`num_iterations=2` is `run.save_every=25`. An epoch is all training rows once in both. What differs where nothing is
+set:
+
+| | TRL 1.16 | tinyrl |
+|---|---|---|
+| trained weights | all; LoRA with `peft_config` | LoRA, r 16, alpha 32; all with `lora.enabled=false` |
+| learning rate | 1e-6 | 5e-5 with LoRA, 1e-6 for all weights |
+| schedule | linear to 0 | constant (`optim.schedule`) |
+| length | 3 epochs | 200 steps (`run.num_steps`), or `run.epochs` |
+| a step samples | 8 completions (`per_device_train_batch_size`) | 32 prompts x 8 completions |
+| upper clip | as the lower, 0.2 | 0.28, DAPO's (`grpo.clip_eps_high`) |
+| completion | at most 512 tokens | at most 256 (`generation.max_new_tokens`) |
+| KL where `beta` > 0 | weighed by the ratio since 1.11 (`use_bias_correction_kl`) | not weighed; `grpo.kl_unbiased` |
+| sampling mismatch | vLLM: sequences masked, cap 3 | weights of tokens, cap 2 (`grpo.importance_correction`) |
+| gradient checkpointing | on | off (`model.gradient_checkpointing`) |
+| evaluation | none | every 25 steps, on 64 held-out prompts |
+| checkpoints | every 500 optimizer steps, all kept | every 25 steps; three and the best are kept |
+"""
 NAMES = """
 ## Names from TRL, verl, OpenRLHF, PEFT and unsloth
 
-A setting given by such a name is refused, and the message has the name here: `beta` is `grpo.kl_coef`. The end of a
-dotted name is enough: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. Most settings of `grpo`
-have the same name under `ppo`.
+A setting given by such a name is refused; the message has the name here, and at its end the line to copy. The end of
+a dotted name is enough: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. Most settings of `grpo` have the same name
+under `ppo`.
 """
 
 
@@ -51,7 +111,7 @@ def settings_page() -> str:
         ]
         for name, default, meaning in describe(section):
             lines.append(row(f"`{section}.{name}`", f"`{default}`" if default else "", meaning))
-    lines += [NAMES, "| there | here |", "|---|---|", *names(ANSWERS)]
+    lines += [TRL, NAMES.lstrip(), "| there | here |", "|---|---|", *names(ANSWERS)]
     return NOTE + "\n".join(lines) + "\n"
 
 

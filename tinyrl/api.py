@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
 Reward = str | Callable[..., Any]  # 'file.py:function', a function, a functools.partial, or an object with __call__
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+OnStep = Callable[[dict[str, Any]], object]  # given a line of metrics.jsonl; "stop" ends the run
 _running = threading.Lock()
 
 
@@ -61,14 +62,17 @@ def train(
     overwrite: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
+    on_step: OnStep | None = None,
 ) -> OpenedRun:
     """Run `tinyrl train METHOD [RECIPE] [settings]` to its end or to an interrupt; see `OpenedRun.exit_code`.
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
     eval_rows: a file, a hub name, or rows as dictionaries, which replace those of a recipe and, unless settings name
     one, its task. Rows that are in no file are written to one named by their content, in OUTPUT_DIR/inputs. A function
-    that is in no module's file is called in this process: resume such a run where it is defined. The same arguments
-    give the same run as the command, bit for bit.
+    that is in no module's file is called in this process: resume such a run where it is defined. on_step is called with
+    the metrics of each step (and of the evaluation before the first, "step" 0) once they are written; where it returns
+    "stop", the run ends with a checkpoint and exit code 0. The same arguments give the same run as the command, bit for
+    bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
     folder = os.fspath(output_dir)
@@ -83,7 +87,7 @@ def train(
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
         launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
-        return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
+        return OpenedRun(launch.folder, exit_code=launch.go(report=write_report, on_step=on_step))
 
 
 def evaluate(
@@ -161,6 +165,7 @@ class OpenedRun:
         allow_config_change: bool = False,
         device: str = "auto",
         trust_remote_code: bool = False,
+        on_step: OnStep | None = None,
     ) -> OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
         options = Options(device, trust_remote_code)
@@ -170,7 +175,7 @@ class OpenedRun:
             from tinyrl.training.launch import resume
 
             launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
-            self.exit_code = 0 if launch is None else launch.go(report=write_report)
+            self.exit_code = 0 if launch is None else launch.go(report=write_report, on_step=on_step)
         return self
 
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> ChatSession:

@@ -174,3 +174,19 @@ def test_settings_rewards_and_rows_become_what_the_command_line_takes(tmp_path: 
     [word] = overrides_from({}, [functools.partial(variety, scale=2), "r.py:f"])
     assert "__main__:variety" in word
     assert "r.py:f" in word
+
+
+def test_on_step_gets_each_line_and_stops_the_run(tiny: TinyModels, tmp_path: Path):
+    seen: list[dict[str, Any]] = []
+
+    def stop_after_one(line: dict[str, Any]) -> str | None:
+        seen.append(line)
+        return "stop" if line["step"] == 1 else "go on"
+
+    run = run_of(tiny, tmp_path, on_step=stop_after_one)
+    assert run.exit_code == 0
+    assert json.loads(json.dumps(seen)) == run.metrics
+    assert [line["step"] for line in run.metrics] == [0, 1]
+    assert not run.finished
+    assert (run.path / "checkpoints" / "step-000001").is_dir()
+    assert run.resume().finished

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.aliases import ALIASES
+from tinyrl.config.aliases import ALIASES, LINES
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
     apply_overrides,
@@ -221,7 +221,7 @@ def test_all_unknown_names_are_answered_at_once(recipe: Callable[..., str]):
 def test_names_with_dots_are_answered_each(recipe: Callable[..., str]):
     found = refused("grpo", recipe(SORT), "a.rollout.n=8", "a.actor.grad_clip=1", "a.actor.no_such_thing=1")
     assert [line.partition(":")[0] for line in found.splitlines()] == [
-        "override 'a.rollout.n=8'", "override 'a.actor.grad_clip=1'", "override 'a.actor.no_such_thing=1'",
+        "override 'a.rollout.n=8'", "override 'a.actor.grad_clip=1'", "override 'a.actor.no_such_thing=1'", "to copy",
     ]  # fmt: skip
     assert "`grpo.group_size`" in found
     assert "`optim.max_grad_norm`" in found
@@ -229,9 +229,47 @@ def test_names_with_dots_are_answered_each(recipe: Callable[..., str]):
 
 def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
     name = recipe(SORT + "lora: {r: 0}\n" + "".join(f"{theirs}: 1\n" for theirs, _ in TRL[:4]))
-    first, second = refused("grpo", name).splitlines()
+    first, second, _ = refused("grpo", name).splitlines()
     assert "4 unknown settings" in first
     assert second.startswith("r.yaml:3: `lora.r` is 0")
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "lines"),
+    [
+        ("grpo", ["num_generations=8", "learning_rate=2e-6"], "grpo.group_size=8 optim.learning_rate=2e-06"),
+        ("grpo", ["scale_rewards=false", "loss_type=dr_grpo"], "grpo.advantage_scale=none grpo.aggregation=constant"),
+        ("grpo", ["output_dir=my runs", "bf16=true"], "--output-dir 'my runs' model.dtype=bfloat16"),
+        ("ppo", ["epsilon=0.1"], "ppo.clip_eps=0.1"),  # the method's own section
+        ("dpo", ["beta=0.2", "loss_type=ipo"], "dpo.beta=0.2 dpo.loss=ipo"),
+        # counts of optimizer steps: two of them a step
+        ("grpo", ["num_iterations=2", "save_steps=50", "max_steps=101"],
+         "grpo.num_epochs=2 run.save_every=25 run.num_steps=51"),
+        ("grpo", ["chat_template_kwargs={a: true}"], "'task.chat_template_kwargs={\"a\": true}'"),
+        # no line for what depends on other settings, or is not there
+        ("grpo", ["num_generations=8", "warmup_ratio=0.1", "min_p=0.1"], "grpo.group_size=8"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_end_with_the_line_to_copy(
+    recipe: Callable[..., str], method: str, given: list[str], lines: str
+):
+    assert refused(method, None, "task.name=sort", *given).splitlines()[-1] == f"to copy: {lines}"
+
+
+def test_names_without_a_line_have_no_line_to_copy(recipe: Callable[..., str]):
+    assert "to copy" not in refused("grpo", recipe(SORT), "warmup_ratio=0.1", "gradient_accumulation_steps=4")
+
+
+@pytest.mark.parametrize("alias", sorted(LINES))
+def test_each_line_to_copy_is_a_setting_with_a_value_it_takes(alias: str):
+    for line in LINES[alias].values():
+        setting, _, value = line.partition("=")
+        section, _, key = setting.partition(".")
+        method = section if section in ("ppo", "sft", "dpo") else "grpo"
+        extra = ["grpo.kl_coef=0.1"] if setting == "grpo.kl_estimator" else []
+        config = load_config(method, None, overrides=["task.name=sort", *extra, line])
+        assert key in fields_of(section)
+        assert getattr(getattr(config, section), key) == parse_plain(value, line)
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

@@ -1,6 +1,7 @@
 """Trackers: steps after a resume, failures, and the check before a run starts."""
 
 import importlib.util
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.tracking import Trackers, check_trackers
 
@@ -97,3 +99,59 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_package(monkeypatch: 
         check_trackers(["wandb"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tensorboardX" or None)
     check_trackers(["tensorboard"])
+
+
+class Tables:
+    """In place of wandb or trackio: keeps what a table is made of."""
+
+    @staticmethod
+    def Table(**given: Any) -> dict[str, Any]:
+        return given
+
+
+SAMPLES = [
+    {"kind": "eval", "prompt_index": 0, "prompt": "1+1?", "completion": "2", "reward": 1.0},
+    {"kind": "eval-greedy", "prompt_index": 0, "prompt": "1+1?", "completion": "3", "reward": None},
+]
+
+
+def tables_of(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of log of a tracker that is given SAMPLES of step 5, and then none of step 6."""
+    calls = Calls()
+    notes = list[str]()
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, partial(Tracker, calls=calls))
+    monkeypatch.setitem(sys.modules, name, Tables)
+    trackers = Trackers([name], run, config={}, note=notes.append)
+    trackers.start(0)
+    trackers.log_completions(SAMPLES, 5)
+    trackers.log_completions([], 6)
+    trackers.close()
+    assert notes == []
+    return [value for kind, value in calls if kind == "log"]
+
+
+TABLE = {
+    "columns": ["step", "kind", "prompt", "completion", "reward"],
+    "data": [[5, "eval", "1+1?", "2", 1.0], [5, "eval-greedy", "1+1?", "3", None]],
+}
+
+
+def test_wandb_gets_the_completions_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tables_of("wandb", tmp_path, monkeypatch) == [({"completions": TABLE, "step": 5}, None)]
+
+
+def test_trackio_gets_the_completions_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tables_of("trackio", tmp_path, monkeypatch) == [({"completions": TABLE}, 5)]
+
+
+def test_other_trackers_get_no_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tables_of("tensorboard", tmp_path, monkeypatch) == []
+
+
+def test_completions_are_uploaded_only_where_that_is_said() -> None:
+    run = Config.model_validate({"method": "grpo"}).run
+    assert run.log_completions is False
+    with pytest.raises(ValueError, match=r"run\.log_completions"):
+        build_config({"method": "grpo"}, ["run.log_completions=true"])
+    given = build_config({"method": "grpo"}, ["run.log_completions=true", "run.trackers=[wandb]"])
+    assert given.run.log_completions is True

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tinyrl.evaluation.targets import policy_at
 from tinyrl.runs.launched import Options
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export import Bundle, compared, export, licence_of, model_card
+from tinyrl.tools.export import Bundle, check_repository, compared, export, licence_of, model_card, push
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
 
@@ -196,3 +197,62 @@ def test_the_licence_is_the_bases_own(tmp_path: Path):
 def test_hostile_names_are_text():
     text = card(task={"data": "<script>alert(1)<script>a\x1b[31mb\u202e[x](http:y)|.jsonl"})
     assert not [part for part in ("<script", "\x1b", "\u202e", "[x](http", "y)|") if part in text]
+
+
+# ---- the hub ----
+
+
+class Hub:
+    """In place of huggingface_hub's HfApi: keeps its calls; `public`: the repository is there and public."""
+
+    endpoint = "https://hub"
+
+    def __init__(self, *, public: bool = False, refuses: bool = False) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.public = public
+        self.refuses = refuses
+
+    def create_repo(self, repo_id: str, **given: Any) -> None:
+        self.calls.append(("create_repo", {"repo_id": repo_id, **given}))
+        if self.refuses:
+            raise OSError("no token")
+
+    def model_info(self, repo_id: str) -> Any:
+        return SimpleNamespace(private=not self.public)
+
+    def upload_folder(self, **given: Any) -> None:
+        self.calls.append(("upload_folder", given))
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_the_folder_is_uploaded_to_the_repository(private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub = Hub()
+    monkeypatch.setattr(exporting, "HfApi", lambda: hub)
+    assert push(tmp_path / "adapter", "me/mine", private=private) == "https://hub/me/mine"
+    made, uploaded = hub.calls
+    assert made == ("create_repo", {"repo_id": "me/mine", "private": private, "exist_ok": True})
+    assert uploaded[0] == "upload_folder"
+    assert uploaded[1]["repo_id"] == "me/mine"
+    assert uploaded[1]["folder_path"] == tmp_path / "adapter"
+
+
+def test_nothing_private_goes_into_a_public_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub = Hub(public=True)
+    monkeypatch.setattr(exporting, "HfApi", lambda: hub)
+    with pytest.raises(ValueError, match="public"):
+        push(tmp_path, "me/mine", private=True)
+    assert [name for name, _ in hub.calls] == ["create_repo"]
+    push(tmp_path, "me/mine")
+    assert hub.calls[-1][0] == "upload_folder"
+
+
+def test_a_hub_that_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exporting, "HfApi", lambda: Hub(refuses=True))
+    with pytest.raises(ValueError, match="no token"):
+        push(tmp_path, "me/mine")
+
+
+@pytest.mark.parametrize("name", ["mine", "me/mine/too", "me/mi ne", "", "../x/y"])
+def test_a_name_that_is_no_repository_is_refused(name: str):
+    with pytest.raises(ValueError, match="USER/NAME"):
+        check_repository(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from typing import Any, Literal
 
 import typer
@@ -14,6 +15,8 @@ from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number
 
+WIDE = 18  # characters of a row's name; longer ones push the row's cells to the right
+CELL = 28  # characters of a cell: "0.9875 to 0.9990 (0.9921)" and the end of a target's name
 COUNTS = ("num_prompts", "num_samples", "trained_on", "left_out")  # not in the table
 
 
@@ -45,6 +48,7 @@ def evaluate(
         raise ValueError("which run, checkpoint or model? tinyrl eval RUN [section.key=value]...")
     if len(targets) == 1:
         check_evaluation(targets[0], asked, vs=vs)
+        announce_loading(targets)
         from tinyrl.evaluation.compare import evaluate_target
 
         result = evaluate_target(targets[0], asked, vs=vs, options=options)
@@ -56,11 +60,18 @@ def evaluate(
             raise ValueError(f"{option} is for one target, and these are {len(targets)}")
         for target in targets:
             check_evaluation(target, asked, vs=targets[0])
+        announce_loading(targets)
         from tinyrl.evaluation.compare import compare
 
         result = compare(targets, asked, options=options)
     if launched().rank == 0:
         print(render(result, as_json=json_output))
+
+
+def announce_loading(targets: list[str]) -> None:
+    """Tell that models are being loaded and sampled, before the table."""
+    if launched().rank == 0:
+        print(f"evaluating {', '.join(targets)} ...", file=sys.stderr, flush=True)
 
 
 def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> str:
@@ -73,7 +84,9 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     sides = result if several else [result, result["other"]] if "other" in result else [result]
     first = sides[0]
     names = [side["target"] for side in sides]  # the end of a name says which checkpoint
-    lines = [" " * 18 + "".join(f"{name if len(name) < 24 else f'…{name[-22:]}':>24}" for name in names)]
+    lines = [
+        " " * WIDE + "".join(f"  {name if len(name) <= CELL else f'…{name[1 - CELL :]}':>{CELL}}" for name in names)
+    ]
     rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
     there = dict.fromkeys(key for row in rows for key, value in row.items() if _is_known(value))
     rewards = [key for key in there if key.startswith("reward/")]
@@ -82,7 +95,8 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
             greedy = [row.get("greedy", {}).get(key) for row in rows]
             cells = [_shown(row.get(key)) + (f" ({_shown(at)})" if at is not None else "")
                      for row, at in zip(rows, greedy, strict=True)]  # fmt: skip
-            lines.append(f"{key.removeprefix('environment/'):18}" + "".join(f"{cell:>24}" for cell in cells))
+            label = key.removeprefix("environment/")
+            lines.append(f"{label:{WIDE}}" + "".join(f"  {cell:>{CELL}}" for cell in cells))
     if "reward_ci" in first:
         kl = "; KL in nats per response to where each started" if several else ""
         lines.append(f"(greedy in brackets; {first['num_prompts']} prompts x {first['num_samples']}{kl})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -20,13 +21,29 @@ def export(
     merge: bool = typer.Option(False, "--merge", help="one model, the adapter merged into its base"),
     dtype: Dtype = typer.Option("auto", help="of a whole model; auto: as the base's files"),
     output: str | None = typer.Option(None, metavar="FOLDER", help="default RUN/export/adapter, model or merged"),
+    push: str | None = typer.Option(None, metavar="USER/NAME", help="upload the folder to the hub, with its card"),
+    private: bool = typer.Option(False, "--private", help="with --push: the repository is private"),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
+    if private and push is None:
+        raise ValueError("--private is for --push USER/NAME")
     configure_libraries()
-    from tinyrl.tools.export import export as write
+    from tinyrl.tools import export as exporting
 
-    print(write(run, merge=merge, dtype=dtype, output=output, trust_remote_code=trust_remote_code).render())
+    if push is not None:
+        exporting.check_repository(push)
+    announce_loading(run)
+    how = {"merge": merge, "dtype": dtype, "output": output, "trust_remote_code": trust_remote_code}
+    bundle = exporting.export(run, **how)
+    print(bundle.render())
+    if push is not None:
+        print(f"uploaded   {exporting.push(bundle.folder, push, private=private)}")
+
+
+def announce_loading(target: str) -> None:
+    """Tell that a model is being loaded, which takes seconds to minutes, before the first result."""
+    print(f"loading {target} ...", file=sys.stderr, flush=True)
 
 
 def chat(
@@ -39,6 +56,7 @@ def chat(
     from tinyrl.evaluation.targets import policy_at
 
     found = policy_at(target, settings or [])
+    announce_loading(target)
     from tinyrl.tools.chat import ChatSession, converse
 
     with ChatSession(found, options=options) as session:
@@ -58,6 +76,7 @@ def serve(
     from tinyrl.evaluation.targets import policy_at
 
     found = policy_at(target, settings or [])
+    announce_loading(target)
     try:
         from tinyrl.tools.serve import listen, serve
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n. An answer is a
 setting, with a remark behind it where there is one, or begins with "!" and gives the reason why there is no such
-setting.
+setting. A message ends with the lines to copy: the setting with the value that was given, or what LINES has for it.
 """
 
 ANSWERS = {
@@ -52,19 +52,27 @@ ANSWERS = {
     "lr_scheduler_type": "optim.schedule",
     "critic.optim.lr": "optim.critic_learning_rate",
     "grad_clip": "optim.max_grad_norm",
-    "max_steps total_training_steps": "run.num_steps",
-    "num_train_epochs total_epochs": "run.num_steps, in steps: one takes num_prompts prompts, an epoch all rows once",
-    "save_steps save_freq": "run.save_every",
-    "eval_steps test_freq": "run.eval_every",
+    "max_steps total_training_steps":
+        "run.num_steps, in steps of num_prompts prompts (TRL counts optimizer steps, num_iterations of them a step)",
+    "num_train_epochs total_epochs": "run.epochs, passes over all training rows; or run.num_steps, not both",
+    "save_steps save_freq": "run.save_every, in steps (TRL counts optimizer steps, num_iterations of them a step)",
+    "eval_steps test_freq": "run.eval_every, in steps (TRL counts optimizer steps, num_iterations of them a step)",
+    "eval_strategy evaluation_strategy": "run.eval_every, in steps (with no: run.eval_prompts=0)",
+    "save_strategy": "run.save_every, in steps; 0 saves the last one only",
     "save_total_limit": "run.keep_checkpoints",
     "report_to trainer.logger": "run.trackers",
     "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size":
-        "grpo.minibatch_size, completions of an optimizer step in all; a step samples num_prompts x group_size of them",
+        "grpo.minibatch_size, completions of an optimizer step in all; a step samples num_prompts x group_size of them "
+        "(sft, reward_model, dpo: batch_size)",
     "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu":
         "run.micro_batch_tokens, in tokens; auto fits the memory, and no size changes the gradient",
-    "seed": "run.seed",
+    "seed random_state": "run.seed",
     "lora_alpha": "lora.alpha",
-    "lora_r lora_rank": "lora.r",
+    "lora_r lora_rank max_lora_rank": "lora.r",
+    "use_gradient_checkpointing": "model.gradient_checkpointing: true or false",
+    "full_finetuning": "lora.enabled, the other way round",
+    "max_tool_calling_iterations": "environment.max_turns",
+    "multi_objective_aggregation": "grpo.reward_aggregation (sum_then_normalize: sum, normalize_then_sum)",
     "lora_dropout": "lora.dropout",
     "lora_target_modules": "lora.target_modules",
     "use_peft": "lora.enabled",
@@ -79,6 +87,7 @@ ANSWERS = {
     "teacher_model_name_or_path teacher_model": "teacher.path",
     "assistant_only_loss completion_only_loss train_on_inputs": "sft.loss_on: completion or all",
     "dataset_text_field prompt_key": "task.columns: {NEW: OLD}",
+    "log_completions": "run.log_completions, for wandb and trackio; samples.jsonl has 16 of each step",
     "enable_thinking chat_template_kwargs": "task.chat_template_kwargs: {enable_thinking: true}, or other variables",
     "reward_funcs custom_reward_function.path": "reward.functions: [{use: file.py:function}]",
     "reward_weights": "reward.functions: [{use: file.py:function, weight: 0.5}]",
@@ -92,13 +101,110 @@ ANSWERS = {
     "max_seq_length max_length":
         "!prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens (dpo: "
         "dpo.max_tokens)",
-    "logging_steps log_completions": "!each step is logged, with 16 of its completions",
+    "logging_steps": "!each step is logged, with 16 of its completions",
     "use_liger_kernel padding_free packing": "!rows are packed where the model allows it; logits are made in chunks",
-    "vllm_importance_sampling_cap": "!weights of grpo.importance_correction are capped at 2",
+    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max":
+        "!weights of grpo.importance_correction are capped at 2",
     "disable_dropout": "!dropout is off; lora.dropout is for sft, reward and dpo",
     "n_gpus_per_node nnodes": "!`accelerate launch -m tinyrl ...` has the number of processes",
     "sync_ref_model ref_model_sync_steps": "!the reference stays frozen; `tinyrl train --from RUN` takes another",
     "delta clip_ratio_c top_entropy_quantile": "!no loss here has that term",
-    "adv_estimator": "!it is the method (`tinyrl train ppo` for gae), or grpo.preset (rloo, reinforce++)",
+    "adv_estimator": "grpo.preset (grpo, rloo, reinforce++); gae is another method, `tinyrl train ppo`",
+    "adam_beta1 adam_beta2 adam_epsilon": "!AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8",
+    "min_p repetition_penalty":
+        "!samples are drawn from softmax(logits / temperature), as a loss of other probabilities would be of another "
+        "policy",
+    "peft_config":
+        "!LoRA is on by default: lora.r, lora.alpha, lora.dropout, lora.target_modules; off: lora.enabled=false",
+    "push_to_hub hub_model_id hub_private_repo hub_strategy":
+        "!a run is uploaded when you say so: `tinyrl export RUN --push USER/NAME`, with --private",
+    "fast_inference": "!this process samples by its own engine, which decodes rows together (generation.engine)",
+    "remove_unused_columns": "!all columns of a row reach the reward",
+    "deepspeed fsdp fsdp_config ddp_find_unused_parameters": "!a run is one process a GPU, with whole weights in each",
 }  # fmt: skip
 ALIASES = {name: answer for names, answer in ANSWERS.items() for name in names.split()}
+
+# Values of other libraries, as text, that are spelt otherwise here, with the line to copy. A name that is here has no
+# line for any other value.
+LINES = {
+    "loss_type": {
+        "grpo": "grpo.aggregation=sequence", "dapo": "grpo.aggregation=token", "bnpo": "grpo.aggregation=token",
+        "dr_grpo": "grpo.aggregation=constant", "cispo": "grpo.surrogate=cispo", "sigmoid": "dpo.loss=sigmoid",
+        "ipo": "dpo.loss=ipo", "kto_pair": "dpo.loss=kto",
+    },
+    "multi_objective_aggregation": {
+        "sum_then_normalize": "grpo.reward_aggregation=sum",
+        "normalize_then_sum": "grpo.reward_aggregation=normalize-then-sum",
+    },
+    "full_finetuning": {"true": "lora.enabled=false", "false": "lora.enabled=true"},
+    "use_gradient_checkpointing": {
+        "true": "model.gradient_checkpointing=true", "unsloth": "model.gradient_checkpointing=true",
+        "false": "model.gradient_checkpointing=false",
+    },
+    "loss_agg_mode": {
+        "token-mean": "grpo.aggregation=token", "seq-mean-token-mean": "grpo.aggregation=sequence",
+        "seq-mean-token-sum": "grpo.aggregation=sequence-sum", "seq-mean-token-sum-norm": "grpo.aggregation=constant",
+    },
+    "scale_rewards": {
+        "true": "grpo.advantage_scale=std", "group": "grpo.advantage_scale=std",
+        "batch": "grpo.advantage_scale=batch", "false": "grpo.advantage_scale=none",
+        "none": "grpo.advantage_scale=none",
+    },
+    "norm_adv_by_std_in_grpo": {"true": "grpo.advantage_scale=std", "false": "grpo.advantage_scale=none"},
+    "importance_sampling_level": {"token": "grpo.surrogate=clip", "sequence": "grpo.surrogate=sequence"},
+    "adv_estimator": {
+        "grpo": "grpo.preset=grpo", "rloo": "grpo.preset=rloo", "reinforce_plus_plus": "grpo.preset=reinforce++",
+        "reinforce_plus_plus_baseline": "grpo.preset=reinforce++-baseline",
+    },
+    "kl_loss_type": {
+        "k1": "grpo.kl_estimator=k1", "kl": "grpo.kl_estimator=k1", "k2": "grpo.kl_estimator=k2",
+        "mse": "grpo.kl_estimator=k2", "k3": "grpo.kl_estimator=k3", "low_var_kl": "grpo.kl_estimator=k3",
+    },
+    "use_kl_loss": {"true": "grpo.kl_estimator=k3"},
+    "use_kl_in_reward": {"true": "grpo.kl_estimator=k1"},
+    "kl_ctrl.type": {"fixed": "ppo.target_kl=null"},
+    "vllm_importance_sampling_mode": {
+        "token_truncate": "grpo.importance_correction=token", "token_mask": "grpo.importance_correction=token-mask",
+        "sequence_truncate": "grpo.importance_correction=sequence",
+        "sequence_mask": "grpo.importance_correction=sequence-mask",
+    },
+    "vllm_importance_sampling_correction": {"false": "grpo.importance_correction=none"},
+    "lr_scheduler_type": {
+        "constant": "optim.schedule=constant", "constant_with_warmup": "optim.schedule=constant",
+        "linear": "optim.schedule=linear", "cosine": "optim.schedule=cosine",
+    },
+    "eval_strategy": {"no": "run.eval_prompts=0"},
+    "evaluation_strategy": {"no": "run.eval_prompts=0"},
+    "save_strategy": {"no": "run.save_every=0"},
+    "report_to": {
+        "none": "run.trackers=[]", "wandb": "run.trackers=[wandb]", "trackio": "run.trackers=[trackio]",
+        "tensorboard": "run.trackers=[tensorboard]", "mlflow": "run.trackers=[mlflow]",
+    },
+    "torch_dtype": {
+        "auto": "model.dtype=auto", "bfloat16": "model.dtype=bfloat16", "float16": "model.dtype=float16",
+        "float32": "model.dtype=float32",
+    },
+    "bf16": {"true": "model.dtype=bfloat16"},
+    "fp16": {"true": "model.dtype=float16"},
+    "load_in_4bit": {"true": "model.quantization=4bit", "false": "model.quantization=null"},
+    "assistant_only_loss": {"true": "sft.loss_on=completion"},
+    "completion_only_loss": {"true": "sft.loss_on=completion", "false": "sft.loss_on=all"},
+    "train_on_inputs": {"true": "sft.loss_on=all", "false": "sft.loss_on=completion"},
+    "mask_truncated_completions": {"true": "reward.truncated=mask", "false": "reward.truncated=keep"},
+    "enable_thinking": {
+        "true": "task.chat_template_kwargs={enable_thinking: true}",
+        "false": "task.chat_template_kwargs={enable_thinking: false}",
+    },
+}  # fmt: skip
+OF_METHOD = {"beta": {"dpo": "dpo.beta", "distill": "teacher.divergence"}}  # settings under other methods than grpo
+OPTIONS = {"output_dir": "--output-dir", "default_local_dir": "--output-dir", "run_name": "--name",
+           "experiment_name": "--name"}  # fmt: skip
+OPTIMIZER_STEPS = {"max_steps", "save_steps", "eval_steps", "lr_warmup_steps", "warmup_steps"}  # what TRL counts
+OTHER_UNITS = {  # names whose value says something else than the setting's, so that there is no line to copy
+    "warmup_ratio", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+    "generation_batch_size", "train_batch_size", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu",
+    "filter_groups.enable", "filter_groups.max_num_gen_batches", "dynamic_filtering", "ref_model", "ref_model_path",
+    "reference_free", "reward_funcs", "custom_reward_function.path", "reward_weights", "missing_eos_penalty",
+    "prompt_key", "dataset_text_field", "trainer.logger", "kl_placement", "kl_controller", "stop_strings",
+    "stop_sequences", "rollout_correction.rollout_is", "enable_vllm_is_correction",
+}  # fmt: skip

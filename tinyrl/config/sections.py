@@ -316,7 +316,12 @@ class OptimConfig(Section):
 
 
 class RunConfig(Section):
-    num_steps: Positive = Field(default=200, description="steps of the run: rollout and update, or one batch")
+    num_steps: Annotated[Positive, OnlyIf("epochs is null", why="run.epochs gives the number of steps")] = Field(
+        default=200, description="steps of the run: rollout and update, or one batch"
+    )
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
+        default=None, description="passes over the training rows, rounded up to whole steps; null: num_steps"
+    )
     seed: Seed = Field(default=0, description="seed of all random numbers")
     micro_batch_tokens: AutoOrCount = Field(default="auto", description="tokens of a forward-backward pass; auto: fits")
     eval_every: NonNegative = Field(default=25, description="evaluate every N steps; always first and last")
@@ -326,3 +331,6 @@ class RunConfig(Section):
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: list[Tracker] = Field(default_factory=list, description="experiment trackers beside metrics.jsonl")
+    log_completions: Annotated[bool, OnlyIf("trackers is not []", why="there is no tracker")] = Field(
+        default=False, description="upload the completions of each evaluation as a table to wandb and trackio"
+    )

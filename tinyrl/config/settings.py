@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,12 +13,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tinyrl.config.aliases import ALIASES
+from tinyrl.config.aliases import ALIASES, LINES, OF_METHOD, OPTIMIZER_STEPS, OPTIONS, OTHER_UNITS
 from tinyrl.config.marks import OnlyIf
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
-from tinyrl.config.yaml_reader import dump_plain
+from tinyrl.config.yaml_reader import dump_plain, quoted
 from tinyrl.text import did_you_mean, join_truncated, truncate
 
 MOST_SENTENCES = 3
@@ -34,21 +36,27 @@ LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong. settings: those that it is about, the first by name; answer: of an unknown one, in a few words."""
+    """What is wrong. settings: those that it is about, the first by name; answer: of an unknown one, in a few words;
+    line: what to write in place of an unknown one, as words of the command line.
+    """
 
     settings: list[str]
     sentence: str
     answer: str = ""
+    line: str = ""
 
 
 def explain(error: ValidationError, method: object, place: Callable[[Sequence[str]], str]) -> str:
     """Return sentences about the problems that pydantic found: all unknown names, and the first of the others, at most
     one for a setting. A sentence has a place, `key`, the value, what is allowed, and what was probably meant. `place`
-    returns where settings were written.
+    returns where settings were written. The last line has what to write in place of the unknown names, where that is
+    known.
     """
     found: dict[str, Problem] = {}
-    for problem in error.errors(include_url=False):
-        for one in _problems(problem, method):
+    problems = error.errors(include_url=False)
+    updates = next((one["input"] for one in problems if one["loc"][-1:] == ("num_iterations",)), 1)
+    for problem in problems:
+        for one in _problems(problem, method, updates):
             found.setdefault(one.settings[0], one)
     unknown = [one for one in found.values() if one.answer]
     others = [one for one in found.values() if not one.answer]
@@ -57,11 +65,15 @@ def explain(error: ValidationError, method: object, place: Callable[[Sequence[st
         lines = [f"{place(unknown[0].settings)}: {len(unknown)} unknown settings: {answers}"]
     else:
         lines = [f"{place(one.settings)}: {one.sentence}" for one in unknown]
-    lines += [f"{place(one.settings)}: {one.sentence}" for one in others[:MOST_SENTENCES]]
+    to_copy = [one.line for one in unknown if one.line]
+    most = MOST_SENTENCES - (len(lines) == MOST_SENTENCES and bool(to_copy))
+    lines += [f"{place(one.settings)}: {one.sentence}" for one in others[:most]]
+    if to_copy:
+        lines.append(f"to copy: {' '.join(dict.fromkeys(to_copy))}")
     return "\n".join(lines)
 
 
-def _problems(problem: Any, method: object) -> list[Problem]:
+def _problems(problem: Any, method: object, updates: object) -> list[Problem]:
     path, kind = _walk(problem["loc"])
     name = _dotted(path)
     value = problem["input"]
@@ -79,7 +91,7 @@ def _problems(problem: Any, method: object) -> list[Problem]:
             return [Problem([name], sentence, f"`{name}` was removed")]
         if name in RENAMED:
             return [Problem([name], f"`{name}` is `{RENAMED[name]}` now", f"`{name}` is `{RENAMED[name]}`")]
-        return [_unknown(key, whole, method) for whole in _leaves(key, value)]
+        return [_unknown(key, whole, inner, method, updates) for whole, inner in _leaves(key, value)]
     if problem["type"] == "missing":
         return [Problem([name], f"`{name}` is missing; it must be {allowed(kind)}")]
     shown = json.dumps(value) if isinstance(value, bool | None) else truncate(repr(value))
@@ -87,20 +99,20 @@ def _problems(problem: Any, method: object) -> list[Problem]:
     return [Problem([name], f"`{name}` is {shown}; it must be {allowed(kind)}.{near}")]
 
 
-def _leaves(path: KeyPath, value: Any) -> list[KeyPath]:
-    """Return the whole names below an unknown key: verl's names have several dots."""
-    if not isinstance(value, dict) or not value:
-        return [path]
-    found: list[KeyPath] = []
+def _leaves(path: KeyPath, value: Any) -> list[tuple[KeyPath, Any]]:
+    """Return the whole names below an unknown key, and the value of each: verl's names have several dots."""
+    if not isinstance(value, dict) or not value or path[-1] in ALIASES:
+        return [(path, value)]
+    found: list[tuple[KeyPath, Any]] = []
     for name, inner in value.items():
         found += _leaves((*path, name), inner)
     return found
 
 
-def _unknown(path: KeyPath, whole: KeyPath, method: object) -> Problem:
+def _unknown(path: KeyPath, whole: KeyPath, value: Any, method: object, updates: object) -> Problem:
     """Answer an unknown key with its name here if another library has it, the section that has it, or a near one.
 
-    path: the part of its whole name up to the first part that is unknown.
+    path: the part of its whole name up to the first part that is unknown. updates: the num_iterations that were given.
     """
     *parents, key = path
     dotted = _dotted(whole)
@@ -110,21 +122,76 @@ def _unknown(path: KeyPath, whole: KeyPath, method: object) -> Problem:
     if alias is not None:
         answer = ALIASES[alias]
         if answer.startswith("!"):
-            return Problem([dotted], f"`{dotted}` is not a setting: {answer[1:]}", f"`{dotted}` is not needed")
+            sentence = f"`{dotted}` is not a setting: {answer[1:]}"
+            return Problem([dotted], sentence, f"`{dotted}` is not needed: {answer[1:]}")
         setting = re.split(r"[^\w.-]", answer)[0]
         remark = answer.removeprefix(setting)
+        setting = OF_METHOD.get(alias, {}).get(str(method)) or _for_method(setting, method) or setting
         sentence = f"`{dotted}` is not a setting: `{alias}` is `{setting}` here{remark}"
-        return Problem([dotted], sentence, f"`{dotted}` is `{setting}`")
+        line = _line_of(alias, setting, value, method, updates)
+        return Problem([dotted], sentence, f"`{dotted}` is `{setting}`", line)
     unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if is_method(method) else set[str]()
     home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
     known = [*_fields(_walk(tuple(parents))[1])]
     name = _dotted(path)
     if home and not in_item:
         near = f" Did you mean `{home}.{key}`?"
+        line = _line(f"{home}.{key}", _in_steps(str(key), value, updates))
     else:
+        line = ""
         near = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
     sentence = f"unknown key `{name}`.{near or f' Known: {join_truncated(known, most=40)}'}"
-    return Problem([dotted], sentence, f"`{dotted}` is unknown.{near}" if near else f"`{dotted}` is unknown")
+    return Problem([dotted], sentence, f"`{dotted}` is unknown.{near}" if near else f"`{dotted}` is unknown", line)
+
+
+# ---- the line to copy ----
+
+
+def _line_of(alias: str, setting: str, value: Any, method: object, updates: object) -> str:
+    """Return what to write in place of another library's name with its value, as words of the command line; "" where
+    that depends on more than the value.
+    """
+    if alias in OPTIONS:
+        return shlex.join([OPTIONS[alias], value]) if isinstance(value, str) else ""
+    if alias in OTHER_UNITS:
+        return ""
+    if alias in LINES:
+        text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool) else ""
+        line = LINES[alias].get(text.removeprefix("torch."), "")
+        setting, _, text = line.partition("=")
+        setting = _for_method(setting, method)
+        return shlex.quote(f"{setting}={text}") if setting else ""
+    setting = _for_method(setting, method)
+    return _line(setting, _in_steps(alias, value, updates)) if setting else ""
+
+
+def _for_method(setting: str, method: object) -> str:
+    """Return a setting, or that of the same name in the method's own section; "" where the method has none."""
+    section, _, key = setting.partition(".")
+    if section not in OPTIONAL_SECTIONS or not is_method(method):
+        return setting
+    its = METHODS[str(method)]
+    if section in its.sections:
+        return setting
+    return f"{its.own}.{key}" if key in fields_of(its.own) else ""
+
+
+def _in_steps(name: str, value: Any, updates: object) -> Any:
+    """Convert a count of optimizer steps to steps, of which each has `updates` optimizer steps."""
+    if name not in OPTIMIZER_STEPS or type(value) is not int or type(updates) is not int or updates < 1:
+        return value
+    return -(-value // updates)
+
+
+def _line(setting: str, value: Any) -> str:
+    """Return section.key=value as a word of the command line; "" for a value that no setting has."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ""
+    try:
+        text = value if isinstance(value, str) else quoted(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError):
+        return ""
+    return shlex.quote(f"{setting}={text}")
 
 
 def _dotted(path: KeyPath) -> str:

@@ -7,6 +7,7 @@ and the like. accelerate is imported when a tracker starts, so that names are ch
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -34,6 +35,9 @@ def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
         one["dir"] = os.environ.get("WANDB_DIR", str(run))
         return {"run_name": project, **one, "settings": {"console": "off"}}
     return {"experiment_name": project, "run_name": run.name}  # mlflow
+
+
+COLUMNS = ("step", "kind", "prompt", "completion", "reward")  # of the table of completions
 
 
 class Trackers:
@@ -82,6 +86,22 @@ class Trackers:
                 tracker.log(values, step=step)
 
         self._each(log_one)
+
+    def log_completions(self, samples: Sequence[dict[str, Any]], step: int) -> None:
+        """Upload samples of an evaluation, as samples.jsonl has them, as a table named completions."""
+
+        def log_one(name: str, tracker: Any) -> None:
+            if name not in ("wandb", "trackio"):  # which have tables
+                return
+            rows = [[step, *(sample.get(column) for column in COLUMNS[1:])] for sample in samples]
+            table = importlib.import_module(name).Table(columns=[*COLUMNS], data=rows)
+            if name == "wandb":  # by its own steps, as in `log`
+                tracker.log({"completions": table, "step": step}, step=None)
+            else:
+                tracker.log({"completions": table}, step=step)
+
+        if samples:
+            self._each(log_one)
 
     def close(self) -> None:
         """Have every tracker write what it holds."""

@@ -54,7 +54,8 @@ def start(
         method = _load(resolve(config), options=options, undo=undo)
         policy = method.policy
         world = method.world
-        notes = [resolve_threads(policy), *schedule_notes(policy.config), *method.check()]
+        epoch = method.resolve_epochs()
+        notes = [resolve_threads(policy), epoch, *schedule_notes(policy.config), *method.check()]
         if policy.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
             run_section = policy.config.run.model_copy(update={"threads": torch.get_num_threads()})
             policy.config = policy.config.model_copy(update={"run": run_section})
@@ -139,17 +140,21 @@ def resume(
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         settings = check_changes(before, config, since=since, allowed=allow_config_change)
-        stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         options = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]]
         method = _load(config, options=options, undo=undo, also=since)
+        epoch = method.resolve_epochs()
+        if config.run.epochs is not None:  # which gives the number of steps now
+            config = config.model_copy(update={"run": method.config.run})
+            settings = check_changes(before, config, since=since, allowed=allow_config_change)
+        stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         known = kept.sources if kept else InputHashes()
         sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
         what = "what the run reads has changed"
         inputs = changed_sources(known, sources)
         refuse(what, inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
-        notes += [resolve_threads(method.policy), *schedule_notes(method.policy.config), *method.check()]
+        notes += [resolve_threads(method.policy), epoch, *schedule_notes(method.policy.config), *method.check()]
         run = Run(method, folder)
         run.sources = lambda: sources
         if checkpoint is None or kept is None:
@@ -231,8 +236,10 @@ def fork(
     step = kept.run.step
     source = Source(f"{checkpoint.name} of {old.path}")
     config = build_config(ignore_neutral(kept.config), overrides, source=source)
-    if kept.run.phase == "rollout" and step >= config.run.num_steps:
-        raise ValueError(f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N")
+    last = f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N"
+    epochs = config.run.epochs  # steps are known when rows are read
+    if kept.run.phase == "rollout" and step >= config.run.num_steps and epochs is None:
+        raise ValueError(last)
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
@@ -243,7 +250,8 @@ def fork(
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
         run = resume(new, options=options, config=config, allow_config_change=True)
-        assert run is not None
+        if run is None:
+            raise ValueError(last)
         undo.callback(run.method.close)
         undo.callback(run.close)
         forked_from = f"{old.path.resolve()}@{step}"
@@ -283,11 +291,17 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     changes = changed_settings(without_secrets(before), config.written())
     for name, value in given_removed(before).items():
         changes.append(Change(setting=name, before=value, now=None, removed=True))
-    steps = before.get("run", {}).get("num_steps")
-    longer = isinstance(steps, int) and steps < config.run.num_steps
-    refused = [change for change in changes if not (longer and change.setting == "run.num_steps")]
+    refused = [change for change in changes if not _is_longer(change)]
     refuse("settings have changed", refused, since=since, allowed=allowed)
     return changes
+
+
+def _is_longer(change: Change) -> bool:
+    """Return whether a change gives a run more steps."""
+    if change.setting not in ("run.num_steps", "run.epochs"):
+        return False
+    known = isinstance(change.before, int | float) and isinstance(change.now, int | float)
+    return known and change.before < change.now
 
 
 def check_schedule(before: dict[str, Any], config: Config, *, step: int, allowed: bool) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +49,23 @@ class Method:
     def evaluate(self) -> Evaluation:
         """Measure on the first run.eval_prompts held-out rows."""
         raise NotImplementedError
+
+    @property
+    def rows_of_epoch(self) -> tuple[int, int]:
+        """Return (training rows, rows of a step)."""
+        raise NotImplementedError
+
+    def resolve_epochs(self) -> str:
+        """Set run.num_steps where run.epochs gives it; return a note of the steps of an epoch."""
+        rows, of_step = self.rows_of_epoch
+        run = self.config.run
+        note = f"an epoch is {rows / of_step:.4g} steps: {rows:,} training rows, {of_step:,} of them a step"
+        if run.epochs is None:
+            return note
+        num_steps = math.ceil(Fraction(str(run.epochs)) * rows / of_step)
+        run = run.model_copy(update={"num_steps": num_steps})
+        self.policy.config = self.config.model_copy(update={"run": run})
+        return f"{note}; run.epochs={run.epochs:g} is {num_steps:,} steps"
 
     def check(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing."""

@@ -78,6 +78,10 @@ class RowMethod(Method):
         size: int = self.config.own.batch_size
         return min(size, len(self.train_rows))
 
+    @property
+    def rows_of_epoch(self) -> tuple[int, int]:
+        return len(self.train_rows), self.batch_size
+
     def train(self, run: Run) -> None:
         self.policy.lora_dropout = True
         for step in run.steps():

@@ -180,6 +180,7 @@ class Run:
         self.policy = method.policy
         self.state = RunState()
         self.until = self.config.run.num_steps
+        self.on_step: Callable[[dict[str, Any]], object] | None = None
         self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
@@ -198,8 +199,17 @@ class Run:
 
     # ---- from here to the end ----
 
-    def go(self, *, report: Callable[[Path], object], until: int | None = None) -> int:
-        """Train to the last step, or to step `until`; write a `report` of the folder. Returns the run's exit code."""
+    def go(
+        self,
+        *,
+        report: Callable[[Path], object],
+        until: int | None = None,
+        on_step: Callable[[dict[str, Any]], object] | None = None,
+    ) -> int:
+        """Train to the last step, or to step `until`, or until `on_step` of a step's metrics returns "stop"; write a
+        `report` of the folder. Returns the run's exit code.
+        """
+        self.on_step = on_step
         if until is not None:
             self.until = min(until, self.until)
         with self.folder.lock:
@@ -388,12 +398,16 @@ class Run:
         for warning in self.watch.look(step) if self.world.is_main else ():
             self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
+        if evaluation is not None and self.config.run.log_completions:
+            self.trackers.log_completions(evaluation.samples, step)
         self.metrics = StepMetrics()
         self.state.phase = "rollout"
         if step % CHECK_EVERY == 0:
             check_replicas(self.world, self.policy.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
+        if self.on_step is not None and self.on_step({"step": step, **line}) == "stop":
+            self.until = step
 
     # ---- checkpoints ----
 

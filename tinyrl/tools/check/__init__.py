@@ -133,7 +133,8 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
 
     method = load_method(config, options=options)
     try:
-        return method, [resolve_threads(method.policy), *schedule_notes(method.policy.config), *method.check()]
+        epoch = method.resolve_epochs()
+        return method, [resolve_threads(method.policy), epoch, *schedule_notes(method.policy.config), *method.check()]
     except BaseException:
         method.close()
         raise

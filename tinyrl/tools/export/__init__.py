@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from httpx2 import HTTPError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, PackageLoader
 from peft import PeftModel
 from torch import Tensor
@@ -120,6 +124,35 @@ def export(
         convert = ["python", "llama.cpp/convert_lora_to_gguf.py", path, *of, *gguf]
     commands = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", path]}
     return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
+
+
+def push(folder: Path, repository: str, *, private: bool = False) -> str:
+    """Upload an exported folder, with its card, to a repository of the hub, made where there is none; return its
+    address. Raises ValueError where the hub refuses, and for a public repository under `private`.
+    """
+    check_repository(repository)
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        if private and not api.model_info(repository).private:
+            raise ValueError(f"--push {repository}: this repository is public, and --private was asked for")
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name} by tinyrl")
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        what = one_line(str(error), 300)
+        where = f"(the folder is in {folder}; log in with `hf auth login`)"
+        raise ValueError(f"--push {repository}: {what} {where}") from error
+    return f"{api.endpoint}/{repository}"
+
+
+def check_repository(repository: str) -> None:
+    """Raise ValueError for a name that is not USER/NAME."""
+    try:
+        validate_repo_id(repository)
+        is_whole = repository.count("/") == 1
+    except HFValidationError:
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"--push {repository}: a repository of the hub is USER/NAME")
 
 
 def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str, output: str | None) -> Path:

@@ -1,0 +1,101 @@
+"""run.epochs: the steps it comes to, for rows and for prompts; the schedule; a resume, a longer one, a fork."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import running
+from tests.tiny_models import TinyModels
+from tests.training.rows import write_rows
+from tinyrl.config.recipe import load_config
+from tinyrl.config.schema import Config
+from tinyrl.runs.launched import Options
+from tinyrl.training.launch import fork
+
+ROWS = 10  # and 3 of a step
+
+
+def of_rows(method: str, tiny: TinyModels, folder: Path, **run: Any) -> Config:
+    """A run of an epoch or so on ten rows, three of them a step."""
+    rows: list[dict[str, Any]] = [{"prompt": f"say {word}:", "completion": word} for word in "abcdefghij"]
+    if method == "dpo":
+        rows = [{"prompt": f"say {w}:", "chosen": w, "rejected": "no"} for w in "abcdefghij"]
+    if method == "grpo":
+        rows = [{"prompt": f"say {word}:"} for word in "abcdefghij"]
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "eval.jsonl", [{**rows[0], "prompt": "say z:"}])
+    task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
+    size = {"num_prompts": 3, "group_size": 2} if method == "grpo" else {"batch_size": 3}
+    limits = {"eval_every": 0, "eval_prompts": 0, "save_every": 1, **run}
+    values = {"method": method, "model": {"path": str(tiny("llama"))}, "task": task, method: size, "run": limits}
+    if method == "grpo":
+        values |= {"reward": running.SMALL["reward"], "generation": {"max_new_tokens": 3}}
+    return Config.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("method", "epochs", "steps"),
+    [
+        ("sft", 1, 4),  # 10 / 3, rounded up
+        ("sft", 0.3, 1),  # three rows are one step; as binary numbers 0.3 * 10 is 3.0 or more
+        ("dpo", 2, 7),  # 20 / 3
+        ("grpo", 0.6, 2),
+        ("grpo", 0.7, 3),
+    ],
+)
+def test_epochs_are_whole_steps(method: str, epochs: float, steps: int, tiny: TinyModels, tmp_path: Path):
+    code, run, _ = running.train(of_rows(method, tiny, tmp_path, epochs=epochs), tmp_path)
+    assert code == 0
+    assert [line["step"] for line in running.metrics(run)][-1] == steps
+    assert run.read_config().run.num_steps == steps
+    assert run.read_config().run.epochs == epochs
+
+
+def test_the_schedule_ends_with_the_epochs(tiny: TinyModels, tmp_path: Path):
+    config = of_rows("sft", tiny, tmp_path, epochs=1)
+    config.optim.schedule = "linear"
+    config.optim.learning_rate = 4e-3
+    _, run, _ = running.train(config, tmp_path)
+    rates = [line["optim/learning_rate"] for line in running.metrics(run) if line["step"] > 0]
+    assert rates == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
+
+
+def test_a_resume_has_the_same_steps_and_a_longer_one_more(tiny: TinyModels, tmp_path: Path):
+    config = of_rows("sft", tiny, tmp_path, epochs=1)
+    _, whole, looks = running.train(config, tmp_path, name="whole")
+    code, run, _ = running.train(config, tmp_path, name="cut", stop_at=looks // 2)
+    assert code == 75
+    assert running.go_on(run) == 0
+    assert running.lasting(run) == running.lasting(whole)
+    longer = run.read_config(["run.epochs=2"])
+    assert running.go_on(run, config=longer) == 0
+    assert running.metrics(run)[-1]["step"] == 7
+    assert run.read_config().run.num_steps == 7
+
+
+def test_fewer_epochs_are_another_setting(tiny: TinyModels, tmp_path: Path):
+    _, run, _ = running.train(of_rows("sft", tiny, tmp_path, epochs=2), tmp_path)
+    with pytest.raises(ValueError, match=r"run\.epochs"):
+        running.go_on(run, config=run.read_config(["run.epochs=1"]))
+
+
+def test_a_fork_of_a_finished_run_takes_more_epochs_and_no_fewer(tiny: TinyModels, tmp_path: Path):
+    _, run, _ = running.train(of_rows("sft", tiny, tmp_path, epochs=1), tmp_path)
+    how: dict[str, Any] = {"options": Options(device="cpu"), "output_dir": str(tmp_path), "command": ["test"]}
+    more = fork(str(run.path), ["run.epochs=2"], name="more", **how)
+    assert more.until == 7
+    more.close()
+    more.method.close()
+    more.folder.lock.release()
+    with pytest.raises(ValueError, match="step 4 is the last"):
+        fork(str(run.path), ["run.epochs=0.5"], name="fewer", **how)
+    assert not (tmp_path / "fewer").exists()
+
+
+def test_epochs_and_steps_are_not_both_given():
+    with pytest.raises(ValueError, match=r"run\.num_steps"):
+        load_config("sft", None, overrides=["model.path=starter", "run.epochs=1", "run.num_steps=5"])
+    assert load_config("sft", None, overrides=["model.path=starter", "run.epochs=1"]).run.epochs == 1
