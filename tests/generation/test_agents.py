@@ -23,7 +23,8 @@ from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentEpisode, Given
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import Completion, SamplingParams
-from tinyrl.generation.scheduler import LiveScheduler, score
+from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.scoring import score
 from tinyrl.rollout.sample import (
     Sample,
     apply_length_rules,

@@ -32,7 +32,7 @@ from tinyrl.generation.engine import (
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.server import ServerEngine
-from tinyrl.models.checks import samples_exactly
+from tinyrl.models.checks import decodes_exactly
 from tinyrl.models.device import free_bytes, to_device
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
@@ -258,7 +258,7 @@ def select_engine(
             if layout is not None:
                 engine = FusedEngine(policy, tokenizer, config, layout=layout)
                 with engine.synced("policy") as decoder:
-                    agrees = samples_exactly(decoder.backbone, decoder, longest=tried)
+                    agrees = decodes_exactly(decoder.backbone, decoder, longest=tried)
                 if agrees:
                     return engine, "it matches the model's own forward pass"
                 why = f"its numbers are not those of {kind}"
