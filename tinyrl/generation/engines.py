@@ -178,7 +178,8 @@ class LibraryScheduler(BatchScheduler):
         if not stay:
             self.rows = []
         elif len(stay) < COMPACT_BELOW * len(self.rows):
-            self.rows, self.token = [self.rows[i] for i in stay], self.token[self._take(stay)]
+            self.rows = [self.rows[i] for i in stay]
+            self.token = self.token[self._take(stay)]
             self.params = row_params([s.params for s in self.rows], self.device)
         return [s for s in going if s.over]
 
@@ -201,8 +202,10 @@ class LibraryScheduler(BatchScheduler):
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = torch.tensor(prompt), 1
-        self.cache, self.mask = DynamicCache(config=self.backbone.config), to_device(mask, self.device)  # pyright: ignore
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        self.cache = DynamicCache(config=self.backbone.config)  # pyright: ignore[reportArgumentType]
+        self.mask = to_device(mask, self.device)
         logits = self._forward(to_device(ids, self.device))
         return logits[self._take(source)]
 

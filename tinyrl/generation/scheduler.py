@@ -105,6 +105,12 @@ class CachedRow:
     held: bool
 
 
+def row_of(sequence: Sequence) -> CachedRow:
+    """Return the row that a sequence continues, or that is held for it."""
+    assert sequence.row is not None
+    return sequence.row
+
+
 class Scheduler:
     """Rows of `width` tokens for at most `capacity` sequences. look_every: tokens between two looks at which rows have
     ended. by_graphs: steps are replayed from CUDA graphs. admit_below: share of the rows in use up to which waiting
@@ -160,7 +166,7 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """Free the row that is held for this sequence."""
-        self.cached.remove(sequence.row)
+        self.cached.remove(row_of(sequence))
 
     @property
     def busy(self) -> bool:
@@ -189,16 +195,17 @@ class Scheduler:
         longest = 0
         first = len(self.live)
         while self.resuming:
-            longest = max(longest, len(self.resuming[0].prompt) - len(self.resuming[0].row.tokens))
+            longest = max(longest, len(self.resuming[0].prompt) - len(row_of(self.resuming[0]).tokens))
             if part and (len(part) + 1) * longest > EXTEND_TOKENS[self.device.type]:
                 break
             part.append(self.resuming.popleft())
         if not part:
             return False
         for slot, sequence in enumerate(part, first):
-            self.cached.remove(sequence.row)
-            self._move(sequence.row, slot)
-        known = [len(s.row.tokens) for s in part]
+            row = row_of(sequence)
+            self.cached.remove(row)
+            self._move(row, slot)
+        known = [len(row_of(sequence).tokens) for sequence in part]
         new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
         rows = range(first, first + len(part))
@@ -390,7 +397,7 @@ class Scheduler:
 
 # ---- requests that come while it runs ----
 
-LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
+LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step reaches it
 WIDTHS = 256  # tokens of a row at least
 
 Result = TypeVar("Result")
