@@ -20,10 +20,11 @@ from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_lib
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.agents import AgentEpisode, Given
+from tinyrl.generation.agent_episode import AgentEpisode, Given
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import Completion, SamplingParams
-from tinyrl.generation.scheduler import LiveScheduler, score
+from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.scoring import score
 from tinyrl.rollout.sample import (
     Sample,
     apply_length_rules,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.generation.sampling import CPU
 from tests.tiny_models import TinyModels
-from tinyrl.generation.decoder import Decoder, attended, joined, tensors
+from tinyrl.generation.decoder import Decoder, attended, join_linear, tensors
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.policy import Policy
@@ -67,7 +67,7 @@ def test_a_branch_keeps_what_merging_into_bfloat16_rounds_away():
     def error(weight: Tensor) -> float:
         return float(((weight.float() - base - update).norm() / update.norm()).detach())
 
-    ours: Any = joined([layer], "default", dtype=torch.bfloat16)
+    ours: Any = join_linear([layer], "default", dtype=torch.bfloat16)
     assert error(ours.matrix.float() + ours.lora_b.float() @ ours.lora_a.float()) < 0.005
     assert error((base + update).bfloat16()) > 0.9
     h, x = torch.randn(4, 1536).bfloat16(), torch.randn(4, 1536).bfloat16()

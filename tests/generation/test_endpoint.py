@@ -18,7 +18,7 @@ import torch
 from tests.generation.conftest import listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation.agents import AgentEpisode
+from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.endpoint import LOCAL, Choice, Listening
 from tinyrl.generation.engine import Completion, SamplingParams, Sequence
 from tinyrl.generation.scheduler import LiveScheduler

@@ -15,7 +15,8 @@ from tests.generation.recording import Recording, pretend_cuda
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, stir
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, StepGraphs, score
+from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, StepGraphs
+from tinyrl.generation.scoring import score
 
 PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
 LONG = list(range(20, 50))

@@ -37,7 +37,7 @@ def test_in_bfloat16_the_kl_at_step_1_is_zero(
     itself measures a KL in the loss (preset grpo), without a pass of its own.
     """
     scored, logprobs = [], OnPolicy.logprobs
-    monkeypatch.setattr(OnPolicy, "logprobs", lambda *args, **named: scored.append(args[2]) or logprobs(*args, **named))
+    monkeypatch.setattr(OnPolicy, "logprobs", lambda *args, **named: scored.append(args[3]) or logprobs(*args, **named))
     method, sections = ("ppo", {}) if preset == "ppo" else ("grpo", {"grpo": {"preset": preset, "kl_coef": 0.05}})
     once: dict[str, Any] = {"run": {"num_steps": 1, "eval_every": 0, "eval_prompts": 0}, "lora": {"enabled": lora}}
     half = {"model": {"dtype": "bfloat16"}, "generation": {"max_new_tokens": 16}}
@@ -140,10 +140,10 @@ def passes_of(trainer: Any) -> list[Pass]:
         fill(samples, "old", sampled - 0.1)
         trainer.predict_values(samples)
         fill(samples, "returns", padded(samples, "values") + 0.5)
-    trainer.run = SimpleNamespace(state=RunState(), update=0)  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(trainer, Ppo):
-        return trainer.passes(samples, kl_coef=0.1, warming_up=False)
-    more = {} if trainer.config.method == "distill" else {"kl_coef": 0.1, "measure_gap": True}
+        state: Any = SimpleNamespace(state=RunState(), update=0)
+        return trainer.passes(state, samples, kl_coef=0.1, warming_up=False)
+    more = {} if trainer.config.method == "distill" else {"kl_coef": 0.1, "inexact": False, "measure_gap": True}
     own: Any = trainer
     return [Pass("policy", samples, partial(own.loss, counts=Counts.of(samples), **more))]
 

@@ -27,7 +27,7 @@ from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.grpo import Grpo, group_relative, without_spread
 from tinyrl.training.policy_loss import Counts, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
-from tinyrl.training.prompt_sampler import PassRates
+from tinyrl.training.prompt_sampler import PassRates, PassRecord
 from tinyrl.training.run import Run, RunState
 
 LENGTHS = 8
@@ -200,7 +200,7 @@ def test_the_kl_of_a_score_is_computed_also_for_responses_left_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[Sample]] = []
-    monkeypatch.setattr(Grpo, "record", lambda self, samples, *args: seen.append(samples))
+    monkeypatch.setattr(Grpo, "record", lambda self, run, samples, *args: seen.append(samples))
     in_score = {"kl_coef": 0.1, "kl_estimator": "k1", "num_epochs": 2}
     cut = {"generation": {"stop": [*"abcdefghijklm"]}, "reward": {"truncated": "mask"}}
     trained(running.config("grpo", model, grpo=in_score, run={"num_steps": 1, "eval_every": 0}, **cut), tmp_path)
@@ -454,40 +454,42 @@ def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]
 
 
-def of(record: dict[str, list[float]] | None = None, prompts: list[PreparedPrompt] = PROMPTS) -> PassRates:
-    return PassRates(prompts, num_prompts=10, seed=0, solved_reward=1.0, record={} if record is None else record)
+def rates_of(prompts: list[PreparedPrompt] = PROMPTS) -> PassRates:
+    return PassRates(prompts, num_prompts=10, seed=0, solved_reward=1.0)
 
 
-def see(rates: PassRates, step: int, prompts: list[PreparedPrompt], rewards: torch.Tensor) -> None:
+def see(rates: PassRates, record: PassRecord, step: int, prompts: list[PreparedPrompt], rewards: torch.Tensor) -> None:
     """A step in which these prompts had such rewards; 1 is right."""
-    rates.look(prompts, rewards)
-    rates.take(step)
+    rates.update(prompts, rewards)
+    rates.drain(step, record)
 
 
 def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
-    rates = of({}, PROMPTS[:3])
-    assert [*rates.worth(5)] == [1.0] * 3
-    see(rates, 5, PROMPTS[:2], torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 1.0, 1.0, 1.0]))
-    assert [*rates.record.values()] == [[1.0, 2.0, 5.0], [4.0, 0.0, 5.0]]
+    rates = rates_of(PROMPTS[:3])
+    record: PassRecord = {}
+    assert [*rates.worth(5, record)] == [1.0] * 3
+    see(rates, record, 5, PROMPTS[:2], torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 1.0, 1.0, 1.0]))
+    assert [*record.values()] == [[1.0, 2.0, 5.0], [4.0, 0.0, 5.0]]
     samples = np.random.default_rng(0).beta([1.1, 4.1], [2.1, 0.1], size=(400_000, 2))
     expected = (samples * (1 - samples)).mean(0)
-    assert rates.worth(5) == pytest.approx([*expected, expected.mean()], abs=1e-3)
+    assert rates.worth(5, record) == pytest.approx([*expected, expected.mean()], abs=1e-3)
 
 
 def test_what_was_seen_fades() -> None:
-    rates = of({}, PROMPTS[:1])
-    see(rates, 0, PROMPTS[:1], torch.zeros(8))
-    worths = [rates.worth(step)[0] for step in (0, 200, 400, 20_000)]
+    rates = rates_of(PROMPTS[:1])
+    record: PassRecord = {}
+    see(rates, record, 0, PROMPTS[:1], torch.zeros(8))
+    worths = [rates.worth(step, record)[0] for step in (0, 200, 400, 20_000)]
     assert worths == sorted(worths)
     assert worths[-1] == pytest.approx(0.1 * 0.1 / (0.2 * 1.2), rel=0.01)  # nothing is known but that it was seen
-    see(rates, 200, PROMPTS[:1], torch.ones(8))
-    assert [*rates.record.values()] == [[8.0, 4.0, 200]]
+    see(rates, record, 200, PROMPTS[:1], torch.ones(8))
+    assert [*record.values()] == [[8.0, 4.0, 200]]
 
 
 def test_a_probed_rate_is_where_it_begins() -> None:
     rows = [{"prompt": "a", "pass_rate": rate} for rate in (0.0, 0.5, 1.0, None, "x", 7)]
     prompts = [PreparedPrompt(i, row, "a", "a", [1], "") for i, row in enumerate(rows)]
-    zero, half, one, *unknown = of({}, prompts).worth(0)
+    zero, half, one, *unknown = rates_of(prompts).worth(0, {})
     assert zero == one < half
     assert len({*unknown}) == 1
     assert half > 5 * zero
@@ -495,13 +497,14 @@ def test_a_probed_rate_is_where_it_begins() -> None:
 
 
 def test_a_draw_follows_from_seed_step_and_record() -> None:
-    rates = of()
+    rates = rates_of()
+    record: PassRecord = {}
     for step in range(7):
-        drawn = [rates.prompts[i] for i in rates.draw(step)]
-        see(rates, step, drawn, torch.tensor([float((p.index + n) % 3 == 0) for p in drawn for n in range(4)]))
-    again = of(json.loads(json.dumps(rates.record)))
-    assert again.draw(7) == rates.draw(7) == rates.draw(7)
-    assert rates.draw(8) != rates.draw(7)
-    assert len({*rates.draw(7)}) == 10
-    few = of({}, PROMPTS[:4])
-    assert Counter(few.draw(0) + few.draw(1)) == dict.fromkeys(range(4), 5)
+        drawn = [rates.prompts[i] for i in rates.draw(step, record)]
+        see(rates, record, step, drawn, torch.tensor([float((p.index + n) % 3 == 0) for p in drawn for n in range(4)]))
+    again = rates_of().draw(7, json.loads(json.dumps(record)))
+    assert again == rates.draw(7, record) == rates.draw(7, record)
+    assert rates.draw(8, record) != again
+    assert len({*again}) == 10
+    few = rates_of(PROMPTS[:4])
+    assert Counter(few.draw(0, {}) + few.draw(1, {})) == dict.fromkeys(range(4), 5)

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from tests import running
 from tests.tiny_models import TinyModels, sharp_model
 from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
+from tinyrl.models.parallel import ALONE
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import run as training_run
+from tinyrl.training.launch import _check_alike
 from tinyrl.training.run import CheckpointState, RunState
 from tinyrl.training.step import Updater
 
@@ -157,3 +160,20 @@ def test_a_finished_run_is_left_alone(model: Path, tmp_path: Path) -> None:
     before = run.metrics.read_bytes()
     assert running.go_on(run) == 0
     assert run.metrics.read_bytes() == before
+
+
+class Unread:
+    """A collector whose prompts nobody may read."""
+
+    @property
+    def train_prompts(self) -> None:
+        raise AssertionError("nobody is there to compare the prompts with")
+
+
+def test_a_single_process_compares_its_prompts_with_nobody() -> None:
+    config = Config.model_validate({"method": "grpo"})
+    method: Any = SimpleNamespace(world=ALONE, collector=Unread(), config=config, row_fingerprints={})
+    _check_alike(method, "step-000000")
+    method.world = SimpleNamespace(size=2)
+    with pytest.raises(AssertionError):
+        _check_alike(method, "step-000000")

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import POSITIONS, TinyModels, tiny_model
 from tests.training.rows import Row, chat_model, on_all, talk
-from tinyrl.training.ppo import text_of
-from tinyrl.training.rows import Example, joined, spans
+from tinyrl.training.ppo import text_examples
+from tinyrl.training.rows import Example, join_turns, spans
 from tinyrl.training.sft import Sft, negative_log_likelihood, turns_of
 
 PLAIN = (
@@ -57,7 +57,7 @@ def test_turns_of_one_growing_text_are_read_once(chatty: Path, tmp_path: Path) -
     assert sum(example.learnt) == 2 + 4 + 4
     briefly = on_all("sft", chatty, tmp_path, TALKS[:1], task={"system_prompt": "be brief"})
     assert "be brief" in shown(briefly, briefly.train_rows[0][0])[0]
-    assert text_of(TALKS[0], briefly.policy, place="") == row  # text beside PPO has none
+    assert text_examples(TALKS[0], briefly.policy, place="") == row  # text beside PPO has none
 
 
 def test_turns_whose_thinking_is_stripped_later_are_read_apart(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_loss_on_all_keeps_separators_inside_a_text(tiny: TinyModels, tmp_path: 
 def test_joined_by_hand() -> None:
     one, two, apart = Example([1], ([2, 3],)), Example([1, 2, 3, 4], ([5],)), Example([9, 2, 3, 4, 5], ([6],))
     three = Example([1, 2, 3, 4, 5], ([6],))
-    assert joined([one, two, three]) == [Example([1], ([2, 3, 4, 5, 6],), ([True, True, False, True, True],))]
-    assert joined([one, apart]) == [one, apart]
-    assert joined([one]) == [one]
+    assert join_turns([one, two, three]) == [Example([1], ([2, 3, 4, 5, 6],), ([True, True, False, True, True],))]
+    assert join_turns([one, apart]) == [one, apart]
+    assert join_turns([one]) == [one]
 
 
 EQUATIONS = [

@@ -10,12 +10,12 @@ MethodName = Literal["grpo", "ppo", "distill", "sft", "reward", "dpo"]
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """own: the section that only this method has; others: optional sections it reads too; trainer: its class; rows: the
+    """section: the one that only this method has; others: optional sections it reads too; trainer: its class; rows: the
     kind of its rows; recipe: the default recipe; policy: whether it trains a policy; rewarded: whether it needs a
     reward.
     """
 
-    own: str
+    section: str
     others: tuple[str, ...]
     trainer: str
     rows: Literal["prompts", "text", "pairs", "judged"]
@@ -25,7 +25,7 @@ class MethodSpec:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        return (*self.others, self.own)
+        return (*self.others, self.section)
 
     @property
     def samples(self) -> bool:

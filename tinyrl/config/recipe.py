@@ -203,7 +203,7 @@ def load_config(
     path = find_recipe(recipe) if recipe else None
     values, lines = read_with_lines(path) if path else ({}, {})
     written = values.get("method", method)
-    own = METHODS[method].own
+    own = METHODS[method].section
     if is_method(written) and written != method and not isinstance(values.get(own), dict):
         raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
     for override in overrides:  # a recipe may hold sections of other methods, an override may not

@@ -84,7 +84,7 @@ class Config(sections.Section):
     @property
     def own(self) -> GrpoConfig | PpoConfig | DistillConfig | SftConfig | RewardModelConfig | DpoConfig:
         """Return the section that only this method has."""
-        return getattr(self, self.trains.own)
+        return getattr(self, self.trains.section)
 
     @property
     def on_policy(self) -> GrpoConfig | PpoConfig | DistillConfig:

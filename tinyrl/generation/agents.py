@@ -1,51 +1,23 @@
-"""Episodes of agents that call the policy by URL: every call is recorded token by token, as it was sampled.
+"""Play episodes by handing prompts to agents, which call the policy at an endpoint of this machine.
 
-    an agent asks     1. its key names the episode that the call belongs to
-                      2. if it continues an earlier answer of the episode, that answer's own tokens stay, and only what
-                         follows is tokenised: what is trained is what was sampled
-                      3. otherwise it begins a conversation of its own: edited history, another system prompt, a
-                         sub-agent
-                      4. the call counts when its answer is sent: one that the agent gave up before (it hung up, or
-                         timed out and tries again) leaves no row, and its tokens and its turn are the episode's again
-    it returns        5. rewards judge its text; each conversation is a row with the episode's reward
-
-Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
-those of the trained distribution. generation.max_new_tokens is for an episode's calls together.
+What an agent's calls become is in agent_episode.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import secrets
-import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.data.messages import Message, messages_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import (
-    Completion,
-    Request,
-    SampledRole,
-    SampleOptions,
-    SamplingEngine,
-    SamplingParams,
-    Sequence,
-    advanced,
-    row_keys,
-)
+from tinyrl.generation.agent_episode import AgentEpisode
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, SamplingParams, row_keys
 from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
 from tinyrl.tasks.prompts import PreparedPrompt
 
 if TYPE_CHECKING:  # it needs the extra `serve`
@@ -53,204 +25,6 @@ if TYPE_CHECKING:  # it needs the extra `serve`
 
 MODEL = "policy"  # its name at the endpoint
 AT_ONCE = 256  # completions decoded together where generation.max_rows is not set
-FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
-
-
-class Refused(Exception):
-    """A request that is answered with an error of this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Given:
-    """A client's input: messages and the variables of their template, or text, or (neither) tokens."""
-
-    messages: list[Message] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
-    text: str | None = None
-
-
-@dataclass(eq=False)
-class Conversation:
-    """A row: a prompt, and the tokens sampled and prefilled behind it. known: all up to the last answer as the agent
-    has it (None: it cannot be continued); pending: the call under way.
-    """
-
-    prompt: list[int]
-    row: Completion = field(default_factory=lambda: Completion([], [], "length", []))
-    last: Completion | None = None
-    known: Given | None = None
-    pending: Call | None = None
-
-    def add(self, read: list[int], completion: Completion, *, known: Given | None) -> None:
-        """Append tokens that were read and the answer to them."""
-        self.row.add(read)
-        self.row.add(completion.tokens, completion.logprobs)
-        self.row.finish_reason = completion.finish_reason
-        self.last = completion
-        self.known = known
-
-
-@dataclass(eq=False)
-class Call:
-    """A call under way: its sequence, to be submitted, and the conversation that it begins or continues. Either it is
-    `answered`, or it is given up and leaves nothing.
-
-    given: what the agent sent; read: the tokens of it that are new; number: of the call among those with its prompt.
-    """
-
-    episode: AgentEpisode
-    conversation: Conversation
-    sequence: Sequence
-    given: Given
-    read: list[int]
-    number: tuple[str, int]
-
-    def answered(self, completion: Completion, message: Message) -> None:
-        """Record an answer that is being sent, as this message or text, which is what will come back."""
-        given = self.given
-        known = None
-        if given.text is not None:
-            known = Given(text=given.text + message["content"])
-        elif given.messages is not None:
-            added = messages_of([{"role": "assistant", **message}], "messages")
-            known = Given([*given.messages, *added], given.variables)
-        with self.episode.lock:
-            if self.episode.over:
-                return
-            self.conversation.pending = None
-            self.conversation.add(self.read, completion, known=known)
-            self.episode.left -= len(completion.tokens)
-            self.episode.calls += 1
-
-    def give_up(self) -> None:
-        """End a call that has no answer: its turn and its random numbers can be used again."""
-        self.sequence.cancelled = True
-        with self.episode.lock:
-            if self.conversation.pending is not self:
-                return
-            self.conversation.pending = None
-            if self.conversation.last is None:
-                self.episode.conversations.remove(self.conversation)
-            self.episode.calls_left += 1
-            self.episode.numbers.remove(self.number)
-
-
-@dataclass
-class AgentEpisode:
-    """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
-    not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
-    begun; numbers: of the calls answered and under way, by prompt; over: its agent has ended.
-    """
-
-    key: np.uint64
-    params: SamplingParams
-    role: SampledRole
-    left: int
-    calls_left: int
-    tokenizer: PreTrainedTokenizerBase
-    positions: int
-    calls: int = 0
-    over: bool = False
-    conversations: list[Conversation] = field(default_factory=list)
-    numbers: set[tuple[str, int]] = field(default_factory=set)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call:
-        """Begin a call. Raises Refused if the episode has no calls or tokens left."""
-        with self.lock:
-            if self.over:
-                raise Refused(401, "the episode is over")
-            if not self.calls_left:
-                raise Refused(400, "the episode has no calls left (environment.max_turns)")
-            conversation, read = self._continued(prompt, given)
-            context = prompt if conversation is None else [*conversation.prompt, *conversation.row.tokens, *read]
-            most = min(limit or self.left, self.left, self.positions - len(context))
-            if most < 1:
-                room = f"{len(context)} of the model's {self.positions} positions are taken"
-                raise Refused(
-                    400, f"no tokens left: {self.left} of the episode (generation.max_new_tokens), and {room}"
-                )
-            if conversation is None:
-                conversation = Conversation(context)
-                self.conversations.append(conversation)
-            # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
-            # sent before, so that it does not depend on which of several calls comes first.
-            digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
-            number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
-            offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
-            [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
-            sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
-            call = Call(self, conversation, sequence, given=given, read=read, number=number)
-            conversation.pending = call
-            self.calls_left -= 1
-            self.numbers.add(number)
-            return call
-
-    def end(self) -> None:
-        with self.lock:
-            self.over = True
-            for conversation in self.conversations:
-                if conversation.pending is not None:
-                    conversation.pending.sequence.cancelled = True
-
-    def rows(self) -> list[tuple[list[int], Completion]]:
-        """Return (prompt, completion) of the conversations with an answer, in the order in which they began."""
-        return [(c.prompt, c.row) for c in self.conversations if c.last is not None]
-
-    def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
-        """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
-        for conversation in reversed(self.conversations):
-            known = conversation.known
-            added = None
-            if conversation.last is None or conversation.pending is not None:
-                continue
-            if given.messages is not None:
-                added = None if known is None else self._added(conversation.last, known, given)
-            elif given.text is not None:
-                if known is not None and known.text is not None and given.text.startswith(known.text):
-                    added = tokens_behind(self.tokenizer, known.text, given.text[len(known.text) :])
-            elif prompt[: len(tokens := [*conversation.prompt, *conversation.row.tokens])] == tokens:
-                added = prompt[len(tokens) :]
-            if added is not None:
-                return conversation, added
-        return None, []
-
-    def _added(self, last: Completion, known: Given, given: Given) -> list[int] | None:
-        """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
-        variables of the template differ, or if the template writes earlier turns otherwise once more follow (it may
-        leave out their thinking).
-        """
-        ours = known.messages or []
-        theirs = given.messages or []
-        before = theirs[: len(ours)]
-        if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
-            return None
-        if [*map(_content, ours)] != [*map(_content, before)]:
-            return None
-        try:
-            first = template_text(self.tokenizer, before, variables=given.variables)
-            whole = template_text(self.tokenizer, theirs, variables=given.variables, add_generation_prompt=True)
-            closing = turn_closing(self.tokenizer, given.variables)
-            after = after_answer(self.tokenizer, given.variables)
-        except ValueError:
-            return None
-        if not whole.startswith(first):
-            return None
-        behind = after + whole[len(first) :]
-        if last.finish_reason == "eos":
-            behind = left_to_write(self.tokenizer, behind, ended_at=last.tokens[-1], closing=closing)
-        return tokens_behind(self.tokenizer, str(self.tokenizer.decode([last.tokens[-1]])), behind)
-
-
-def _content(message: Message) -> tuple[Any, ...]:
-    """Return what must be the same of a message that comes back; ids of calls may differ."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    named = [(call.get("name"), call.get("arguments")) for call in calls]
-    return message["role"], (message.get("content") or "").strip(), named
 
 
 class AgentRunner:
@@ -284,25 +58,11 @@ class AgentRunner:
         """Play `group_size` episodes for each request, in order; return the conversations of each (prompt, completion),
         and the episodes. An episode that failed, or asked nothing, has one token that is not chosen.
         """
-        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
-
-        settings = self.config.generation
-        max_turns = self.config.environment.max_turns
         if self._listening is None:
-            scheduler = LiveScheduler(engine, max_rows=settings.max_rows or AT_ONCE)
-            shape: Any = {"max_new_tokens": 0, "positions": self.positions, "variables": self.variables}
-            of_agents = Endpoint(
-                scheduler, {MODEL: "policy"}, defaults=SamplingParams(), hosts=LOCAL, episodes={}, **shape
-            )
-            self._listening = Listening(of_agents)
+            self._listening = self._listen(engine)
         listening = self._listening
-        endpoint = self._listening.endpoint
-        keys = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
-        greedy = options.get("greedy", False)
-        role = options.get("role", "policy")
-        params = SamplingParams(1.0 if greedy else settings.temperature, settings.top_p, settings.top_k, greedy)
-        limits = settings.max_new_tokens, max_turns, endpoint.tokenizer, self.positions
-        episodes = [AgentEpisode(key, params, role, *limits) for key in keys]
+        endpoint = listening.endpoint
+        episodes = self._begin(requests, group_size, options, tokenizer=endpoint.tokenizer)
         each = [prompt for prompt in prompts for _ in range(group_size)]
         named = {f"episode-{secrets.token_urlsafe(24)}": episode for episode in episodes}
         jobs = [
@@ -318,7 +78,7 @@ class AgentRunner:
             endpoint.episodes = {}
             endpoint.scheduler.release()
         conversations = list[list[tuple[list[int], Completion]]]()
-        played_episodes = list[Episode]()
+        records = list[Episode]()
         failures = {failure.row: failure.reason for failure in played.failures}
         for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True)):
             rows = episode.rows()
@@ -327,25 +87,68 @@ class AgentRunner:
                 rows = [(prompt.tokens, Completion([0], [0.0], "length", [False]))]
             conversations.append(rows)
             _, first = rows[0]
-            mask = first.action_mask or []
-            calls = max(1, episode.calls)
-            ends = [i for i, chosen in enumerate(mask) if chosen][-1:] or [0]
-            played_episodes.append(
-                Episode(
-                    transcript=[{"role": "assistant", "content": text or ""}],
-                    turn_ends=ends * calls,
-                    turn_rewards=[None] * calls,
-                    num_tokens=len(first.tokens),
-                    num_actions=sum(mask),
-                    finish_reason=first.finish_reason,
-                    over=True,
-                    failure=failure,
-                )
+            records.append(record_of(first, text=text or "", calls=max(1, episode.calls), failure=failure))
+        return conversations, records
+
+    def _listen(self, engine: SamplingEngine) -> Listening:
+        """Start the endpoint that agents call, over a scheduler of the engine."""
+        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
+
+        endpoint = Endpoint(
+            LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),
+            {MODEL: "policy"},
+            defaults=SamplingParams(),
+            hosts=LOCAL,
+            episodes={},
+            max_new_tokens=0,
+            positions=self.positions,
+            variables=self.variables,
+        )
+        return Listening(endpoint)
+
+    def _begin(
+        self, requests: list[Request], group_size: int, options: SampleOptions, *, tokenizer: PreTrainedTokenizerBase
+    ) -> list[AgentEpisode]:
+        """Make `group_size` episodes for each request, in order, whose tokens are drawn by the settings of the run."""
+        settings = self.config.generation
+        greedy = options.get("greedy", False)
+        params = SamplingParams(
+            temperature=1.0 if greedy else settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            greedy=greedy,
+        )
+        return [
+            AgentEpisode(
+                key=key,
+                params=params,
+                role=options.get("role", "policy"),
+                left=settings.max_new_tokens,
+                calls_left=self.config.environment.max_turns,
+                tokenizer=tokenizer,
+                positions=self.positions,
             )
-        return conversations, played_episodes
+            for key in row_keys(requests, group_size, seed=options["seed"], step=options["step"])
+        ]
 
     def close(self) -> None:
         self.environment.close()
         if self._listening is not None:
             self._listening.stop()
             self._listening.endpoint.scheduler.close()
+
+
+def record_of(first: Completion, *, text: str, calls: int, failure: str | None) -> Episode:
+    """Make the record of an episode that has ended, by its first conversation; text: what the agent returned."""
+    mask = first.action_mask or []
+    ends = [place for place, chosen in enumerate(mask) if chosen][-1:] or [0]
+    return Episode(
+        transcript=[{"role": "assistant", "content": text}],
+        turn_ends=ends * calls,
+        turn_rewards=[None] * calls,
+        num_tokens=len(first.tokens),
+        num_actions=sum(mask),
+        finish_reason=first.finish_reason,
+        over=True,
+        failure=failure,
+    )

@@ -89,8 +89,9 @@ class LayerWeights:
 def merged_projection(
     modules: list[nn.Module], adapter: str | None, *, parts: int = 1, norm: Tensor | None = None
 ) -> Projection:
-    """Join linear layers that share their input in float32; outputs are the first of `parts` equal parts of each
-    layer's, the second, and so on. norm (in,): multiplied into the matrix.
+    """Join linear layers that share their input in float32. Each layer's outputs are cut into `parts` equal parts, and
+    the joined outputs are ordered by part: part 1 of every layer, part 2 of every layer, and so on. norm (in,):
+    multiplied into the matrix.
 
     On a CPU the matrix stands in memory input by input, where products with a few rows are up to twice as fast.
     """
@@ -100,14 +101,17 @@ def merged_projection(
 
     weights, biases = zip(*(merged_weight(module, adapter) for module in modules), strict=True)
     weight = one([*weights])
-    bias = None if biases[0] is None else one([*biases])  # pyright: ignore
+    present = [bias for bias in biases if bias is not None]
+    bias = one(present) if present else None
     if weight.device.type != "cpu":
         return Projection(weight if norm is None else weight * norm, bias)
     by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
     return Projection((by_inputs if norm is None else by_inputs.mul_(norm.unsqueeze(1))).t(), bias)
 
 
-def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, quantized: bool = False) -> Projection:
+def join_linear(
+    modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, quantized: bool = False
+) -> Projection:
     """Join linear layers that share their input, with their branches. The shapes are those of the layers' largest
     adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA graph is captured once for
     all of them.
@@ -286,7 +290,7 @@ class Decoder:
         def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
             if merged:
                 return merged_projection(modules, adapter, parts=parts, norm=norm)
-            return joined(modules, adapter, dtype=dtype, quantized=quantized)
+            return join_linear(modules, adapter, dtype=dtype, quantized=quantized)
 
         for i, layer in enumerate(self.backbone.layers):
             qkv, gate_up = self._joint(layer)
@@ -303,6 +307,7 @@ class Decoder:
             if i == len(self.layers):
                 self.layers.append(weights)
             for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
+                assert old.shape == fresh.shape, "a weight of a layer has another shape than at the last sync"
                 renewed(old, fresh)
 
     def release(self) -> None:

@@ -42,9 +42,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tinyrl.data.messages import Message, messages_of, tools_of
-from tinyrl.generation.agents import AgentEpisode, Call, Given, Refused
+from tinyrl.generation.agent_episode import AgentEpisode, Call, Given, Refused
 from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, score
+from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler
+from tinyrl.generation.scoring import score
 from tinyrl.tasks.answers import hidden_ids
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, render_prompt

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -32,12 +32,13 @@ from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
 
 if TYPE_CHECKING:
-    from tinyrl.generation.scheduler import Scheduler
+    from tinyrl.generation.scheduler import CachedRow, Scheduler
     from tinyrl.generation.turns import Episodes
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have ended: a GPU waits for each look
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
 SampledRole = Literal["policy", "reference", "base"]
+Result = TypeVar("Result")
 
 
 class SampleOptions(TypedDict, total=False):
@@ -114,7 +115,7 @@ class Sequence:
     role: SampledRole = "policy"
     on_tokens: Callable[[list[int]], None] | None = None
     on_end: Callable[[Completion | Exception], None] = lambda result: None
-    row: Any = None
+    row: CachedRow | None = None
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -323,11 +324,18 @@ class SamplingEngine:
                             continue
                         self.on_reply(answer)
                         [key] = advanced(np.array([first.key]), np.array([len(read)]))
-                        own: Any = {"after": "held", "on_tokens": self.on_tokens, "row": before.row}
-                        prompt = [*first.prompt, *read]
-                        most = episodes.limit(sample)
-                        turn = Sequence(prompt, first.params, key, most, first.stop, **own)
-                        turns[sample], numbers[turn] = turn, sample
+                        turn = Sequence(
+                            prompt=[*first.prompt, *read],
+                            params=first.params,
+                            key=key,
+                            limit=episodes.limit(sample),
+                            stop=first.stop,
+                            after="held",
+                            on_tokens=self.on_tokens,
+                            row=before.row,
+                        )
+                        turns[sample] = turn
+                        numbers[turn] = sample
                         going.append(turn)
                     scheduler.add(going)
                     for turn in scheduler.step():
@@ -351,7 +359,7 @@ class SamplingEngine:
             for r, key in zip(rows, keys, strict=True)
         ]
 
-    def in_fewer_rows(self, wanted: int, attempt: Callable[[int], Any]) -> Any:
+    def in_fewer_rows(self, wanted: int, attempt: Callable[[int], Result]) -> Result:
         """Call `attempt(rows)` with as many rows at a time as wanted or allowed; when memory runs out, with half.
 
         Keyed random numbers give the same samples again, and later calls begin with the lower limit. Raises
@@ -459,10 +467,7 @@ def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     by several percent of a mean probability.
     """
     rows, vocabulary = weights.shape
-    # A block's width divides the vocabulary if a divisor is near its square root: padding is a copy.
-    root = max(1, round(vocabulary**0.5))
-    near = (w for d in range(root) for w in (root - d, root + d) if root / 4 <= w <= root * 4 and vocabulary % w == 0)
-    width = next(near, root)
+    width = block_width(vocabulary)
     missing = -vocabulary % width
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     padded = padded.view(rows, -1, width)
@@ -476,6 +481,18 @@ def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     left = torch.minimum(left, inside[:, -1:] * (1.0 - 1e-12))
     index = block * width + torch.searchsorted(inside, left, right=True)
     return index.squeeze(-1).clamp_(max=vocabulary - 1), ends[:, -1]  # only NaN gets past the end
+
+
+def block_width(vocabulary: int) -> int:
+    """Return the width of a block: the divisor of the vocabulary that is nearest to its square root, since padding is a
+    copy; the root itself where none is from a quarter to four times of it.
+    """
+    root = max(1, round(vocabulary**0.5))
+    for distance in range(root):
+        for width in (root - distance, root + distance):
+            if root / 4 <= width <= root * 4 and vocabulary % width == 0:
+                return width
+    return root
 
 
 # ---- keyed uniforms ----

@@ -32,7 +32,7 @@ from tinyrl.generation.engine import (
 )
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.server import ServerEngine
-from tinyrl.models.checks import samples_exactly
+from tinyrl.models.checks import decodes_exactly
 from tinyrl.models.device import free_bytes, to_device
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
@@ -178,7 +178,8 @@ class LibraryScheduler(BatchScheduler):
         if not stay:
             self.rows = []
         elif len(stay) < COMPACT_BELOW * len(self.rows):
-            self.rows, self.token = [self.rows[i] for i in stay], self.token[self._take(stay)]
+            self.rows = [self.rows[i] for i in stay]
+            self.token = self.token[self._take(stay)]
             self.params = row_params([s.params for s in self.rows], self.device)
         return [s for s in going if s.over]
 
@@ -201,8 +202,10 @@ class LibraryScheduler(BatchScheduler):
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = torch.tensor(prompt), 1
-        self.cache, self.mask = DynamicCache(config=self.backbone.config), to_device(mask, self.device)  # pyright: ignore
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        self.cache = DynamicCache(config=self.backbone.config)  # pyright: ignore[reportArgumentType]
+        self.mask = to_device(mask, self.device)
         logits = self._forward(to_device(ids, self.device))
         return logits[self._take(source)]
 
@@ -258,7 +261,7 @@ def select_engine(
             if layout is not None:
                 engine = FusedEngine(policy, tokenizer, config, layout=layout)
                 with engine.synced("policy") as decoder:
-                    agrees = samples_exactly(decoder.backbone, decoder, longest=tried)
+                    agrees = decodes_exactly(decoder.backbone, decoder, longest=tried)
                 if agrees:
                     return engine, "it matches the model's own forward pass"
                 why = f"its numbers are not those of {kind}"

@@ -41,12 +41,9 @@ from tinyrl.generation.engine import (
     sample_tokens,
     uniforms,
 )
-from tinyrl.models.device import HALVES, as_out_of_memory, to_device
+from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
-from tinyrl.models.logprobs import head_of
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
-from tinyrl.models.policy import Policy
-from tinyrl.models.states import backbone_of
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens of a prefill
 EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one behind cached rows, where each token attends to a whole row
@@ -108,6 +105,12 @@ class CachedRow:
     held: bool
 
 
+def row_of(sequence: Sequence) -> CachedRow:
+    """Return the row that a sequence continues, or that is held for it."""
+    assert sequence.row is not None
+    return sequence.row
+
+
 class Scheduler:
     """Rows of `width` tokens for at most `capacity` sequences. look_every: tokens between two looks at which rows have
     ended. by_graphs: steps are replayed from CUDA graphs. admit_below: share of the rows in use up to which waiting
@@ -163,7 +166,7 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """Free the row that is held for this sequence."""
-        self.cached.remove(sequence.row)
+        self.cached.remove(row_of(sequence))
 
     @property
     def busy(self) -> bool:
@@ -192,16 +195,17 @@ class Scheduler:
         longest = 0
         first = len(self.live)
         while self.resuming:
-            longest = max(longest, len(self.resuming[0].prompt) - len(self.resuming[0].row.tokens))
+            longest = max(longest, len(self.resuming[0].prompt) - len(row_of(self.resuming[0]).tokens))
             if part and (len(part) + 1) * longest > EXTEND_TOKENS[self.device.type]:
                 break
             part.append(self.resuming.popleft())
         if not part:
             return False
         for slot, sequence in enumerate(part, first):
-            self.cached.remove(sequence.row)
-            self._move(sequence.row, slot)
-        known = [len(s.row.tokens) for s in part]
+            row = row_of(sequence)
+            self.cached.remove(row)
+            self._move(row, slot)
+        known = [len(row_of(sequence).tokens) for sequence in part]
         new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
         rows = range(first, first + len(part))
@@ -393,10 +397,8 @@ class Scheduler:
 
 # ---- requests that come while it runs ----
 
-LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
+LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step reaches it
 WIDTHS = 256  # tokens of a row at least
-SCORED = 256  # positions whose logits are there at a time
-LEAST = -9999.0  # in place of minus infinity, which JSON has not
 
 Result = TypeVar("Result")
 
@@ -544,24 +546,3 @@ class LiveScheduler:
                 if not first.cancelled:
                     return first
         return None
-
-
-@torch.inference_mode()
-def score(
-    policy: Policy, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1
-) -> tuple[list[float | None], list[list[tuple[int, float]]]]:
-    """Score tokens under softmax(logits / temperature) by one forward pass: return the log-probability of each given
-    those before it, and the likeliest tokens at its place in descending order (None and none for the first token).
-    """
-    logprobs = list[float | None]([None])
-    places = list[list[tuple[int, float]]]([[]])
-    ids = torch.tensor([tokens], device=policy.device)
-    half = policy.dtype in HALVES
-    with policy.acting(role) as model, torch.autocast(policy.device.type, dtype=policy.dtype, enabled=half):
-        states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
-        for part, following in zip(states[:-1].split(SCORED), ids[0, 1:].split(SCORED), strict=True):
-            log_p = (head_of(model).logits(part).float() / temperature).log_softmax(-1).clamp_min(LEAST)
-            logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
-            most, which = log_p.topk(min(likeliest, log_p.shape[-1]))
-            places += [[*zip(*row, strict=True)] for row in zip(which.tolist(), most.tolist(), strict=True)]
-    return logprobs, places

@@ -70,9 +70,15 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     template = config.task.chat_template_kwargs
     if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
         return None
-    own: Any = {"task": task.name, "respond": task.respond, "use": task.environment, "stop": task.stop}
-    own["worker"] = task.replies_worker(timeout_s=section.seconds)
-    environment = Environment(section, **own, length=lambda text: len(token_ids(tokenizer, text)))
+    environment = Environment(
+        section,
+        task=task.name,
+        respond=task.respond,
+        use=task.environment,
+        stop=task.stop,
+        worker=task.replies_worker(timeout_s=section.seconds),
+        length=lambda text: len(token_ids(tokenizer, text)),
+    )
     environment.start()
     schemas = environment.schemas
     chat = in_chat(tokenizer, config.task.chat)
@@ -187,11 +193,12 @@ class Episodes(AbstractContextManager):
                 asked = self._waiting
                 self._waiting = []
                 self._call = self._thread.submit(self._ask, asked)
-            if self._call is None or not (self._call.done() or (wait and not self._ready)):
+            call = self._call
+            must_wait = wait and not self._ready
+            if call is None or not (call.done() or must_wait):
                 ready = self._ready
                 self._ready = []
                 return ready
-            call = self._call
             self._call = None
             while not wait_for([call], timeout=POLL_S).done:
                 check_stop()

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.layers import can_run_now, fused_states, has_known_parts
+from tinyrl.models.library_states import library_states
 from tinyrl.models.loading import embedding_rows, reading
-from tinyrl.models.packing import CannotPack, attending
+from tinyrl.models.packing import CannotPack
 
 if TYPE_CHECKING:
     from tinyrl.models.logprobs import Head
@@ -132,18 +133,6 @@ def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
 
 
 # ---- packed rows and our layers ----
-
-
-def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
-    """Compute the hidden states of every position by the library's modules, flat (b * L, H)."""
-    with attending(backbone, batch.packing):
-        output = backbone(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        )
-    return output.last_hidden_state.flatten(0, 1)
 
 
 def _few_rows(backbone: Any) -> tuple[Batch, list[list[int]]]:
@@ -256,7 +245,7 @@ def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn
 
 
 @torch.no_grad()
-def samples_exactly(backbone: nn.Module, decoder: Any, *, longest: int) -> bool:
+def decodes_exactly(backbone: nn.Module, decoder: Any, *, longest: int) -> bool:
     """Return whether the decoder of generation/decoder.py computes the states of the library at the end of texts of
     different lengths, one of `longest` tokens (a scale of positions, a window or a mask may go wrong late). The last
     tokens are decoded one by one. Half precision is judged by more texts: rounding is much the same inside one.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tinyrl.models.batch import Batch
-from tinyrl.models.checks import library_states, supports_fused_layers
+from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import fused_states
+from tinyrl.models.library_states import library_states
 
 
 def backbone_of(model: nn.Module) -> nn.Module:

@@ -37,8 +37,8 @@ from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.errors import ExplainedByCheck, GuardStop, Interrupted
+from tinyrl.numbers import mean
 from tinyrl.rewards.functions import as_completion
-from tinyrl.rewards.scores import mean
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import answer_in, mask_url, truncate

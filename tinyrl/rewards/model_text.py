@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import Side
@@ -39,8 +39,9 @@ class TextFormat:
 
     def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Rendered:
         """Render a prompt as for a policy."""
-        how: Any = {"system_prompt": self.system_prompt, "variables": self.chat_template}
-        return render_prompt(tokenizer, prompt, chat=self.chat, **how)
+        return render_prompt(
+            tokenizer, prompt, chat=self.chat, system_prompt=self.system_prompt, variables=self.chat_template
+        )
 
     def end(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the token that ends an answer of a policy behind such a prompt."""
@@ -51,7 +52,7 @@ class TextFormat:
         return cls(config.task.chat, config.task.system_prompt, config.task.chat_template_kwargs)
 
     @classmethod
-    def of_config(cls, config: Any) -> TextFormat:
+    def of_config(cls, config: PreTrainedConfig) -> TextFormat:
         """Read the format from a classification model's config; the defaults where it has none."""
         return TypeAdapter(cls).validate_python(getattr(config, TEXT_FORMAT, None) or {})
 
@@ -123,7 +124,8 @@ def reward_tokens(
         tokens = tokens[1:] if tokens[:1] == before[-1:] else tokens  # the text brings its own BOS
         room = max(1, max_tokens - len(before) - len(after))
         tokens = before + tokens[-room:] + after
-    return tokens or [int(tokenizer.eos_token_id or 0)]  # pyright: ignore[reportArgumentType]
+    end = tokenizer.eos_token_id
+    return tokens or [end if isinstance(end, int) else 0]
 
 
 def within(

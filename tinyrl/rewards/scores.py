@@ -1,7 +1,4 @@
-"""Scores of a batch: their mean, and what happens when too many rows have none."""
-
-import math
-from collections.abc import Sequence
+"""Scores of a batch: what happens when too many rows have none."""
 
 from tinyrl.data.messages import Prompt
 from tinyrl.errors import GuardStop
@@ -10,12 +7,6 @@ from tinyrl.text import one_line
 MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task
 MAX_BAD_BATCHES = 3
 PROMPT_CHARS = 80
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN of none."""
-    valid = [value for value in values if not math.isnan(value)]
-    return float(sum(valid) / len(valid)) if valid else math.nan
 
 
 def check_failure_streak(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:

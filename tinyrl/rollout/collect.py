@@ -1,4 +1,4 @@
-"""Sample a step's responses and score them; rules for truncated ones, and rewards of their tokens."""
+"""Sample a step's responses and score them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import few_held_out
+from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
@@ -21,24 +21,42 @@ from tinyrl.rollout.sample import Sample
 from tinyrl.tasks import Task, answers
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 
+Runner = EpisodeRunner | AgentRunner
+
 
 class Collector:
     """Samples from a policy and scores the samples, with prompts, task, environment, engine and scorer; made by
-    `load_collector`. runner: plays episodes of several turns, or agents; None: one turn. engine_reason: why that one.
+    `load_collector`.
+
+    runner: plays episodes of several turns, or agents; None: one turn. owns_scorer: `close` ends the scorer's workers
+    too. engine_reason: why this engine was selected. row_fingerprints: of the rows of both splits.
     """
 
-    train_prompts: list[PreparedPrompt]
-    eval_prompts: list[PreparedPrompt]
-    scorer: Scorer
-    owns_scorer: bool
-    engine: SamplingEngine
-    engine_reason: str
-    row_fingerprints: dict[str, str]  # of both splits
-
-    def __init__(self, policy: Policy, task: Task, runner: EpisodeRunner | AgentRunner | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        runner: Runner | None,
+        *,
+        train_prompts: list[PreparedPrompt],
+        eval_prompts: list[PreparedPrompt],
+        scorer: Scorer,
+        owns_scorer: bool,
+        engine: SamplingEngine,
+        engine_reason: str,
+    ) -> None:
         self.policy = policy
         self.task = task
         self.runner = runner
+        self.train_prompts = train_prompts
+        self.eval_prompts = eval_prompts
+        self.scorer = scorer
+        self.owns_scorer = owns_scorer
+        self.engine = engine
+        self.engine_reason = engine_reason
+        self.row_fingerprints = fingerprints(
+            [prompt.row for prompt in train_prompts], [prompt.row for prompt in eval_prompts]
+        )
         self.world = policy.world
 
     @property
@@ -47,31 +65,8 @@ class Collector:
 
     @property
     def longest_response(self) -> int:
-        """Return most tokens of a response, with those that are read between its turns."""
-        return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
-
-    def prepared(
-        self, rows: list[Row], *, limit: int = 1 << 30, openings: list[str | None] | None = None
-    ) -> list[PreparedPrompt]:
-        """Prepare prompts of rows, with openings of an environment or the given ones; limit: tokens of a prompt."""
-        where = self.config.task
-        runner = self.runner
-        tokenizer = self.policy.tokenizer
-        if openings is None and runner is not None:
-            openings = runner.openings(self.task, rows)
-        prepared = prepare_prompts(
-            self.task,
-            rows,
-            tokenizer=tokenizer,
-            chat=where.chat,
-            system_prompt=where.system_prompt,
-            variables=where.chat_template_kwargs if runner is None else runner.variables,
-            max_prompt_tokens=limit,
-            on_overlong_prompt=where.on_overlong_prompt,
-            openings=openings,
-        )
-        check_ids((p.tokens for p in prepared), tokenizer, self.policy.causal)
-        return prepared
+        """Return the most tokens of a response."""
+        return longest_response(self.config, self.runner)
 
     def check(self) -> list[str]:
         """Check the reference at step 0, and the reward on a gold answer; returns lines worth showing."""
@@ -186,6 +181,39 @@ class Collector:
             return [kind(**fields) for group in world.merge(groups) for fields in group]
 
         return gathered(completions, Completion), None if episodes is None else gathered(episodes, Episode)
+
+
+def longest_response(config: Config, runner: Runner | None) -> int:
+    """Return the most tokens of a response, with those that are read between its turns."""
+    return config.generation.max_new_tokens if runner is None else runner.max_episode_tokens
+
+
+def prepare(
+    rows: list[Row],
+    *,
+    policy: Policy,
+    task: Task,
+    runner: Runner | None,
+    max_prompt_tokens: int = 1 << 30,
+    openings: list[str | None] | None = None,
+) -> list[PreparedPrompt]:
+    """Prepare the prompts of rows. openings: texts at the end of each prompt; None: those of the environment."""
+    section = policy.config.task
+    if openings is None and runner is not None:
+        openings = runner.openings(task, rows)
+    prepared = prepare_prompts(
+        task,
+        rows,
+        tokenizer=policy.tokenizer,
+        chat=section.chat,
+        system_prompt=section.system_prompt,
+        variables=section.chat_template_kwargs if runner is None else runner.variables,
+        max_prompt_tokens=max_prompt_tokens,
+        on_overlong_prompt=section.on_overlong_prompt,
+        openings=openings,
+    )
+    check_ids((prompt.tokens for prompt in prepared), policy.tokenizer, policy.causal)
+    return prepared
 
 
 def template_fault(policy: Policy) -> str | None:

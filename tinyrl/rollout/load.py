@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.readers import Placed, placed_rows
-from tinyrl.data.rows import fingerprints, prompt_key
+from tinyrl.data.rows import prompt_key
 from tinyrl.generation.agents import AgentRunner
-from tinyrl.generation.engine import end_at_turn_end
+from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
-from tinyrl.generation.turns import EpisodeRunner, load_episode_runner
+from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, seed_generators, threads_for
 from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokenizer
@@ -29,9 +30,10 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import ReadRows, Task, load_task, rows_of_run, take_rows
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 
 
@@ -114,18 +116,48 @@ def load_collector(
         check_hint(config, rows.train)
     policy = load_policy(config, options=options, teacher=teacher)
     config = policy.config
-    runner: EpisodeRunner | AgentRunner | None
-    if config.environment.agent is None or not config.uses("environment"):
-        runner = load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
-    elif policy.world.size > 1:
-        raise ValueError("environment.agent works in one process, and several were launched")
-    elif any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
+    runner = load_runner(policy)
+    max_prompt_tokens = prompt_limit(policy, runner)
+    prepared = partial(prepare, policy=policy, task=task, runner=runner, max_prompt_tokens=max_prompt_tokens)
+    train_prompts = prepared(rows.train)
+    eval_prompts = prepared(rows.held_out)
+    if judge is None:
+        scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
     else:
-        runner = AgentRunner(config, positions=policy.positions)
-    collector = Collector(policy, task, runner)
-    generation = config.generation
-    longest = collector.longest_response
+        scorer = judge.with_tokenizer(policy.tokenizer)
+    engine, engine_reason = load_engine(policy, runner, train_prompts + eval_prompts)
+    policy.micro_batches.make_room = engine.release
+    return Collector(
+        policy,
+        task,
+        runner,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+        owns_scorer=judge is None,
+        engine=engine,
+        engine_reason=engine_reason,
+    )
+
+
+def load_runner(policy: Policy) -> Runner | None:
+    """Load what plays episodes: an environment of several turns, or agents; None: responses of one turn. Raises
+    ValueError where agents cannot be played here.
+    """
+    config = policy.config
+    if config.environment.agent is None or not config.uses("environment"):
+        return load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
+    if policy.world.size > 1:
+        raise ValueError("environment.agent works in one process, and several were launched")
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
+    return AgentRunner(config, positions=policy.positions)
+
+
+def prompt_limit(policy: Policy, runner: Runner | None) -> int:
+    """Return the most tokens of a prompt. Raises ValueError where the longest response leaves no room for one."""
+    generation = policy.config.generation
+    longest = longest_response(policy.config, runner)
     positions = policy.positions
     if longest >= positions:
         between = longest - generation.max_new_tokens
@@ -134,34 +166,27 @@ def load_collector(
             f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
             "positions for prompt and response (of longrope those of original_max_position_embeddings)"
         )
-    limit = min(generation.max_prompt_tokens, positions - longest)
-    collector.train_prompts = collector.prepared(rows.train, limit=limit)
-    collector.eval_prompts = collector.prepared(rows.held_out, limit=limit)
-    collector.owns_scorer = judge is None
-    if judge is None:
-        collector.scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
-    else:
-        collector.scorer = judge.with_tokenizer(policy.tokenizer)
-    splits = collector.train_prompts, collector.eval_prompts
-    longest_prompt = max((len(prompt.tokens) for split in splits for prompt in split), default=0)
+    return min(generation.max_prompt_tokens, positions - longest)
+
+
+def load_engine(policy: Policy, runner: Runner | None, prompts: list[PreparedPrompt]) -> tuple[SamplingEngine, str]:
+    """Select the engine that samples responses to the prompts; return it, and why that one."""
+    generation = policy.config.generation
+    longest = longest_response(policy.config, runner)
+    longest_prompt = max((len(prompt.tokens) for prompt in prompts), default=0)
     if isinstance(runner, AgentRunner):  # agents write their own prompts
         longest_prompt = generation.max_prompt_tokens
     stop = [*generation.stop, *(runner.environment.stop if runner else ())]
-    collector.engine, collector.engine_reason = select_engine(
+    return select_engine(
         generation.model_copy(update={"stop": stop}),
         policy,
         policy.tokenizer,
         longest=generation.max_prompt_tokens + longest,
-        tried=min(longest_prompt + longest, positions),
+        tried=min(longest_prompt + longest, policy.positions),
     )
-    policy.micro_batches.make_room = collector.engine.release
-    collector.row_fingerprints = fingerprints(*([prompt.row for prompt in split] for split in splits))
-    return collector
 
 
-def load_scorer(
-    config: Config, task: Task, *, policy: Policy, options: Options, runner: EpisodeRunner | AgentRunner | None
-) -> Scorer:
+def load_scorer(config: Config, task: Task, *, policy: Policy, options: Options, runner: Runner | None) -> Scorer:
     """Load the configuration's own rewards, not started."""
     dtype = resolve_dtype(config.model.dtype, on_cpu=policy.accelerator.device.type == "cpu")
     model = build_reward_model(config, policy, dtype=dtype, trust_remote_code=options.trust_remote_code)

@@ -27,33 +27,44 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """One sampled conversation. The samples of a prompt, its group, stand together. Shapes: () or (T,)."""
+    """One sampled conversation. The samples of a prompt, its group, follow one another. Tensors are (T,) or ().
 
+    Each field stands under the step that sets it (the steps are those of the box in training/grpo.py and ppo.py). None
+    means one thing: the field is not computed, since its step is still to come or this run does not need it.
+    """
+
+    # 1. Sampled: the engine's tokens behind the prompt of a row, or (`sampled` is false) an answer of the data.
     prompt: list[int]
     response: list[int]
     mask: list[bool]  # tokens of the response that the policy chose
-    logprobs: list[float]  # recorded while sampling
+    logprobs: list[float]  # as recorded while sampling; 0 for tokens that were read, and of an answer of the data
     row: int  # of the prompt in the data
-    episode: int = 0  # number among the step's; further conversations of an agent share their episode's
+    episode: int = 0  # number in the step; further conversations of an agent have that of their episode
     finish: FinishReason = "eos"
+    sampled: bool = True  # by the policy
+    played: Episode | None = None  # what an environment recorded
+    further: list[Sample] = field(default_factory=list)  # an agent's other conversations, until `conversations`
+
+    # 1. Scored by the rewards; a length rule may lower `reward` and clear `in_loss`.
     scores: list[float] = field(default_factory=list)  # of each reward function; NaN: does not apply
     score: float = math.nan  # weighted sum of the scores; NaN: none
-    reward: float = math.nan  # its score less length penalties, which is what is learnt from; NaN: none
+    reward: float = math.nan  # the score less length penalties, which is what is learnt from; NaN: none
     comment: str = ""  # text that rewards gave beside their scores
     failures: list[str] = field(default_factory=list)  # why rewards failed
     in_loss: bool = True  # it has a reward and is not left out as truncated
-    sampled: bool = True  # by the policy; an answer of the data has no log-probabilities (they are 0)
-    played: Episode | None = None  # what an environment recorded; None: one turn
-    further: list[Sample] = field(default_factory=list)  # an agent's other conversations, until `conversations`
-    old: Tensor | None = None  # under the policy before the update, the ratio's denominator; None: the pass's own
-    rescored: Tensor | None = None  # by a pass like the reference's, for the KL, where sampling is inexact without old
-    ref: Tensor | None = None  # under the reference
-    values: Tensor | None = None  # of the critic before the update
-    teacher: Tensor | None = None  # under the teacher
+
+    # 2. Computed before the update, by passes without gradient.
+    ref: Tensor | None = None  # log-probabilities under the reference
+    old: Tensor | None = None  # under the policy before the update: the ratio's denominator
+    rescored: Tensor | None = None  # under the policy, by a pass like the reference's, for a KL in the reward
+    values: Tensor | None = None  # of the critic
+    teacher: Tensor | None = None  # log-probabilities under the teacher
     teaching: Teaching | None = None  # the teacher's distributions at the tokens in the loss
-    taught: bool = True  # the teacher has scored it; without the text of `teacher.hint` it has not
+    taught: bool = True  # false: the teacher had no text of `teacher.hint` for it, so has not scored it
+
+    # 3. Computed from the rewards, for the loss.
     advantage: Tensor | None = None
-    returns: Tensor | None = None
+    returns: Tensor | None = None  # that the critic is to predict
 
     @classmethod
     def of(cls, prompt: list[int], completion: Completion, **fields: Any) -> Sample:

@@ -38,15 +38,14 @@ class Distill(OnPolicy):
             self.check_given_answers()
 
     def train(self, run: Run) -> None:
-        self.begin(run)
         for step in run.steps():
             # 1. Responses to the step's prompts.
             with run.timed("rollout"):
-                samples = conversations(self.responses(step))
+                samples = conversations(self.responses(run, step))
             # 2. What the teacher says to them.
-            taught = self.ask_teacher(samples)
+            taught = self.ask_teacher(run, samples)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
-            run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(step))
+            run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(run, step))
             # How much likelier than the student the teacher finds each sampled token: for the records only.
             sampled = loss_mask(samples) & sampled_rows(samples)
             advantages = token_advantages(padded(samples, "logprobs"), padded(samples, "teacher"), sampled)
@@ -57,19 +56,19 @@ class Distill(OnPolicy):
                     counts = Counts.of(minibatch)
                     passes = [Pass("policy", minibatch, partial(self.loss, counts=counts))] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
-            self.record(samples, advantages, step)
-            run.end_step(**self.update_controllers())
+            self.record(run, samples, advantages, step)
+            run.end_step(**self.update_controllers(run))
 
     def loss(self, batch: Batch, *, counts: Counts) -> tuple[Tensor, Metrics]:
         """Compute the distance of a micro-batch to the teacher; the policy must be acting."""
         assert self.teacher is not None
         return self.teacher.distance(batch, self.policy.policy_states(batch), counts)
 
-    def responses(self, step: int) -> list[Sample]:
+    def responses(self, run: Run, step: int) -> list[Sample]:
         """Sample responses to the share distill.on_policy_fraction of the prompts; the others have given answers."""
-        prompts = self.prompts(step)
+        prompts = self.prompts(run, step)
         count = round(self.config.distill.on_policy_fraction * len(prompts))
-        samples = self.collect(prompts[:count], step) if count else []
+        samples = self.collect(run, prompts[:count], step) if count else []
         for sample in samples:  # whatever its reward, a response is learnt from
             sample.in_loss = not (sample.truncated and self.config.reward.truncated == "mask")
         return samples + [self.given(prompt) for prompt in prompts[count:]]

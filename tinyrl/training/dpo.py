@@ -36,7 +36,7 @@ from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
 from tinyrl.training.method import Pass
-from tinyrl.training.rows import RowMethod, joined, rendered
+from tinyrl.training.rows import RowMethod, join_turns, rendered
 from tinyrl.training.run import Run
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
@@ -91,7 +91,7 @@ class Dpo(RowMethod):
             if message["role"] == "assistant":
                 before = [*messages, *answer[:place]]
                 turns.append(rendered(self.policy, before, [message], system_prompt=system_prompt))
-        parts = joined(turns)
+        parts = join_turns(turns)
         if len(parts) > 1 and REWRITTEN not in self.notes:
             self.notes.append(REWRITTEN)
         return parts[-1]

@@ -49,18 +49,17 @@ class Grpo(OnPolicy):
     def train(self, run: Run) -> None:
         config = self.config.grpo
         kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
-        self.begin(run)
         for step in run.steps():
             # 1. A group of responses for each prompt, and their scores.
             with run.timed("rollout"):
-                episodes, rewards = self.sample_groups(step)
+                episodes, rewards = self.sample_groups(run, step)
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
                 partition = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference, and before the update.
             with run.timed("reference"):
-                measured = self.compute_logprobs(samples, partition, scored=kl_in_score(config))
-            taught = self.ask_teacher(samples)
-            run.start_update(**rewards, **self.metrics(samples), **measured, **taught, **self.record_prompts(step))
+                measured = self.compute_logprobs(run, samples, partition, scored=kl_in_score(config))
+            taught = self.ask_teacher(run, samples)
+            run.start_update(**rewards, **self.metrics(samples), **measured, **taught, **self.record_prompts(run, step))
             # 3. How much better a response is than its group; an agent's conversations share their episode's.
             advantages = group_relative(samples[: num_episodes(samples)], config, weights=self.collector.scorer.weights)
             advantages = advantages[[sample.episode for sample in samples]]
@@ -69,14 +68,23 @@ class Grpo(OnPolicy):
             with run.timed("update"):
                 for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
                     counts = Counts.of(minibatch)
-                    loss = partial(self.loss, counts=counts, kl_coef=kl_coef, measure_gap=self.measures_gap)
+                    loss = partial(
+                        self.loss,
+                        counts=counts,
+                        kl_coef=kl_coef,
+                        inexact=not self.samples_exactly(run),
+                        measure_gap=self.measures_gap(run),
+                    )
                     passes = [Pass("policy", minibatch, loss)] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
-            self.record(samples, advantages, step)
-            run.end_step(**self.update_controllers())
+            self.record(run, samples, advantages, step)
+            run.end_step(**self.update_controllers(run))
 
-    def loss(self, batch: Batch, *, counts: Counts, kl_coef: float, measure_gap: bool) -> tuple[Tensor, Metrics]:
-        """Compute the loss of a micro-batch of a minibatch with `counts`; the policy must be acting.
+    def loss(
+        self, batch: Batch, *, counts: Counts, kl_coef: float, inexact: bool, measure_gap: bool
+    ) -> tuple[Tensor, Metrics]:
+        """Compute the loss of a micro-batch of a minibatch with `counts`; the policy must be acting. inexact: whether
+        tokens are sampled with other numerics than training uses.
 
         surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
         """
@@ -94,7 +102,7 @@ class Grpo(OnPolicy):
             config,
             kl_coef=kl_coef,
             max_new_tokens=self.config.generation.max_new_tokens,
-            inexact=not self.samples_exactly,
+            inexact=inexact,
         )
         if teacher is not None and self.teacher_coef > 0:
             distance, of_distance = teacher.distance(batch, states, counts)
@@ -106,7 +114,7 @@ class Grpo(OnPolicy):
             loss = loss.detach()
         return loss, metrics
 
-    def sample_groups(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+    def sample_groups(self, run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh
         prompts replace groups without spread (DAPO's dynamic sampling), in at most so many rounds. The metrics are from
         before that: groups selected by their rewards would bias them. Spread is that of the scores: a group that is all
@@ -116,8 +124,8 @@ class Grpo(OnPolicy):
         size = self.group_size
         weights = self.collector.scorer.weights
         rows = self.collector.train_prompts
-        prompts = self.prompts(step)
-        samples = self.collect(prompts, step)
+        prompts = self.prompts(run, step)
+        samples = self.collect(run, prompts, step)
         drawn = {p.index for p in prompts}
         flat = without_spread(samples, config, weights)
         count = len(prompts)
@@ -128,7 +136,7 @@ class Grpo(OnPolicy):
             if not prompts:
                 break
             drawn |= {p.index for p in prompts}
-            fresh = self.collect(prompts, step)
+            fresh = self.collect(run, prompts, step)
             useless = without_spread(fresh, config, weights)
             informative = [group for group in range(len(prompts)) if group not in useless]
             for place, group in zip(flat, informative, strict=False):

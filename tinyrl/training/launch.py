@@ -14,7 +14,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,11 +69,12 @@ def start(
         undo.callback(folder.lock.release)
         folder.write_config(config)
         write_environment(folder, method, options=options, command=command)
-        run = Run(method, folder)
+        sources: Callable[[], InputHashes] = InputHashes
         if folder.writes:  # beside the training: large weights take seconds
             pool = ThreadPoolExecutor(1)
-            run.sources = pool.submit(read_sources, config, rows=method.row_fingerprints, known={}).result
+            sources = pool.submit(read_sources, config, rows=method.row_fingerprints, known={}).result
             pool.shutdown(wait=False)
+        run = Run(method, folder, sources=sources)
         for note in (f"run {folder.path}", *notes):
             run.display.note(note)
         undo.pop_all()
@@ -90,6 +91,8 @@ def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also:
 
 def _check_alike(method: Method, checkpoint: str) -> None:
     """Raise ValueError, on every process, where one has read other settings, rows or prompts than rank 0."""
+    if method.world.size == 1:
+        return
     inputs = {"method": method.config.method, **by_setting(method.config.written())}
     inputs |= {"rows": method.row_fingerprints, "checkpoint": checkpoint}
     if collector := getattr(method, "collector", None):
@@ -155,8 +158,7 @@ def resume(
         refuse(what, inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
         notes += [resolve_threads(method.policy), epoch, *schedule_notes(method.policy.config), *method.check()]
-        run = Run(method, folder)
-        run.sources = lambda: sources
+        run = Run(method, folder, sources=lambda: sources)
         if checkpoint is None or kept is None:
             folder.cut({})
         else:

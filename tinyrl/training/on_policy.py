@@ -61,6 +61,14 @@ class OnPolicy(Method):
         self.texts = {prompt.index: prompt.text for prompt in collector.train_prompts}
         self.temperature = self.config.generation.temperature
         self.group_size = self.config.on_policy.group_size
+        self.warned: set[str] = set()  # rewards that were tried row by row, as a warning has said
+        sampler = PassRates if self.config.task.sampler == "difficulty" else PromptSampler
+        self.sampler = sampler(
+            prompts=collector.train_prompts,
+            num_prompts=self.config.on_policy.num_prompts,
+            seed=self.config.run.seed,
+            solved_reward=self.config.task.solved_reward,
+        )
         self.teacher: Teacher | None = None
         if self.config.learns_from_teacher:
             from tinyrl.training.teacher import LocalTeacher, ServerTeacher  # with the client of servers
@@ -99,21 +107,19 @@ class OnPolicy(Method):
         minibatch_size = section.minibatch_size or section.batch_size
         return section.num_epochs > 1 or minibatch_size < section.batch_size
 
-    @property
-    def samples_exactly(self) -> bool:
+    def samples_exactly(self, run: Run) -> bool:
         """Return whether the engine's log-probabilities equal a training pass's, up to rounding: the engine says so,
         training is in float32, and no step has measured otherwise.
         """
         in_float32 = self.policy.accelerator.mixed_precision == "no"
-        return self.collector.engine.exact and in_float32 and not self.run.state.controllers.inexact_sampling
+        return self.collector.engine.exact and in_float32 and not run.state.controllers.inexact_sampling
 
-    @property
-    def measures_gap(self) -> bool:
+    def measures_gap(self, run: Run) -> bool:
         """Return whether the optimizer step under way shows how far sampling and training disagree: the first one on
         a step's samples, where no pass before the update has shown it.
         """
-        rescored = self.uses_old_logprobs and not self.samples_exactly
-        return self.run.update == 0 and not rescored
+        rescored = self.uses_old_logprobs and not self.samples_exactly(run)
+        return run.update == 0 and not rescored
 
     @property
     def teacher_coef(self) -> float:
@@ -122,45 +128,33 @@ class OnPolicy(Method):
 
     # ---- sampling ----
 
-    def begin(self, run: Run) -> None:
-        """Collect samples for a run from now on."""
-        self.run = run
-        self.state = run.state
-        self._retried: set[str] = set()  # rewards that were warned of
-        kind = PromptSampler
-        task = self.config.task
-        if task.sampler == "difficulty":
-            kind = partial(PassRates, record=self.state.controllers.pass_rates)
-        prompts = self.collector.train_prompts
-        size = self.config.on_policy.num_prompts
-        self.sampler = kind(prompts, size, self.config.run.seed, task.solved_reward)
+    def prompts(self, run: Run, step: int) -> list[PreparedPrompt]:
+        """Return the prompts of a step, a function of (seed, step), and with task.sampler=difficulty of pass rates."""
+        places = self.sampler.draw(step, run.state.controllers.pass_rates)
+        return [self.collector.train_prompts[place] for place in places]
 
-    def prompts(self, step: int) -> list[PreparedPrompt]:
-        """Return the prompts of a step, a function of (seed, step), and of what was seen so far where task says so."""
-        return [self.collector.train_prompts[i] for i in self.sampler.draw(step)]
-
-    def collect(self, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
+    def collect(self, run: Run, prompts: list[PreparedPrompt], step: int) -> list[Sample]:
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
-        self.run.display.phase("sampling")
+        run.display.phase("sampling")
         samples = self.collector.collect(prompts, group_size=self.group_size, step=step)
         apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
-        self.sampler.look(prompts, scores_of(samples))
-        self._report_failures(samples, step)
+        self.sampler.update(prompts, scores_of(samples))
+        self._report_failures(run, samples, step)
         return samples
 
-    def _report_failures(self, samples: list[Sample], step: int) -> None:
+    def _report_failures(self, run: Run, samples: list[Sample], step: int) -> None:
         for function in self.collector.workers:
-            if (why := function.retried) is not None and function.name not in self._retried:
-                self._retried.add(function.name)
-                self.run.display.note(f"warning: `{function.name}` was tried row by row: on the whole batch it {why}")
+            if (why := function.retried) is not None and function.name not in self.warned:
+                self.warned.add(function.name)
+                run.display.note(f"warning: `{function.name}` was tried row by row: on the whole batch it {why}")
         failed = [sample for sample in samples if sample.failures]
         lost = sum(not sample.rewarded for sample in failed)
         sentence = ""
         if failed:
             sentence = describe_failure(self.by_index[failed[0].row].prompt, failed[0].failures[0])
-            self.run.display.note(
+            run.display.note(
                 f"warning: {len(failed)} of {len(samples)} rewards failed, and {lost} responses are dropped "
-                f"(they are in {self.run.folder.failed_rewards}). {sentence}"
+                f"(they are in {run.folder.failed_rewards}). {sentence}"
             )
             lines = [
                 {
@@ -173,24 +167,24 @@ class OnPolicy(Method):
                 for sample in failed
                 for reason in sample.failures
             ]
-            self.run.folder.append(self.run.folder.failed_rewards, lines)
+            run.folder.append(run.folder.failed_rewards, lines)
         if self.config.trains.rewarded:
-            controllers = self.state.controllers
+            controllers = run.state.controllers
             rewarded = sum(sample.rewarded for sample in samples)
             counts = {"rows": len(samples), "failed": lost, "rewarded": rewarded}
             streak = check_failure_streak(controllers.failing_batches, **counts, first_failure=sentence)
             controllers.failing_batches = streak
 
-    def record_prompts(self, step: int) -> dict[str, float]:
+    def record_prompts(self, run: Run, step: int) -> dict[str, float]:
         """Log which prompts of a step were solved; return metrics of the sampler."""
-        prompts, metrics = self.sampler.take(step)  # of each its index, key, how often tried and solved
-        self.run.folder.append(self.run.folder.prompts, [{"step": step + 1, "prompts": prompts}])
+        prompts, metrics = self.sampler.drain(step, run.state.controllers.pass_rates)
+        run.folder.append(run.folder.prompts, [{"step": step + 1, "prompts": prompts}])
         return metrics
 
     # ---- passes without gradient ----
 
     def compute_logprobs(
-        self, samples: list[Sample], minibatches: list[list[Sample]], *, scored: bool = False
+        self, run: Run, samples: list[Sample], minibatches: list[list[Sample]], *, scored: bool = False
     ) -> dict[str, float]:
         """Set `ref` where a KL needs it, and `old` where the ratio does; return what the passes have measured.
 
@@ -202,21 +196,23 @@ class OnPolicy(Method):
         `scored`: of every sample with a reward, those that are left out of the loss among them.
         """
         tokens: Tokens = "rewarded" if scored else "loss"
+        exact = self.samples_exactly(run)
         if self.reads_reference:
-            fill(samples, "ref", self.logprobs(samples, "reference", tokens=tokens))
-        if self.uses_old_logprobs and self.samples_exactly:
+            fill(samples, "ref", self.logprobs(run, samples, "reference", tokens=tokens))
+        if self.uses_old_logprobs and exact:
             fill(samples, "old", padded(samples, "logprobs"))
         elif self.uses_old_logprobs:
             for minibatch in minibatches:
-                fill(minibatch, "old", self.logprobs(minibatch, "policy", tokens=tokens))
+                fill(minibatch, "old", self.logprobs(run, minibatch, "policy", tokens=tokens))
             gap = (padded(samples, "old") - padded(samples, "logprobs")).abs()
             return {"policy/sampling_gap": float(masked_mean(gap, loss_mask(samples)))}
-        elif self.reads_reference and self.config.policy_gradient.kl_in_reward and not self.samples_exactly:
-            fill(samples, "rescored", self.logprobs(samples, "policy", tokens=tokens))
+        elif self.reads_reference and self.config.policy_gradient.kl_in_reward and not exact:
+            fill(samples, "rescored", self.logprobs(run, samples, "policy", tokens=tokens))
         return {}
 
     def logprobs(
         self,
+        run: Run,
         samples: list[Sample],
         role: Literal["policy", "reference"],
         *,
@@ -224,54 +220,57 @@ class OnPolicy(Method):
         among: World | None = None,
     ) -> Tensor:
         """Compute the log-probabilities (B, T) of the tokens that count, under a role."""
-        self.run.display.phase(role)
+        run.display.phase(role)
         compute = partial(self.policy.logprobs, role, temperature=self.temperature)
         return self.policy.map_samples(lambda b: compute(b)[:1], samples, role=role, tokens=tokens, among=among)[0]
 
-    def ask_teacher(self, samples: list[Sample]) -> dict[str, float]:
+    def ask_teacher(self, run: Run, samples: list[Sample]) -> dict[str, float]:
         """Score the samples by the teacher, if there is one; return its metrics."""
         if self.teacher is None:
             return {}
-        with self.run.timed("teacher"):
+        with run.timed("teacher"):
             return self.teacher.score(samples)
 
     # ---- metrics and records ----
 
-    def update_controllers(self) -> dict[str, float]:
+    def update_controllers(self, run: Run) -> dict[str, float]:
         """Take what the update has shown into the state of the run. Metric: optim/flat_steps.
 
         A step in which the policy had no gradient is counted. Where sampling and training were further apart than
         EXACT, sampling counts as inexact from the next step on: old log-probabilities are computed and the mismatch is
         corrected for (`importance_correction`). All processes have measured the same.
         """
-        controllers = self.run.state.controllers
-        norms, _ = self.run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
+        controllers = run.state.controllers
+        norms, _ = run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
         controllers.flat_steps += norms == 0.0
-        gap, count = self.run.metrics.sums.get("policy/sampling_gap", (0.0, 1))
-        if self.samples_exactly and gap / count > EXACT:
+        gap, count = run.metrics.sums.get("policy/sampling_gap", (0.0, 1))
+        if self.samples_exactly(run) and gap / count > EXACT:
             controllers.inexact_sampling = True
-            self.run.display.note(
+            run.display.note(
                 f"warning: sampling and training differ by {gap / count:.2g} nats a token, more than rounding in "
                 f"float32 ({EXACT:g}). From the next step on log-probabilities before the update are computed, and "
                 "the mismatch is corrected for."
             )
         return {"optim/flat_steps": controllers.flat_steps}
 
-    def record(self, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
+    def record(
+        self, run: Run, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None
+    ) -> None:
         """Append some of the samples to samples.jsonl, with each one's mean advantage (before any whitening, so that it
         reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens have
         them. Rank 0 does it, and waits for nobody; no signal stops it, as a step's records are written once.
         """
         if not self.world.is_main:
             return
-        folder = self.run.folder
+        folder = run.folder
         settings = self.config.run
         how: dict[str, Any] = {"prompts": self.texts, "group_size": self.group_size}
-        if self.run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
-            with stop_held(), self.run.timed("evaluation"):
-                now = self.logprobs(shown, "policy", among=ALONE)
+        if run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
+            with stop_held(), run.timed("evaluation"):
+                now = self.logprobs(run, shown, "policy", among=ALONE)
                 if rewards is not None:
-                    rewards = rewards[[next(i for i, one in enumerate(samples) if one is sample) for sample in shown]]
+                    rows = {id(sample): row for row, sample in enumerate(samples)}
+                    rewards = rewards[[rows[id(sample)] for sample in shown]]
                 lines = token_lines(shown, new_logprobs=now, rewards=rewards, tokenizer=self.policy.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 room = MOST_TOKEN_BYTES * (step + 1) / settings.num_steps

@@ -3,14 +3,14 @@
     loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)
 
 Every term is a sum over the micro-batch divided by a count of the whole minibatch, so micro-batching changes no
-gradient. To add a surrogate, write a function as `cispo_loss` in algorithms/losses.py and a branch in `policy_loss`.
+gradient. To add a surrogate, write a function as `cispo_loss` in algorithms/losses.py and a branch in `surrogate_loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -91,24 +91,56 @@ def policy_loss(
     weights correct a mismatch between sampling and training policy/capped_weights, the share of tokens whose weight is
     above its cap.
     """
-    mask = batch.mask
     has_old = batch.items[0].old is not None
     old = batch.padded("old") if has_old else logprobs.detach()
+    denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
+    loss, metrics = surrogate_loss(logprobs, old, batch, counts, config, denominator=denominator, inexact=inexact)
+    bonus, entropy_metrics = entropy_bonus(entropy, batch.mask, denominator=counts.tokens)
+    if config.entropy_coef > 0:
+        loss = loss - config.entropy_coef * bonus
+    if kl_coef > 0:
+        penalty, kl_metrics = kl_penalty(logprobs, old, batch, config, denominator=denominator)
+        loss = loss + kl_coef * penalty
+        metrics |= kl_metrics
+        if not has_old:
+            metrics["objective/kl"] = (
+                masked_sum(k1(logprobs.detach(), batch.padded("ref")), batch.mask) / counts.sequences
+            )
+    return loss, metrics | entropy_metrics
+
+
+def surrogate_loss(
+    logprobs: Tensor,
+    old: Tensor,
+    batch: Batch,
+    counts: Counts,
+    config: GrpoConfig | PpoConfig,
+    *,
+    denominator: int,
+    inexact: bool,
+) -> tuple[Tensor, Metrics]:
+    """Compute the surrogate (loss, metrics) that `config.surrogate` names, with importance weights where tokens are
+    sampled inexactly.
+    """
+    mask = batch.mask
     advantages = batch.padded("advantage")
     weights = None
     capped = None
     if inexact and config.importance_correction != "none":
         sampled = batch.padded("logprobs")
         weights, capped = mismatch_weights(old, sampled, mask, mode=config.importance_correction, cap=MISMATCH_CAP)
-    denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
-    reduced: dict[str, Any] = {
-        "aggregation": config.aggregation,
-        "denominator": denominator,
-        "token_weights": weights,
-        "metric_denominator": counts.tokens,
-    }
     if config.surrogate == "cispo":
-        loss, metrics = cispo_loss(logprobs, old, advantages, mask, ratio_cap=RATIO_CAP, **reduced)
+        loss, metrics = cispo_loss(
+            logprobs,
+            old,
+            advantages,
+            mask,
+            ratio_cap=RATIO_CAP,
+            aggregation=config.aggregation,
+            denominator=denominator,
+            token_weights=weights,
+            metric_denominator=counts.tokens,
+        )
     else:
         loss, metrics = clipped_surrogate(
             logprobs,
@@ -118,23 +150,23 @@ def policy_loss(
             clip_eps=config.clip_eps,
             clip_eps_high=config.clip_eps_high,
             ratio_level="sequence" if config.surrogate == "sequence" else "token",
-            **reduced,
+            aggregation=config.aggregation,
+            denominator=denominator,
+            token_weights=weights,
+            metric_denominator=counts.tokens,
         )
-    bonus, entropy_metrics = entropy_bonus(entropy, mask, denominator=counts.tokens)
-    if config.entropy_coef > 0:
-        loss = loss - config.entropy_coef * bonus
-    if kl_coef > 0:
-        ref = batch.padded("ref")
-        kl = ESTIMATORS[config.kl_estimator](logprobs, ref)
-        ratio = importance_ratio(logprobs, old, mask) if config.kl_unbiased else None
-        penalty, kl_metrics = kl_loss(kl, mask, aggregation=config.aggregation, denominator=denominator, ratio=ratio)
-        loss = loss + kl_coef * penalty
-        metrics |= kl_metrics
-        if not has_old:
-            metrics["objective/kl"] = masked_sum(k1(logprobs.detach(), ref), mask) / counts.sequences
     if capped is not None:
         metrics["policy/capped_weights"] = masked_sum(capped.float(), mask) / counts.tokens
-    return loss, metrics | entropy_metrics
+    return loss, metrics
+
+
+def kl_penalty(
+    logprobs: Tensor, old: Tensor, batch: Batch, config: GrpoConfig | PpoConfig, *, denominator: int
+) -> tuple[Tensor, Metrics]:
+    """Compute the KL to the reference in the loss, with `config.kl_unbiased` multiplied by the ratio."""
+    kl = ESTIMATORS[config.kl_estimator](logprobs, batch.padded("ref"))
+    ratio = importance_ratio(logprobs, old, batch.mask) if config.kl_unbiased else None
+    return kl_loss(kl, batch.mask, aggregation=config.aggregation, denominator=denominator, ratio=ratio)
 
 
 def sampling_gap(logprobs: Tensor, batch: Batch, counts: Counts) -> Metrics:

@@ -53,7 +53,7 @@ from tinyrl.runs.signals import watched
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
-from tinyrl.training.rows import joined
+from tinyrl.training.rows import join_turns
 from tinyrl.training.run import Run
 from tinyrl.training.sft import negative_log_likelihood, turns_of
 
@@ -71,7 +71,7 @@ class Ppo(OnPolicy):
 
     def read_text(self, placed: list[tuple[str, Row]]) -> None:
         """Tokenise the rows of ppo.ptx_data, each with its place, which errors quote."""
-        self.text = [text_of(row, self.policy, place=place) for place, row in watched(placed)]
+        self.text = [text_examples(row, self.policy, place=place) for place, row in watched(placed)]
         texts = (text for row in self.text for one in row for text in one.texts)
         check_ids(texts, self.policy.tokenizer, self.policy.causal)
         self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint([row for _, row in placed])}
@@ -88,22 +88,22 @@ class Ppo(OnPolicy):
     def train(self, run: Run) -> None:
         config = self.config.ppo
         critic = self.config.critic
-        self.begin(run)
         for step in run.steps():
             controllers = run.state.controllers
             kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
             # 1. A response for each prompt, and its score (of an agent: of each of its conversations).
             with run.timed("rollout"):
-                episodes = self.collect(self.prompts(step), step)
+                episodes = self.collect(run, self.prompts(run, step), step)
                 rewards_by_name = self.reward_metrics(episodes)
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
                 partition = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference and before the update, and the critic's values.
             with run.timed("reference"):
-                measured = self.compute_logprobs(samples, partition)
+                measured = self.compute_logprobs(run, samples, partition)
             with run.timed("values"):
                 self.predict_values(samples)
-            metrics = self.metrics(samples) | measured | self.ask_teacher(samples) | self.record_prompts(step)
+            taught = self.ask_teacher(run, samples)
+            metrics = self.metrics(samples) | measured | taught | self.record_prompts(run, step)
             metrics["objective/kl_coef"] = kl_coef
             run.start_update(**rewards_by_name, **metrics)
             # 3. One reward for each token.
@@ -121,18 +121,18 @@ class Ppo(OnPolicy):
             trained = ["critic"] if warming_up else ["policy", "critic"]
             with run.timed("update"):
                 for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
-                    passes = self.passes(minibatch, kl_coef=kl_coef, warming_up=warming_up)
+                    passes = self.passes(run, minibatch, kl_coef=kl_coef, warming_up=warming_up)
                     run.metrics.add(run.updater.step(passes, train=trained))
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
             if config.target_kl is not None and samples[0].ref is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
-            self.record(samples, advantages, step, rewards=rewards)
-            ended = self.update_controllers()
+            self.record(run, samples, advantages, step, rewards=rewards)
+            ended = self.update_controllers(run)
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(values, returns, mask)
             run.end_step(**ended)
 
-    def passes(self, minibatch: list[Sample], *, kl_coef: float, warming_up: bool) -> list[Pass]:
+    def passes(self, run: Run, minibatch: list[Sample], *, kl_coef: float, warming_up: bool) -> list[Pass]:
         """Return the passes of an optimizer step: of policy and critic, or of both at once on one backbone; of the
         critic alone while it warms up; over text where there is a ppo.ptx_coef.
         """
@@ -141,7 +141,8 @@ class Ppo(OnPolicy):
         of_policy = {
             "counts": counts,
             "kl_coef": 0.0 if config.kl_in_reward or not self.policy.has_reference else kl_coef,
-            "measure_gap": self.measures_gap,
+            "inexact": not self.samples_exactly(run),
+            "measure_gap": self.measures_gap(run),
         }
         if self.policy.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", minibatch, partial(self.joint_loss, warming_up=warming_up, **of_policy))]
@@ -152,7 +153,7 @@ class Ppo(OnPolicy):
         if not counts.tokens:  # no token of this minibatch is in the loss
             passes = []
         if config.ptx_coef > 0 and not warming_up:
-            text = self.text_batch(self.run)
+            text = self.text_batch(run)
             tokens = sum(sum(one.learnt) for one in text)
             passes.append(Pass("policy", text, partial(self.text_loss, tokens=tokens)))
         return passes
@@ -160,9 +161,17 @@ class Ppo(OnPolicy):
     # ---- losses of a micro-batch, divided by counts of its minibatch ----
 
     def actor_loss(
-        self, batch: Batch, states: Tensor | None = None, *, counts: Counts, kl_coef: float, measure_gap: bool
+        self,
+        batch: Batch,
+        states: Tensor | None = None,
+        *,
+        counts: Counts,
+        kl_coef: float,
+        inexact: bool,
+        measure_gap: bool,
     ) -> tuple[Tensor, Metrics]:
-        """Compute the policy's loss; the policy must be acting. states (N, H): its own, where they are known already.
+        """Compute the policy's loss; the policy must be acting. states (N, H): the policy's, where they are known
+        already; inexact: whether tokens are sampled with other numerics than training uses.
 
         surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
         """
@@ -180,7 +189,7 @@ class Ppo(OnPolicy):
             config,
             kl_coef=kl_coef,
             max_new_tokens=self.config.generation.max_new_tokens,
-            inexact=not self.samples_exactly,
+            inexact=inexact,
         )
         if teacher is not None and self.teacher_coef > 0:
             distance, of_distance = teacher.distance(batch, states, counts)
@@ -265,9 +274,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 # ---- text ----
 
 
-def text_of(row: Row, policy: Policy, *, place: str) -> list[Example]:
+def text_examples(row: Row, policy: Policy, *, place: str) -> list[Example]:
     try:
-        found = joined(turns_of(row, policy, system_prompt=None))
+        found = join_turns(turns_of(row, policy, system_prompt=None))
         if not found:
             raise ValueError("an empty answer teaches nothing")
     except ValueError as error:

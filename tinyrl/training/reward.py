@@ -48,13 +48,16 @@ class RewardModel(RowMethod):
     """Reward model training. A row has one example: a pair and its margin, or an answer and its label, 0 or 1."""
 
     def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
-        self._full = 0  # texts of as many tokens as the model reads
         super().__init__(policy, rows, held_out, notes)
         policy.train_score_head(bias=self.objective != "pairs")
         if self.objective != "pairs":
             self._take_labels()
-        if self._full:
-            what = f"warning: {self._full:,} texts fill the {self.room:,} tokens that the model reads"
+        full = 0  # texts of as many tokens as the model reads
+        for row in self.train_rows + self.held_out:
+            for example in row:
+                full += sum(len(text) >= self.room for text in example.texts)
+        if full:
+            what = f"warning: {full:,} texts fill the {self.room:,} tokens that the model reads"
             self.notes.append(f"{what}; the beginnings of longer ones are cut off, as they will be in scoring")
 
     def _take_labels(self) -> None:
@@ -62,7 +65,7 @@ class RewardModel(RowMethod):
         splits = self.train_rows, self.held_out
         values, held_out = ([row[0].value for row in split] for split in splits)
         low, high = two_labels(values)
-        two_labels([*values, *held_out])
+        two_labels([*values, *held_out])  # raises for a third label among the held-out rows
         self.train_rows, self.held_out = (
             [[one._replace(value=float(one.value == high)) for one in row] for row in split] for split in splits
         )
@@ -87,7 +90,6 @@ class RewardModel(RowMethod):
         how = {"text_format": self.text_format, "max_tokens": self.room}
         adapter = self.policy.peft is not None
         texts = [reward_tokens(self.tokenizer, one.prompt, answer, adapter=adapter, **how) for answer in one.answers]
-        self._full += sum(len(text) >= self.room for text in texts)
         at = max(1, common_length(texts))
         return [Example(texts[0][:at], tuple(text[at:] for text in texts), value=one.value)]
 

@@ -129,7 +129,7 @@ class RowMethod(Method):
             self.notes.append(f"warning: {what}; they are left out")
         equal = [any(one.responses[1:] == one.responses[:1] for one in row) for row in read]
         leave_out(rows, [f"{EQUAL} as tokens" if same else None for same in equal], self.notes)
-        return [joined(row) for row, same in zip(fitting, equal, strict=True) if row and not same]
+        return [join_turns(row) for row, same in zip(fitting, equal, strict=True) if row and not same]
 
     def shown(self, row: list[Example]) -> list[str]:
         """Show the first example of a row as text, piece by piece."""
@@ -155,7 +155,7 @@ def rendered(
     return Example(tokens, (target,))
 
 
-def joined(turns: list[Example]) -> list[Example]:
+def join_turns(turns: list[Example]) -> list[Example]:
     """Join turns: one whose prompt begins with all of the one before goes on behind it, so that a conversation of n
     turns is read once and no number changes. Where a template strips earlier thinking, the turns stay apart.
     """

@@ -166,14 +166,20 @@ class StepMetrics:
 
 class Run:
     """A run between its first step and its last. state: after the last finished step; minibatch: of the update under
-    way; update: its number among the step's optimizer steps; until: the step after which to stop; sources: hashes of
-    what the run reads, for its checkpoints.
+    way; update: its number among the step's optimizer steps; until: the step after which to stop; sources: returns the
+    hashes of what the run reads, for its checkpoints.
     """
 
-    sources: Callable[[], InputHashes] = InputHashes
-
-    def __init__(self, method: Method, folder: RunDir, *, silent: bool = False) -> None:
+    def __init__(
+        self,
+        method: Method,
+        folder: RunDir,
+        *,
+        sources: Callable[[], InputHashes] = InputHashes,
+        silent: bool = False,
+    ) -> None:
         self.method = method
+        self.sources = sources
         self.config = method.config
         self.folder = folder
         self.world = method.world

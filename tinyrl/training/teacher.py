@@ -31,6 +31,7 @@ from tinyrl.models.micro_batches import Work
 from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
+from tinyrl.rollout.collect import prepare
 from tinyrl.rollout.sample import Sample, fill, loss_mask, sampled_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 
@@ -150,10 +151,12 @@ class LocalTeacher(Teacher):
     def __init__(self, trainer: OnPolicy) -> None:
         super().__init__(trainer)
         self.role: Role = LOCAL[self.config.kind]
-        self.own = trainer.policy.teacher_model if self.config.kind == "model" else None
-        if self.own is not None:
-            self.positions = min(self.positions, positions_of(self.own.config.get_text_config()))
-            check_ids((prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.own)
+        self.separate = trainer.policy.teacher_model if self.config.kind == "model" else None  # None: one of our roles
+        if self.separate is not None:
+            self.positions = min(self.positions, positions_of(self.separate.config.get_text_config()))
+            check_ids(
+                (prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.separate
+            )
         self.check_room()
 
     @property
@@ -168,8 +171,8 @@ class LocalTeacher(Teacher):
         policy = self.trainer.policy
         role = self.role
         top_k = self.config.top_k
-        if self.own is not None:  # a token without a row there, of no text, becomes the last one
-            last = min(embedding_rows(self.own), len(self.head.weight)) - 1
+        if self.separate is not None:  # a token without a row there, of no text, becomes the last one
+            last = min(embedding_rows(self.separate), len(self.head.weight)) - 1
             prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
         items = [Example(p, (r,), (m,)) for p, r, m in zip(prompts, responses, masks, strict=True)]
         ends = list(accumulate(map(sum, masks), initial=0))
@@ -293,18 +296,33 @@ class PrivilegedPrompt:
         if CORRECT in found:
             found[CORRECT] = _correct(samples, trainer)
         if WHY in found:
-            spoken = [sample.played.transcript if sample.played else [] for sample in samples]
-            last = [next((m["content"] for m in reversed(turns) if m["role"] != "assistant"), None) for turns in spoken]
-            found[WHY] = [sample.comment or text for sample, text in zip(samples, last, strict=True)]
+            found[WHY] = [sample.comment or last_reply(sample) for sample in samples]
         values = [{name: column[place] for name, column in found.items()} for place in range(len(samples))]
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
-        prepared = trainer.collector.prepared([rows[place] for place in hinted], openings=openings)
+        collector = trainer.collector
+        prepared = prepare(
+            [rows[place] for place in hinted],
+            policy=collector.policy,
+            task=collector.task,
+            runner=collector.runner,
+            openings=openings,
+        )
         assert trainer.teacher is not None
         # A prompt that a long hint leaves no room is not read.
-        room = trainer.teacher.positions - trainer.collector.longest_response
+        room = trainer.teacher.positions - collector.longest_response
         by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
         return [by_place.get(place) for place in range(len(samples))]
+
+
+def last_reply(sample: Sample) -> str | None:
+    """Return what the environment said last in a sample's episode; None if it said nothing."""
+    if sample.played is None:
+        return None
+    for message in reversed(sample.played.transcript):
+        if message["role"] != "assistant":
+            return message["content"]
+    return None
 
 
 def _correct(samples: list[Sample], trainer: OnPolicy) -> list[str | None]:

@@ -148,7 +148,6 @@ def largest_collector(collector: Collector) -> Collector:
     """
     policy = collector.policy
     scorer = collector.scorer
-    engine = collector.engine
     config = collector.config
     length = collector.longest_response
     prompts = sorted(collector.train_prompts, key=lambda prompt: -len(prompt.tokens))[: config.on_policy.num_prompts]
@@ -156,12 +155,7 @@ def largest_collector(collector: Collector) -> Collector:
         limit = config.generation.max_prompt_tokens
         repeated = [prompt.tokens * -(-limit // len(prompt.tokens)) for prompt in prompts]
         prompts = [replace(prompt, tokens=tokens[:limit]) for prompt, tokens in zip(prompts, repeated, strict=True)]
-    largest = Collector(policy, collector.task, None)
-    largest.train_prompts = prompts
-    largest.eval_prompts = collector.eval_prompts
-    largest.row_fingerprints = collector.row_fingerprints
-    largest.owns_scorer = False
-    largest.scorer = HalfRewarded(
+    half_rewarded = HalfRewarded(
         config.reward,
         collector.task,
         tokenizer=policy.tokenizer,
@@ -174,12 +168,21 @@ def largest_collector(collector: Collector) -> Collector:
     )
     if config.generation.engine == "server":
         settings = config.generation.model_copy(update={"max_new_tokens": length})
-        largest.engine = UnsampledEngine(policy, policy.tokenizer, settings)
+        endless = UnsampledEngine(policy, policy.tokenizer, settings)
     else:
-        largest.engine = engine.without_ends(length)
-    largest.engine_reason = collector.engine_reason
-    policy.micro_batches.make_room = largest.engine.release
-    return largest
+        endless = collector.engine.without_ends(length)
+    policy.micro_batches.make_room = endless.release
+    return Collector(
+        policy,
+        collector.task,
+        None,
+        train_prompts=prompts,
+        eval_prompts=collector.eval_prompts,
+        scorer=half_rewarded,
+        owns_scorer=False,
+        engine=endless,
+        engine_reason=collector.engine_reason,
+    )
 
 
 # ---- without a trial ----

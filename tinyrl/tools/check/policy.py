@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
-from tinyrl.evaluation.statistics import grouped, mean, numbers
+from tinyrl.evaluation.statistics import grouped
+from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.findings import Finding, found_by
 from tinyrl.runs.records import json_safe, to_float
@@ -369,7 +370,7 @@ def group_too_small(trial: Trial) -> Finding | None:
         name="group too small",
         what=f"{trial.spread:.0%} of groups of {size} would have rewards that differ, and {spread_then:.0%} of groups "
         f"of {larger}.",
-        change=f"{trial.config.trains.own}.group_size={larger}, with as many prompts fewer for the same time.",
+        change=f"{trial.config.trains.section}.group_size={larger}, with as many prompts fewer for the same time.",
         figures={
             "spread": trial.spread,
             "size": float(size),
