@@ -70,11 +70,14 @@ def _check_named(named: Named) -> None:
         case "model":
             check_model_path(named.label, named.value)
         case "rows":
-            reader_of(named.value)
+            try:
+                reader_of(named.value)
+            except ValueError as error:
+                raise ValueError(f"{named.label}: {error}") from None
         case "code":
             parse_use(named.value, setting=named.label)
         case "file" if not named.names.made and not os.path.isfile(os.path.expanduser(named.value)):
-            raise ValueError(f"{named.label}={named.value}: there is no such file")
+            raise ValueError(f"{named.label}={truncate(named.value, 300)}: there is no such file")
         case "server" if not is_address(named.value):
             url = truncate(mask_url(named.value))
             raise ValueError(f"{named.label}={url} is not the address of a server: http://HOST:PORT")

@@ -58,7 +58,7 @@ def _data_contradictions(config: Config) -> Iterator[Contradiction]:
     if model.revision is not None and _is_local(model.path):
         yield Contradiction(
             ("model.revision", "model.path"),
-            f"model.revision={model.revision} is of a hub model, and model.path={model.path} is a folder",
+            f"model.revision={truncate(model.revision)} is of a hub model, and model.path={model.path} is a folder",
         )
     if model.random_init and model.adapter is not None:
         yield Contradiction(
@@ -73,7 +73,9 @@ def _data_contradictions(config: Config) -> Iterator[Contradiction]:
         )
     if task.revision is not None and all(os.path.exists(source) for source in sources):
         found = f"task.data={task.data} is not on the hub" if sources else "task.data is not given"
-        yield Contradiction(("task.revision", "task.data"), f"task.revision={task.revision} is of the hub, and {found}")
+        yield Contradiction(
+            ("task.revision", "task.data"), f"task.revision={truncate(task.revision)} is of the hub, and {found}"
+        )
 
 
 def _sampling_contradictions(config: Config) -> Iterator[Contradiction]:

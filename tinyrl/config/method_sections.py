@@ -8,12 +8,13 @@ from pydantic import Field, model_validator
 
 from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.sections import (
-    NonNegative,
+    Epochs,
     NonNegativeFloat,
     NumPrompts,
     Positive,
     PositiveFloat,
     Rate,
+    Rounds,
     Section,
     Share,
     Text,
@@ -73,7 +74,7 @@ class PolicyGradientSection(OnPolicySection):
 
     presets: ClassVar[Presets]
     preset: Any
-    num_epochs: Positive = Field(description="passes over one rollout")
+    num_epochs: Epochs = Field(description="passes over one rollout")
     minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
     clip_eps: Rate = Field(description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)")
     kl_coef: NonNegativeFloat = Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")
@@ -133,7 +134,7 @@ class GrpoConfig(PolicyGradientSection):
     importance_correction: Mismatch = Field(
         default="token", description="importance weights for inexact sampling: capped (TIS), masked, or none"
     )
-    dynamic_sampling_rounds: NonNegative = Field(
+    dynamic_sampling_rounds: Rounds = Field(
         default=0, description="most rounds of fresh prompts for groups without spread"
     )
 

@@ -195,7 +195,13 @@ def _sampling_conflicts(config: Config) -> Iterator[str]:
         size = section.minibatch_size
         total = section.batch_size
         if size and total % size:
-            yield f"{config.method}.minibatch_size={size} does not divide the {total} sequences of a step; null: all"
+            factors = (
+                f"{config.method}.num_prompts={section.num_prompts} x {config.method}.group_size={section.group_size}"
+            )
+            yield (
+                f"{config.method}.minibatch_size={size} does not divide the {total} sequences of a step ({factors}); "
+                "null: all"
+            )
         if section.kl_coef > 0 and config.reference.kind == "none":
             yield f"{config.method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
     if generation.engine == "server" and not is_address(generation.url or ""):

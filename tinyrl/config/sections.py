@@ -13,13 +13,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tinyrl.config.marks import Names, OnlyIf, RunKind
-from tinyrl.text import is_address
+from tinyrl.text import is_address, truncate
 
+MOST = 1_000_000_000  # of a count: more is a slip, and products of it overflow
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
 NumPrompts = Annotated[int, Field(ge=1, le=1_000_000)]  # more would be minutes of counting, and no memory
-NonNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Rounds = Annotated[int, Field(ge=0, le=1000)]  # of work within a step, which ends when the last of them has
+Epochs = Annotated[int, Field(ge=1, le=1000)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
@@ -229,7 +232,7 @@ class RewardFunctionConfig(Section):
         of_judges = [name for name in type(self).model_fields if name not in ("use", "weight")]
         unread = [name for name in of_judges if name in self.model_fields_set and not self.is_judge]
         if unread:
-            raise ValueError(f"{', '.join(unread)}: only of a judge, and use={self.use} is a function")
+            raise ValueError(f"{', '.join(unread)}: only of a judge, and use={truncate(self.use)} is a function")
         missing = [name for name in ("url", "model", "rubric") if self.is_judge and getattr(self, name) is None]
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")

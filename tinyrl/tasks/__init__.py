@@ -22,7 +22,7 @@ from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
 from tinyrl.data.rows import SPLIT_SEED, example_rows, row_key, rows_needed, train_eval_split
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import first_line, join_truncated
+from tinyrl.text import first_line, join_truncated, truncate
 
 if TYPE_CHECKING:
     from tinyrl.tasks.own import OwnCode
@@ -108,7 +108,7 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
         room = "starter" if name in STARTER_TASKS else "tasks"
         task = importlib.import_module(f"tinyrl.{room}.{name}").TASK
     else:
-        raise ValueError(f"task.name: there is no task '{name}'. Tasks: {', '.join(TASKS)}, or file.py:TASK")
+        raise ValueError(f"task.name: there is no task '{truncate(name)}'. Tasks: {', '.join(TASKS)}, or file.py:TASK")
     if grading == "task":
         return task
     if not task.can_grade_math:

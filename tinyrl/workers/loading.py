@@ -59,7 +59,7 @@ def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSo
     Raises ValueError: no colon; no such file, module or function (with the nearest name); source that does not parse.
     """
     base = Path.cwd()
-    problem = f"{setting} '{use}'"
+    problem = f"{setting} '{truncate(use, 300)}'"
     place, _, function = (part.strip() for part in use.rpartition(":"))
     if not place or not function:
         raise ValueError(f"{problem} must be 'file.py:function' or 'package.module:function'.")
