@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -87,3 +89,34 @@ def test_a_chunk_of_the_head_follows_from_vocabulary_and_free_memory(monkeypatch
     assert chunk_tokens(151_936, torch.device("cuda")) == 1_000
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chunk_tokens(151_936, torch.device("cuda")) == 220
+
+
+FREED = """
+from pathlib import Path
+import torch
+from tinyrl.models.device import make_accelerator
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+
+def resident_mb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+def free_tensors(rows):
+    before = resident_mb()
+    tensors = [torch.ones(1 << 19) for _ in range(64)]
+    del tensors
+    print(resident_mb() - before)
+
+micro_batches = MicroBatches(make_accelerator("cpu", dtype="float32").device, 4096)
+for tokens in (1536, 1535):
+    micro_batches.run(Work(SequenceLengths([8], [tokens - 8], [0], packed=True), free_tensors))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_a_long_micro_batch_returns_the_memory_of_its_tensors():
+    """64 tensors of 2 MB in micro-batches of 1,536 and of 1,535 tokens: the shorter one keeps them for the next."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    long, short = map(float, done.stdout.split())
+    assert long < 16
+    assert short > 112

@@ -10,7 +10,9 @@ from torch import Tensor
 from tests.models.building import full_roles, lora_roles, roles_with_critic, stir
 from tests.models.live_bytes import LiveBytes
 from tests.tiny_models import TinyModels
+from tinyrl.models import packing
 from tinyrl.models.batch import batch_of, examples
+from tinyrl.models.device import CHUNK_ELEMENTS
 from tinyrl.models.packing import attending, pack, shared_start
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import all_states
@@ -146,3 +148,48 @@ def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):
     with LiveBytes() as live, torch.no_grad():
         all_states(backbone, batch)
     assert 4 * 64 * n <= live.most < 4 * n * n / 2  # a mask alone would take 4 n^2
+
+
+def test_recomputed_layers_blocks_of_queries_and_chunks_change_no_gradient(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    """Behind 18 keys a mask of 64 numbers has 2 or 3 rows, and the longest response has 9 queries."""
+    roles = lora_roles(tiny("qwen3"))
+    stir(roles.parameters["policy"])
+    calls: list[int] = []
+    attend = packing.scaled_dot_product_attention
+
+    def counted(query: Tensor, *given: Any, **options: Any) -> Tensor:
+        calls.append(query.shape[2])
+        return attend(query, *given, **options)
+
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", counted)
+
+    def step() -> tuple[dict[str, Tensor], int]:
+        calls.clear()
+        return gradients(roles, "policy", lambda: policy_loss(roles, start=START)), max(calls)
+
+    plain, longest = step()
+    monkeypatch.setattr(packing, "MASK_ELEMENTS", 64)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * roles.head("policy").weight.shape[0])
+    with roles.gradient_checkpointing():
+        in_parts, _ = step()
+    behind = [width for width in calls if width != len(START)]
+    assert (longest, max(behind)) == (len(C), 3)
+    assert_same_gradients(in_parts, plain)
+
+
+@pytest.mark.parametrize("responses", [1, 2])
+def test_memory_of_a_long_text_grows_with_its_length_and_not_the_square(tiny: TinyModels, responses: int):
+    """One causal row, and two behind the keys of their prompt, forward and backward, with recomputed layers."""
+    roles = lora_roles(tiny("llama"))
+    assert roles.packs
+
+    def most(length: int) -> int:
+        batch = roles.batch_of(examples([[1, 2, 3]] * responses, [[4] * length] * responses))
+        with LiveBytes() as live, roles.acting("policy"), roles.gradient_checkpointing():
+            roles.logprobs("policy", batch, temperature=1.0)[0].sum().backward()
+        return live.most
+
+    most(16)  # compares our layers with the library's
+    assert most(4096) < 2.2 * most(2048)

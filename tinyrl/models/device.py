@@ -27,6 +27,10 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk, on a GP
 CHUNK_TOKENS = 2048  # of a chunk on a GPU at most: from there on its products are no better shaped
 CHUNK_SHARE = 1 / 16  # of a GPU's free memory that a chunk's matrices may take
 LOGIT_BYTES = 3 * 4  # of a logit in float32: itself, its exponential and its gradient
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt, from malloc.h
+KEPT_BYTES = 1 << 30  # a freed block below this size stays with the process
+LONG_TOKENS = 1536  # of a micro-batch, from which on freed blocks of MAPPED_BYTES do not
+MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,33 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
 
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory for the next tensor; by default it goes to the kernel, which clears every page."""
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        for threshold in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-            mallopt(threshold, 1 << 30)
+    if glibc := _glibc():
+        glibc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+        glibc.mallopt(MMAP_THRESHOLD, KEPT_BYTES)
+
+
+@contextlib.contextmanager
+def without_gaps(device: torch.device, tokens: int) -> Iterator[None]:
+    """Return freed tensors to the kernel while a micro-batch of `tokens` is computed on a CPU, if that is long.
+
+    Kept memory has gaps: inputs of layers, and gradients, are allocated amid larger temporary tensors, which then do
+    not fit between them. In long texts gaps take more than the tensors; in short ones clearing pages takes time.
+    """
+    glibc = _glibc() if device.type == "cpu" and tokens >= LONG_TOKENS else None
+    if glibc is None:
+        yield
+        return
+    glibc.malloc_trim(0)
+    glibc.mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:

@@ -14,7 +14,7 @@ import torch
 
 from tinyrl.errors import out_of_memory
 from tinyrl.models.batch import Item
-from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory
+from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory, without_gaps
 from tinyrl.models.packing import shared_start
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.runs.signals import check_stop, watched
@@ -175,7 +175,8 @@ class MicroBatches:
                     for work, plan in zip(passes, plans, strict=True):
                         for rows in plan:
                             check_stop()
-                            work.run(rows)
+                            with without_gaps(self.device, work.lengths.cost(rows)):
+                                work.run(rows)
                 return
             except torch.OutOfMemoryError as error:
                 again, freed = self._made_room, self.make_room()

@@ -4,7 +4,8 @@ A flat sequence [start | prompt 1 | response 1.1 | response 1.2 | ... | prompt 2
 row, so everything but attention does no work twice and none for padding. Attention is replaced by name in the library's
 table of attention functions: no module changes, and adapters work as usual. Flat queries, keys and values are laid into
 blocks of similar length, padded on the right; a row attends to itself, and to the keys in front of it: the start and,
-for a response, its prompt. No tensor is as large as the flat sequence squared.
+for a response, its prompt. No tensor is as large as the flat sequence squared, nor as a row squared: on a CPU, where
+keys in front need a mask, the queries of a long row attend in blocks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ATTENTION = "tinyrl_packed"
 # Options that some models pass to attention, which this one does not support.
 REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
 LEAST_START = 8  # tokens: a shorter common prefix is not worth its attention calls
+MASK_ELEMENTS = 1 << 22  # of the largest mask: 16 MB in float32. Where it would be larger, queries attend in blocks
 
 
 class CannotPack(ValueError):
@@ -57,12 +59,15 @@ class Packing:
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return (width, keys in front + width) of 0 and -inf for a block behind others, made once for all layers."""
+        """Return (queries, keys) of 0 and -inf for the last queries of a block behind others, made once for all layers:
+        all queries of its rows, or as many as MASK_ELEMENTS allow.
+        """
         if (index, dtype) not in self.masks:
             block = self.blocks[index]
-            start = sum(self.pieces[piece] for piece in block.prefix_pieces)
-            full = torch.full((block.width, start + block.width), -torch.inf, dtype=dtype, device=self.slots.device)
-            self.masks[index, dtype] = full.triu(start + 1)
+            keys = sum(self.pieces[piece] for piece in block.prefix_pieces) + block.width
+            queries = min(block.width, max(1, MASK_ELEMENTS // keys))
+            full = torch.full((queries, keys), -torch.inf, dtype=dtype, device=self.slots.device)
+            self.masks[index, dtype] = full.triu(keys - queries + 1)
         return self.masks[index, dtype]
 
 
@@ -198,13 +203,35 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
         options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
         if not block.prefix_pieces:
-            options["is_causal"] = True
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         elif q.is_cuda:  # flash kernels know this shape without a mask
-            options["attn_mask"] = causal_lower_right(q.shape[2], k.shape[2])
+            causal = causal_lower_right(q.shape[2], k.shape[2])
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=causal, **options)  # pyright: ignore
         else:
-            options["attn_mask"] = packing.mask(i, q.dtype)
-        outputs.append(scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1))
+            attended = attend_by_blocks(q, k, v, mask=packing.mask(i, q.dtype), **options)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
+
+
+def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, **options: Any) -> Tensor:
+    """Attend with (rows, heads, width, d) queries, the last of which read all keys, as many at a time as the mask has
+    rows. A block reads no key behind its last query, so its mask ends at the lower right corner of `mask`.
+    """
+    queries, keys = mask.shape
+    width = query.shape[2]
+    parts = []
+    for first in range(0, width, queries):
+        last = min(first + queries, width)
+        end = keys - width + last  # keys that the block reads
+        part = scaled_dot_product_attention(
+            query[:, :, first:last],
+            key[:, :, :end],
+            value[:, :, :end],
+            attn_mask=mask[queries - (last - first) :, keys - end :],
+            **options,
+        )
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

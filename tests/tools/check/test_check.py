@@ -20,7 +20,7 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_method
 from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
-from tinyrl.tools.check.offline import KNOWN_SHAPES, bytes_of, check_memory, estimate, read_shapes
+from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, read_shapes
 
 # Of the model cards and the papers (2412.15115, 2505.09388), in billions.
 PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "1.7B": 1.721, "4B": 4.022, "1B": 1.236}
@@ -151,6 +151,25 @@ def test_sizes_in_config_json_that_are_no_numbers_are_named(
     (tmp_path / "config.json").write_text(json.dumps(facts | change))
     with pytest.raises(ValueError, match=next(iter(change))):
         read_shapes(str(tmp_path))
+
+
+def test_bytes_of_a_token_by_hand() -> None:
+    """SmolLM2-135M: saved 2 x 576 + 2 x 576 + 2 x 192 + 3 x 1536 = 7,296 numbers a layer, or 30 x 576 inputs, one layer
+    and 4 x 1536 beside it.
+    """
+    shapes = Shapes(576, 1536, 30, 576, 192, 49_152, tied=True)
+    assert shapes.activations(4, recomputed=False) == 4 * 218_880
+    assert shapes.activations(4, recomputed=True) == 4 * 30_720
+
+
+def test_a_completion_longer_than_a_micro_batch_counts_whole(tiny: TinyModels) -> None:
+    def activations(new: int) -> float:
+        generation = {"max_prompt_tokens": 100, "max_new_tokens": new}
+        config = running.config("grpo", tiny("llama"), generation=generation, run={"micro_batch_tokens": 1000})
+        return estimate(config, device="cpu", room=8 * GB)["updating"]["activations"]
+
+    assert activations(800) == activations(900)
+    assert activations(1900) == 2 * activations(900)
 
 
 def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:

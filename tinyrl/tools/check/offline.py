@@ -52,9 +52,13 @@ class Shapes:
         return self.layers * rank * sum(self.width + outputs[m] for m in modules or outputs if m in outputs)
 
     def activations(self, dtype_bytes: int, *, recomputed: bool) -> int:
-        """Return the bytes that one token leaves for the backward pass, through our own layers."""
-        a_layer = self.width if recomputed else 2 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner
-        return dtype_bytes * a_layer * self.layers
+        """Return the bytes that one token takes until its backward pass, through our own layers: what each layer saves,
+        or where layers are recomputed, their inputs beside one layer with the gradients of its MLP.
+        """
+        saved = 2 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner
+        if recomputed:
+            return dtype_bytes * (self.layers * self.width + saved + 4 * self.inner)
+        return dtype_bytes * self.layers * saved
 
 
 # Models that recipes name, so that they can be estimated where the hub cannot be reached.
@@ -154,6 +158,8 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     if device == "cuda":
         left = max(0.0, room - sum(always.values()))
         chunk = gpu_chunk_tokens(shapes.vocabulary, free=left) * shapes.vocabulary
+    if config.samples:
+        tokens = max(tokens, longest_text(config))  # which goes alone where it is longer than a micro-batch
     updating: dict[str, float] = {
         "gradients": 4 * trained,
         "activations": tokens * shapes.activations(dtype_bytes, recomputed=config.model.gradient_checkpointing),
@@ -161,15 +167,33 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     }
     if not config.samples or config.generation.engine == "server":
         return {"always": always, "updating": updating}
-    generation, environment = config.generation, config.environment
+    generation = config.generation
     copy = 4 * shapes.linear if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
+    rows = min(max(config.on_policy.batch_size, config.run.eval_prompts), generation.max_rows or 1 << 30)
+    cache = rows * longest_text(config) * 2 * shapes.layers * shapes.keys * dtype_bytes
+    free = max(0.0, ROOM_FOR_CACHE * (room - sum(always.values()) - copy))
+    return {"always": always, "updating": updating, "sampling": {"copy": copy, "cache": min(cache, free)}}
+
+
+def longest_text(config: Config) -> int:
+    """Return the most tokens of a prompt with its completion, or with all turns of an episode."""
+    generation, environment = config.generation, config.environment
     new = generation.max_new_tokens
     if environment.name or environment.tools or environment.agent:
         new += (environment.max_turns - 1) * (environment.max_observation_tokens + generation.max_new_tokens)
-    rows = min(max(config.on_policy.batch_size, config.run.eval_prompts), generation.max_rows or 1 << 30)
-    cache = rows * (generation.max_prompt_tokens + new) * 2 * shapes.layers * shapes.keys * dtype_bytes
-    free = max(0.0, ROOM_FOR_CACHE * (room - sum(always.values()) - copy))
-    return {"always": always, "updating": updating, "sampling": {"copy": copy, "cache": min(cache, free)}}
+    return generation.max_prompt_tokens + new
+
+
+def of_long_texts(config: Config, *, device: str) -> dict[str, float]:
+    """Return the bytes that 1,000 tokens of a text take in an update: `stored`, and `recomputed` by
+    model.gradient_checkpointing.
+    """
+    low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
+    shapes, dtype_bytes = read_shapes(config.model.path), 2 if low else 4
+    return {
+        "stored": 1000 * shapes.activations(dtype_bytes, recomputed=False),
+        "recomputed": 1000 * shapes.activations(dtype_bytes, recomputed=True),
+    }
 
 
 def check_memory(config: Config, *, device: str, memory: str | None = None) -> CheckSection:
@@ -192,8 +216,14 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
     for name, of in parts.items():
         largest = sorted(of.items(), key=lambda part: -part[1])
         lines.append(f"  {name}: {', '.join(f'{part} {format_bytes(count)}' for part, count in largest if count)}")
+    long = of_long_texts(config, device=device)
+    lines.append(
+        f"a text longer than a micro-batch takes {format_bytes(long['stored'])} for 1,000 tokens while updating, and "
+        f"{format_bytes(long['recomputed'])} with model.gradient_checkpointing=true"
+    )
     lines.append(f"disk: checkpoints take about {format_bytes(needed)}; {format_bytes(free)} are free")
-    section = CheckSection("memory", lines, {"peak": peak, "room": room, "disk": needed, "parts": parts})
+    facts = {"peak": peak, "room": room, "disk": needed, "parts": parts, "long texts": long}
+    section = CheckSection("memory", lines, facts)
     if peak > room:
         finding = Finding(
             name="not enough memory",
