@@ -5,6 +5,7 @@
     python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
     python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
     python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
+    python -m benchmarks long     --peer-python TRL_VENV/bin/python --real-model DIR [--lengths 2048 4096 8192]
     python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--list] [--only WORDS]
 
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import gpu, grpo, learning, ppo, processes, real, text
+from benchmarks import gpu, grpo, learning, long, ppo, processes, real, text
 from benchmarks.work import REAL_MODEL, SIZES
 
 
@@ -45,6 +46,7 @@ COMMANDS = {
     "text": Command(text.main, ("s",)),
     "learning": Command(learning.main, steps=60, threads=1),
     "real": Command(real.main, threads=1),
+    "long": Command(long.main, ("real",), steps=2, threads=1),
     "gpu": Command(gpu.main, needs_a_peer=False),
 }
 
@@ -63,6 +65,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
     parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo: ours")
     parser.add_argument("--methods", nargs="+", default=real.METHODS, choices=real.METHODS, help="real")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="long: tokens of a text")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=long.DTYPES, help="long")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
     parser.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")
     parser.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
