@@ -5,6 +5,7 @@
     python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
     python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
     python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
+    python -m benchmarks long     --peer-python TRL_VENV/bin/python --real-model DIR [--lengths 2048 4096 8192]
     python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--list] [--only WORDS]
     python -m benchmarks wheels   download|install FOLDER
 
@@ -70,6 +71,15 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     one.add_argument("--threads", type=int, default=1, help="of each side (%(default)s)")
     _real_model(one)
+
+    one = commands.add_parser("long", help="memory and CPU time of SFT on long texts, beside TRL")
+    one.add_argument("--peer-python", required=True, help="Python of a virtual environment with TRL")
+    one.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="tokens of a text")
+    one.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    one.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
+    one.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
+    _sizes(one, ["real"])
+    _steps(one, steps=2, threads=1)
 
     one = commands.add_parser("gpu", help="cells that measure a GPU")
     one.add_argument("--minutes", type=float, default=10.0, help="of this call (%(default)s)")
