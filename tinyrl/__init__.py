@@ -1,4 +1,4 @@
-"""tinyrl: PPO and GRPO for language models on one GPU, in one process, from one command.
+"""tinyrl: PPO, GRPO, DPO, SFT, reward models and distillation on one GPU, in one process, from one command.
 
 In a script or a notebook: `tinyrl.train`, `tinyrl.evaluate`, `tinyrl.open_run` (tinyrl/api.py).
 """

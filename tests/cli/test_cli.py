@@ -1,6 +1,9 @@
 """The command line: what goes wrong before training gives at most six lines and exit code 2, and nothing is written."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,3 +192,12 @@ def test_a_report_of_several_runs_is_beside_them_or_where_one_says(folder: Path)
     assert [Path(line).parent for line in done.stdout.splitlines()] == [folder.resolve() / "runs"] * 2
     done = run("report", "runs/a", "runs/b", "--output", "here")
     assert done.stdout.splitlines() == ["here/report.html", "here/report.png"]
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "tinyrl", "list", "recipes"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -24,7 +24,7 @@ from tinyrl.config.recipe import (
 )
 from tinyrl.config.removed import RENAMED
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import SECTIONS, describe_settings, fields_of
+from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
 from tinyrl.text import truncate
 
@@ -392,3 +392,11 @@ def test_a_lone_surrogate_in_a_setting_is_refused(override: str):
         apply_overrides({}, [override])
     with pytest.raises(ValueError, match=r"task\.system_prompt.*surrogate"):
         apply_overrides({"task": {"system_prompt": "\ud83d"}}, [])
+
+
+def test_the_page_leaves_out_limits_that_only_keep_out_nonsense():
+    of_any_size = {"type": "number", "minimum": -1_000_000, "maximum": 1_000_000}
+    above_zero = {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000}
+    assert allowed(of_any_size, brief=True) == "a number"
+    assert allowed(above_zero, brief=True) == "a number above 0"
+    assert allowed(above_zero) == "a number above 0 and of at most 1000000"

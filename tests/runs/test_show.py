@@ -55,6 +55,8 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
     assert 4000 < listed[1]["size"] < 5000
     text = show_checkpoints(run)
     assert text.splitlines()[2].endswith("0.7500  yes, best")
+    run.append_metrics(6, {"eval/reward_mean": 0.75})  # as good, and later: the run keeps the first
+    assert [line.endswith("best") for line in show_checkpoints(run).splitlines()[1:]] == [False, True, False]
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 
@@ -65,7 +67,7 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
     ("values", "last"),
     [
         ({"method": "grpo"}, "next     tinyrl eval {run} --vs base"),
-        ({"method": "sft", "task": {"data": "rows.jsonl"}}, "adapter  {run}/checkpoints/step-000002/"),
+        ({"method": "sft", "task": {"data": "rows.jsonl"}}, "next     tinyrl chat {run}"),
         ({"method": "reward", "task": {"data": "pairs.jsonl"}, "model": {"path": "/models/base"}},
          "next     tinyrl train ppo model.path=/models/base task.data=PROMPTS reward.model={run}"),
     ],

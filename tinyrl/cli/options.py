@@ -6,6 +6,7 @@ import errno
 import inspect
 import logging
 import os
+import select
 import sys
 import traceback
 import warnings
@@ -125,9 +126,22 @@ def user_errors(debug: bool, *, training: bool = False) -> Iterator[None]:
         known: Exception | None = None if training else error
         if not isinstance(error, Stop) and (reason := no_memory(error)) is not None:
             known = OutOfRoom(f"out of memory ({reason.splitlines()[0][:120]})")
+        if isinstance(error, BrokenPipeError) and reader_is_gone():  # as of `tinyrl list recipes | head -1`
+            raise typer.Exit(0) from None
         if debug or not isinstance(known, ValueError | OSError | Stop):
             raise
         raise typer.Exit(_report(known)) from None
+
+
+def reader_is_gone() -> bool:
+    """Return whether nobody reads the standard output any more; what is left of it then goes nowhere."""
+    output = sys.stdout.fileno()
+    watch = select.poll()
+    watch.register(output, 0)
+    if not any(event & select.POLLERR for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _report(error: Exception) -> int:

@@ -22,6 +22,7 @@ from tinyrl.config.yaml_reader import dump_plain, quoted
 from tinyrl.text import did_you_mean, join_truncated, truncate
 
 MOST_SENTENCES = 3
+FAR = 1_000_000
 KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use")
 Kind = dict[str, Any]  # what a setting may be: a part of the JSON schema that pydantic gives
 schema = cache(Config.model_json_schema)  # takes a while, so only where it is needed
@@ -233,23 +234,26 @@ def _walk(loc: KeyPath) -> tuple[KeyPath, Kind]:
     return loc, kind
 
 
-def allowed(kind: Kind) -> str:
-    """Return what a setting may be, in words: "auto or a whole number of at least 1"."""
-    return or_list(_words(kind))
+def allowed(kind: Kind, *, brief: bool = False) -> str:
+    """Return what a setting may be, in words: "auto or a whole number of at least 1". brief: without limits as far as
+    FAR, which only keep out nonsense.
+    """
+    return or_list(_words(kind, brief=brief))
 
 
-def _words(kind: Kind) -> list[str]:
+def _words(kind: Kind, *, brief: bool = False) -> list[str]:
     if fields := [*_fields(kind)]:
         return [f"{{{', '.join(fields[:2])}{', ...' if len(fields) > 2 else ''}}}"]
     if "anyOf" in kind:
-        return [word for option in kind["anyOf"] for word in _words(option)]
+        return [word for option in kind["anyOf"] for word in _words(option, brief=brief)]
     if "const" in kind or "enum" in kind:
         return kind.get("enum") or [kind["const"]]
     if kind["type"] == "object":
         return ["a mapping"]
     if kind["type"] == "array":
-        return [f"a list of {allowed(kind['items'])}"]
-    limits = " and ".join(f"{words} {kind[name]}" for name, words in LIMITS.items() if name in kind)
+        return [f"a list of {allowed(kind['items'], brief=brief)}"]
+    bounds = [name for name in LIMITS if name in kind and not (brief and abs(kind[name]) >= FAR)]
+    limits = " and ".join(f"{LIMITS[name]} {kind[name]}" for name in bounds)
     return PLAIN.get(kind["type"]) or [f"{NUMBERS[kind['type']]} {limits}".rstrip()]
 
 
@@ -265,10 +269,10 @@ def describe(section: str) -> list[tuple[str, str, str]]:
         marks = type(values).model_fields[key].metadata
         conditions = " and ".join(mark.full(section) for mark in marks if isinstance(mark, OnlyIf))
         only = f"; only if {conditions}" if conditions else ""
-        rows.append((key, default, f"{kind['description']} ({allowed(kind)}){only}"))
+        rows.append((key, default, f"{kind['description']} ({allowed(kind, brief=True)}){only}"))
         for inner, item in _fields(kind.get("items", {})).items():
             default = "" if item.get("default") is None else str(item["default"])
-            rows.append((f"{key}[].{inner}", default, f"{item['description']} ({allowed(item)})"))
+            rows.append((f"{key}[].{inner}", default, f"{item['description']} ({allowed(item, brief=True)})"))
     return rows
 
 

@@ -45,12 +45,17 @@ def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
         return json.dumps(found)
     if not found:
         return f"{one_line(str(run.path), 4096)} has no checkpoint yet"
-    best = max((one["metric"] for one in found if one["metric"] is not None), default=math.nan)
+    known = [one for one in found if one["metric"] is not None]
+    best = (
+        max(known, key=lambda one: one["metric"])["step"] if known else None
+    )  # the first of equal ones, as a run keeps
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = format_number(one["metric"], decimals=4)
         verifies = (
-            f"no: {escape_control(one['problem'])}" if one["problem"] else "yes" + ", best" * (one["metric"] == best)
+            f"no: {escape_control(one['problem'])}"
+            if one["problem"]
+            else "yes" + (", best" if one["step"] == best else "")
         )
         lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
     return "\n".join(lines)
@@ -79,7 +84,9 @@ def summary(run: RunDir) -> str:
         if without_reward:  # there is nothing to compare by
             command = ["tinyrl", "show", str(run.path), "--samples"]
         text.append(f"next     {shlex.join(command)}")
-    elif not config.trains.policy:  # of a text model only its owner knows the next step
+    elif config.trains.policy:
+        text.append(f"next     {shlex.join(['tinyrl', 'chat', str(run.path)])}")
+    else:
         base = "MODEL" if config.model.random_init else config.model.path
         command = ["tinyrl", "train", "ppo", f"model.path={base}", "task.data=PROMPTS", f"reward.model={run.path}"]
         text.append(f"next     {shlex.join(command)}")

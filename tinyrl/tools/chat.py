@@ -134,6 +134,11 @@ class ChatSession(ExitStack):
         why = scored.failures[0].reason if scored.failures else None
         return {"reward": float(scored.rewards[0]), **named}, why
 
+    @property
+    def asks_itself(self) -> bool:
+        """Return whether the last prompt was typed, and has no columns of a row."""
+        return self.answer is not None and [*self.answer.prompt.row] == ["prompt"]
+
     def _prepare(self, asked: Prompt | int) -> PreparedPrompt:
         """Prepare a prompt, or that of a held-out row by its number. Raises ValueError for a number that no row has,
         and for a prompt of one's own if the environment reads columns, which only rows have.
@@ -230,6 +235,8 @@ def _obey(session: ChatSession, line: str) -> None:
         scores, why = session.rewards()
         each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
         print(", ".join(each) + (f" ({escape_control(why.splitlines()[-1])})" if why else ""))
+        if why and session.asks_itself:
+            print("rewards that read columns of a row need the prompt of one: /prompt I")
     elif line and (command == "/prompt" or not command.startswith("/")):
         answer = session.say(int(rest) if command == "/prompt" else line, show)
         episode = answer.episode
