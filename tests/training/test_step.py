@@ -172,6 +172,16 @@ def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater)
     assert "policy/loss" in kept[0]
 
 
+def test_a_gradient_of_zero_moves_no_weight_though_momentum_would(updater: Updater) -> None:
+    updater.step(likelihood(updater), train=["policy"])
+    before = policy(updater)
+    metrics = updater.step(likelihood(updater, factor=0.0), train=["policy"])
+    assert metrics["optim/grad_norm"] == 0.0
+    assert all(torch.equal(before[n], p) for n, p in policy(updater).items())
+    updater.step(likelihood(updater, factor=1e-3), train=["policy"])
+    assert any(not torch.equal(before[n], p) for n, p in policy(updater).items())
+
+
 def test_one_weight_that_a_step_made_other_than_finite_stops(updater: Updater) -> None:
     last = list(updater.policy.parameters["policy"].values())[-1]
 

@@ -18,7 +18,7 @@ name, and kept trainable.
     teacher    adapter `teacher`, frozen, or a model of its own           a model of its own
     base       adapters off                                               the model itself
 
-A reward model of its own is not a role (reward_model.py). A batch (batches.py) lists N response tokens; flat values
+A reward model of its own is not a role (reward_model.py). A batch (batch.py) lists N response tokens; flat values
 (N,) and states (N, H) are in that order. Results are (b, T): b rows of a micro-batch, T its longest response.
 """
 
@@ -71,7 +71,7 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 class Policy:
     """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
     role by name, whether batches are packed (rows end to end behind shared prompts) or padded. `load_policy`
-    (models/build.py) adds the rest: the configuration with the date of the run, tokenizer, accelerator, micro-batches.
+    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, accelerator, micro-batches.
     """
 
     config: Config
