@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,8 @@ def watched(gradients: str | None) -> Iterator[measuring.Steps]:
         steps.end()
         end_step(self, **metrics)
 
-    def silent(self: Run, *, report: Callable[[Path], object], until: int | None = None) -> int:
-        return go(self, report=lambda _: None, until=until)
+    def silent(self: Run, **options: Any) -> int:
+        return go(self, **{**options, "report": lambda _: None})
 
     def kept(self: Updater, passes: Any) -> dict[str, float]:
         metrics = accumulate(self, passes)

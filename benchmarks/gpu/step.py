@@ -104,7 +104,7 @@ class TrainingStep:
         """Compute the reference's log-probabilities (b, T) of each micro-batch."""
         policy = self.policy
         found = []
-        with torch.no_grad(), policy.acting("reference"), policy.accelerator.autocast():
+        with torch.no_grad(), policy.acting("reference"), policy.run_device.autocast():
             for items in micro_batches or self.micro_batches:
                 found.append(policy.logprobs("reference", policy.batch_of(items), temperature=1.0)[0])
         return found
@@ -120,7 +120,7 @@ class TrainingStep:
         with policy.acting("policy"):
             for items in micro_batches or self.micro_batches:
                 batch = policy.batch_of(items)
-                with policy.accelerator.autocast(), forward():
+                with policy.run_device.autocast(), forward():
                     logprobs, _ = policy.logprobs("policy", batch, temperature=1.0)
                     weights = torch.linspace(-1.0, 1.0, len(logprobs), device=logprobs.device).unsqueeze(1)
                     loss = (weights * logprobs).sum() / len(batch.targets)

@@ -15,7 +15,7 @@ from tinyrl.models.device import (
     chunk_tokens,
     cores_here,
     gpu_chunk_tokens,
-    make_accelerator,
+    make_device,
     python_rng,
     restore_rng,
     rng_tensors,
@@ -37,11 +37,11 @@ def test_the_device_is_there_and_autocast_follows_dtype(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "tpu"):
         with pytest.raises(ValueError, match=f"--device '?{device}"):
-            make_accelerator(device, dtype="auto")
+            make_device(device, dtype="auto")
     for dtype, product in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("auto", torch.float32)):
-        accelerator = make_accelerator("cpu", dtype=dtype)
-        with accelerator.autocast():
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == product == accelerator.dtype
+        run_device = make_device("cpu", dtype=dtype)
+        with run_device.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == product == run_device.dtype
 
 
 def test_every_error_of_memory_is_one_of_torch():
@@ -94,7 +94,7 @@ def test_a_chunk_of_the_head_follows_from_vocabulary_and_free_memory(monkeypatch
 FREED = """
 from pathlib import Path
 import torch
-from tinyrl.models.device import make_accelerator
+from tinyrl.models.device import make_device
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 
 def resident_mb():
@@ -107,7 +107,7 @@ def free_tensors(rows):
     del tensors
     print(resident_mb() - before)
 
-micro_batches = MicroBatches(make_accelerator("cpu", dtype="float32").device, 4096)
+micro_batches = MicroBatches(make_device("cpu", dtype="float32").device, 4096)
 for tokens in (1536, 1535):
     micro_batches.run(Work(SequenceLengths([8], [tokens - 8], [0], packed=True), free_tensors))
 """

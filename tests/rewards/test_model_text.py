@@ -1,12 +1,11 @@
 """What a reward model reads: templates with their closing tokens, one BOS, system prompts, the end of long texts."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tests import running
 from tests.faults.lookup_runs import lookup, samples
@@ -109,9 +108,9 @@ def test_the_format_is_kept_with_the_weights(tmp_path: Path):
         assert TextFormat.of_adapter(str(tmp_path)) == wanted
     stored = {"chat": False, "system_prompt": "Be kind."}
     for config, wanted in (({}, TextFormat()), ({"tinyrl_text_format": stored}, kind)):
-        assert TextFormat.of_config(SimpleNamespace(**config)) == wanted
+        assert TextFormat.of_config(PreTrainedConfig(**config)) == wanted
     with pytest.raises(ValueError, match="system_prompt"):
-        TextFormat.of_config(SimpleNamespace(tinyrl_text_format={"system_prompt": 3}))
+        TextFormat.of_config(PreTrainedConfig(tinyrl_text_format={"system_prompt": 3}))
 
 
 def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.training.rows import trained
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batch import Batch, Example
-from tinyrl.models.device import make_accelerator
+from tinyrl.models.device import make_device
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
@@ -121,14 +121,14 @@ def test_a_warm_up_that_outlasts_the_run_is_said(warmup: int, said: bool):
 @pytest.fixture
 def updater(tmp_path: Path) -> Updater:
     torch.manual_seed(0)
-    accelerator = make_accelerator("cpu", dtype="float32")
+    run_device = make_device("cpu", dtype="float32")
     model = load_causal_lm(str(tiny_model(tmp_path, "llama")), dtype=torch.float32)
     lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
-    made = Policy(wrap_in_lora(model, lora), device=accelerator.device)
+    made = Policy(wrap_in_lora(model, lora), device=run_device.device)
     made.packs = False
     optimizers = {role: RoleOptimizer(p, learning_rate=1e-2, weight_decay=0.0) for role, p in made.parameters.items()}
     made.config = Config.model_validate({"method": "sft", "task": {"data": "rows.jsonl"}})
-    made.accelerator, made.micro_batches = accelerator, MicroBatches(accelerator.device, 10_000)
+    made.run_device, made.micro_batches = run_device, MicroBatches(run_device.device, 10_000)
     return Updater(made, optimizers, max_grad_norm=1.0)
 
 

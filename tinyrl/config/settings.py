@@ -174,7 +174,7 @@ def _for_method(setting: str, method: object) -> str:
     its = METHODS[str(method)]
     if section in its.sections:
         return setting
-    return f"{its.own}.{key}" if key in fields_of(its.own) else ""
+    return f"{its.section}.{key}" if key in fields_of(its.section) else ""
 
 
 def _in_steps(name: str, value: Any, updates: object) -> Any:

@@ -130,7 +130,8 @@ def batch_of(
     `tokens` are listed, the others only input. A row's last token predicts nothing: packed, it is left out without
     `last_tokens`.
     """
-    masks, sides = [item.listed(tokens) for item in items], range(len(items[0].responses))
+    masks = [item.listed(tokens) for item in items]
+    sides = range(len(items[0].responses))
     prompts = [item.prompt for _ in sides for item in items]
     responses = [item.responses[side] for side in sides for item in items]
     listed = [[t for t, wanted in enumerate(mask[side]) if wanted] for side in sides for mask in masks]
@@ -142,7 +143,8 @@ def batch_of(
     else:
         rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
         ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
-        width, packing = ids.shape[1], None
+        width = ids.shape[1]
+        packing = None
         positions = torch.arange(width).expand(len(rows), width)
         state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
         ends = [i * width + len(row) - 1 for i, row in enumerate(rows)]

@@ -138,8 +138,10 @@ def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
 def _few_rows(backbone: Any) -> tuple[Batch, list[list[int]]]:
     """Pack four rows: a prompt with three responses and another with one; return them one by one as well."""
     ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
-    prompts, responses = [ids[:4]] * 3 + [ids[4:6]], [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
-    items, device = examples(prompts, responses), next(backbone.parameters()).device
+    prompts = [ids[:4]] * 3 + [ids[4:6]]
+    responses = [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
+    items = examples(prompts, responses)
+    device = next(backbone.parameters()).device
     return batch_of(items, packed=True, device=device, last_tokens=True), [*chain(*(item.texts for item in items))]
 
 
@@ -156,7 +158,8 @@ def packs_exactly(backbone: Any) -> bool:
 
     def one_by_one() -> list[Tensor]:
         """Compute the states of the tokens that each row adds to the packed ones."""
-        new, ids = (7, 1, 6, 6), (batch.input_ids.new_tensor([row]) for row in rows)
+        new = (7, 1, 6, 6)
+        ids = (batch.input_ids.new_tensor([row]) for row in rows)
         states = [backbone(input_ids=row, use_cache=False).last_hidden_state[0] for row in ids]
         return [torch.cat([row[-n:] for row, n in zip(states, new, strict=True)])]
 
@@ -233,7 +236,8 @@ def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn
         norms = torch.cat([x.float().norm(dim=1) for x in exact])
         return gaps / norms.clamp(min=SMALL * float(norms.max()))  # what should be zero is what rounding leaves
 
-    kind, theirs = ours[0].device.type, library()
+    kind = ours[0].device.type
+    theirs = library()
     if autocast_dtype(kind) is None and ours[0].dtype == torch.float32:
         return bool((errors(ours, theirs) <= MOST_IN_FLOAT32).all())
     with torch.autocast(kind, enabled=False), in_float32(backbone):
@@ -250,13 +254,17 @@ def decodes_exactly(backbone: nn.Module, decoder: Any, *, longest: int) -> bool:
     different lengths, one of `longest` tokens (a scale of positions, a window or a mask may go wrong late). The last
     tokens are decoded one by one. Half precision is judged by more texts: rounding is much the same inside one.
     """
-    half, device, vocabulary = decoder.dtype in HALVES, decoder.device, len(decoder.embedding)
+    half = decoder.dtype in HALVES
+    device = decoder.device
+    vocabulary = len(decoder.embedding)
     short = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(8 if half else 2)]
-    long, ours = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else [], list[Tensor]()
+    long = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else []
+    ours = list[Tensor]()
     for texts in filter(None, (short, long)):
         ids = nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
         position = torch.tensor([len(text) - DECODED for text in texts], device=device)
-        cache, rows = decoder.new_cache(*ids.shape), [range(i, i + 1) for i in range(len(texts))]
+        cache = decoder.new_cache(*ids.shape)
+        rows = [range(i, i + 1) for i in range(len(texts))]
         states = [decoder.prefill(ids[:, : int(position.max())], position, cache=cache, rows=rows)]
         for at in (position + t for t in range(DECODED)):
             token = ids.gather(1, at.unsqueeze(1)).squeeze(1)
@@ -281,7 +289,8 @@ def check_reference(
     if not policy.has_reference:
         return
     shortened = [prompt[:32] for prompt in prompts[:4]]
-    batch, logprobs = policy.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened])), []
+    batch = policy.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened]))
+    logprobs = []
     for role in ("policy", "reference"):
         with torch.no_grad(), policy.acting(role), autocast():
             logprobs.append(policy.logprobs(role, batch, temperature=temperature)[0])

@@ -21,20 +21,22 @@ from tinyrl.errors import MAY_BE_MEMORY, machine_memory, no_memory
 from tinyrl.models.parallel import join, world
 
 HALVES = (torch.bfloat16, torch.float16)
-WIDE, THREAD_WIDTH = 256, 64  # hidden size from which a layer is worth more than one thread, and for each thread
+WIDE = 256
+THREAD_WIDTH = 64  # hidden size from which a layer is worth more than one thread, and for each thread
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}  # run.micro_batch_tokens=auto; on a GPU until one was measured
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk, on a GPU at least: 16 and 128 MB in float32
 CHUNK_TOKENS = 2048  # of a chunk on a GPU at most: from there on its products are no better shaped
 CHUNK_SHARE = 1 / 16  # of a GPU's free memory that a chunk's matrices may take
 LOGIT_BYTES = 3 * 4  # of a logit in float32: itself, its exponential and its gradient
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt, from malloc.h
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3  # parameters of glibc's mallopt, from malloc.h
 KEPT_BYTES = 1 << 30  # a freed block below this size stays with the process
 LONG_TOKENS = 1536  # of a micro-batch, from which on freed blocks of MAPPED_BYTES do not
 MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class Device:
     """The device of a run and the dtype of its forward passes. The Updater scales the loss in float16."""
 
     device: torch.device
@@ -48,7 +50,7 @@ class Accelerator:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
 
-def make_accelerator(device: str, *, dtype: str) -> Accelerator:
+def make_device(device: str, *, dtype: str) -> Device:
     """Connect the processes of the launch; choose the device (auto, cpu, cuda) and dtype (auto, or torch's name)."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device!r}: allowed are auto, cpu, cuda")
@@ -58,9 +60,9 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     join(on_cpu=on_cpu)
     if on_cpu:
         keep_freed_memory()
-        return Accelerator(torch.device("cpu"), resolve_dtype(dtype, on_cpu=True))
+        return Device(torch.device("cpu"), resolve_dtype(dtype, on_cpu=True))
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans every shape anew, and packed shapes are nearly all new
-    return Accelerator(torch.device("cuda", torch.cuda.current_device()), resolve_dtype(dtype, on_cpu=False))
+    return Device(torch.device("cuda", torch.cuda.current_device()), resolve_dtype(dtype, on_cpu=False))
 
 
 def keep_freed_memory() -> None:

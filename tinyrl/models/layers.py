@@ -104,7 +104,8 @@ def linears_backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return the gradient of h (None unless `needs_h`), and of each tensor of the layers that is `needed`."""
     d_low = None if low is None else torch.empty_like(low)
-    parts, d_parts = _by_layer(low, layers), _by_layer(d_low, layers)
+    parts = _by_layer(low, layers)
+    d_parts = _by_layer(d_low, layers)
     found: list[Tensor | None] = []
     for i, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
         weight, bias, _, b = layers[EACH * i : EACH * (i + 1)]
@@ -112,7 +113,9 @@ def linears_backward(
         assert weight is not None
         dw = product(grad.t(), h, dtype=weight.dtype) if needs_weight else None
         d_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and needs_bias else None
-        db, part, d_part = None, parts[i], d_parts[i]
+        db = None
+        part = parts[i]
+        d_part = d_parts[i]
         if b is not None and part is not None and d_part is not None:
             product(grad, b.to(h.dtype), out=d_part).mul_(scale)
             db = product(part.t(), grad, dtype=b.dtype).mul_(scale).t() if needs_b else None
@@ -167,7 +170,9 @@ def rms_norm_backward(
 
         dx = r w dh - x r^3 (w dh . x) / H
     """
-    dtype, dh, x = x.dtype, upcast(dh), upcast(x)
+    dtype = x.dtype
+    dh = upcast(dh)
+    x = upcast(x)
     dw = torch.mul(x, r).mul_(dh).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
     dh.mul_(weight)
     along = torch.linalg.vecdot(dh, x).unsqueeze(-1).mul_(r**3).mul_(-1 / x.shape[-1])
@@ -232,7 +237,8 @@ class NormedLinears(torch.autograd.Function):
         h, r = rms_norm(x, weight, eps, dtype=dtype)
         outputs, low = linears(h, layers, scales)
         ctx.save_for_backward(x, r, weight, low, *layers)
-        ctx.dtype, ctx.scales = dtype, scales
+        ctx.dtype = dtype
+        ctx.scales = scales
         return tuple(outputs)
 
     @staticmethod
@@ -276,7 +282,8 @@ class AfterAttention(torch.autograd.Function):
         attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
         scales = ctx.scales
-        dtype, active = attended.dtype, silu(gate)
+        dtype = attended.dtype
+        active = silu(gate)
         dm, of_down = linears_backward(
             [dy.to(dtype)], active * up, low_down, layers=layers[-EACH:], scales=scales[3:], needed=needed[-EACH:]
         )
@@ -364,8 +371,10 @@ def _layer(
     qkv: Any = NormedLinears.apply(x, layer.input_layernorm.weight, eps, dtype, scales[:3], *layers[:first])
     q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
     if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
-        q, k = Norm.apply(q, attention.q_norm.weight, eps), Norm.apply(k, attention.k_norm.weight, eps)
-    q, k = Rope.apply(q, cos, sin), Rope.apply(k, cos, sin)
+        q = Norm.apply(q, attention.q_norm.weight, eps)
+        k = Norm.apply(k, attention.k_norm.weight, eps)
+    q = Rope.apply(q, cos, sin)
+    k = Rope.apply(k, cos, sin)
     attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
     weight = layer.post_attention_layernorm.weight
     return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])  # pyright: ignore
@@ -376,7 +385,8 @@ def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
     tensors: list[Tensor | None] = []
     scales: list[float] = []
     for module in _projections(layer):
-        base, adapter = _base(module), None
+        base = _base(module)
+        adapter = None
         if isinstance(module, LoraLayer) and not module._disable_adapters:
             adapter = next((name for name in module._active_adapter[:1] if name in module.lora_A), None)
         a, b = (None, None) if adapter is None else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)

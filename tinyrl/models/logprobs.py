@@ -62,7 +62,8 @@ class HalfProduct(torch.autograd.Function):
         if weight.device.type == "cuda":
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
         out = states.new_empty(len(states), len(weight), dtype=torch.float32)
-        size, wide = max(1, WIDENED_ELEMENTS // weight.shape[1]), states.float()
+        size = max(1, WIDENED_ELEMENTS // weight.shape[1])
+        wide = states.float()
         with torch.autocast(weight.device.type, enabled=False):
             for start in range(0, len(weight), size):  # rows that, widened, fit into a cache
                 rows = weight[start : start + size].float()
@@ -145,7 +146,8 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
     def forward(ctx, states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool):  # pyright: ignore
         n, h = states.shape
         want = states.requires_grad
-        logprobs, entropy = states.new_empty(n, dtype=torch.float32), states.new_empty(n, dtype=torch.float32)
+        logprobs = states.new_empty(n, dtype=torch.float32)
+        entropy = states.new_empty(n, dtype=torch.float32)
         d_logprobs = states.new_empty(n, h) if want else None
         d_entropy = states.new_empty(n, h) if want and entropy_grad else None
         chunks = chunks_of(n, head.weight.shape[0], device=states.device)
@@ -160,7 +162,8 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
             highest = z.amax(-1, keepdim=True)
             e = torch.sub(z, highest, out=room[: len(z)]).exp_()
             total = e.sum(-1, keepdim=True)
-            index, log_total = targets[chunk].unsqueeze(-1), highest + total.log()
+            index = targets[chunk].unsqueeze(-1)
+            log_total = highest + total.log()
             logprobs[chunk] = (z.gather(-1, index) - log_total).squeeze(-1)
             z = finite(z, head)
             weighted = (z if d_entropy is None else z.clone()).mul_(e)
@@ -283,12 +286,14 @@ class _FrozenHeadDistances(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):  # pyright: ignore
-        n, vocabulary = len(states), head.weight.shape[0]
+        n = len(states)
+        vocabulary = head.weight.shape[0]
         want = states.requires_grad
         out = Distance(*(states.new_empty(n, dtype=torch.float32) for _ in Distance._fields))
         d_states = torch.empty_like(states) if want else None
         for chunk in chunks_of(n, vocabulary, device=states.device):
-            log_p, bent = log_softmax(states[chunk], head, temperature), None
+            log_p = log_softmax(states[chunk], head, temperature)
+            bent = None
             if head.softcap is not None and want:
                 z = head.logits(states[chunk])
                 bent = 1 - (z / head.softcap) ** 2
@@ -298,7 +303,8 @@ class _FrozenHeadDistances(torch.autograd.Function):
             if isinstance(part, TeacherTopK):
                 out.divergence[chunk], slope = _over_bins(p, log_p, part, beta=beta)
             else:
-                log_q, masks = log_softmax(part.states, part.head, temperature), head.bias is not None
+                log_q = log_softmax(part.states, part.head, temperature)
+                masks = head.bias is not None
                 masks = masks or part.head.bias is not None  # which alone can be -inf
                 out.divergence[chunk], slope = _over_vocabulary(p, log_p, log_q, beta=beta, masks=masks)
             if d_states is not None:
@@ -332,7 +338,8 @@ def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float, ma
         apart = gap(p, log_p, log_q)
         divergence = torch.linalg.vecdot(p, apart)
         return divergence, apart.sub_(divergence.unsqueeze(-1)).mul_(p)
-    log_m, q = mixture(log_p, log_q, beta=beta), log_q.exp()
+    log_m = mixture(log_p, log_q, beta=beta)
+    q = log_q.exp()
     of_teacher = torch.linalg.vecdot(q, gap(q, log_q, log_m))
     apart = gap(p, log_p, log_m)
     of_student = torch.linalg.vecdot(p, apart)

@@ -64,7 +64,8 @@ class SequenceLengths:
         """Group rows into micro-batches of at most `max_tokens`. A row longer than the budget goes alone."""
         if self.packed:
             return self._plan_groups(rows, max_tokens)
-        lengths, plan = self.responses, list[list[int]]()
+        lengths = self.responses
+        plan = list[list[int]]()
         for row in sorted(rows, key=lambda r: (-lengths[r], r)):  # of at most max_tokens with the padding
             if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
                 plan[-1].append(row)
@@ -179,7 +180,8 @@ class MicroBatches:
                                 work.run(rows)
                 return
             except torch.OutOfMemoryError as error:
-                again, freed = self._made_room, self.make_room()
+                again = self._made_room
+                freed = self.make_room()
                 self._made_room = again or freed
                 if again or not freed:
                     budgets = [lengths.smaller(plan) for (lengths, _), plan in zip(passes, plans, strict=True)]

@@ -80,7 +80,8 @@ def shared_start(prompts: Iterable[Sequence[int]]) -> int:
 
 def common_length(texts: Sequence[Sequence[int]]) -> int:
     """Return the length of the prefix common to one or more texts: that of the lexicographically first and last."""
-    first, last = min(texts, key=tuple), max(texts, key=tuple)
+    first = min(texts, key=tuple)
+    last = max(texts, key=tuple)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
@@ -94,7 +95,8 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
     grouped: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (pieces in front, responses)
     at = start
     for prompt, responses in groups:
-        rows, end = [], at + prompt
+        rows = []
+        end = at + prompt
         for length in responses:
             rows += [(end, length)] if length else []
             end += length
@@ -106,7 +108,9 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
             standalone.append((at, end - at))
             pieces.append(end - at)
         at = end
-    slots, blocks, offset = torch.empty(at, dtype=torch.long), [], 0
+    slots = torch.empty(at, dtype=torch.long)
+    blocks = []
+    offset = 0
     for pieces_in_front, rows in [((), [(0, start)] if start else []), (prefix, standalone), *grouped]:
         buckets: list[list[tuple[int, int]]] = []  # the shortest row is more than half as long as the longest
         for row in sorted(rows, key=lambda row: -row[1]):
@@ -133,7 +137,8 @@ def attending(backbone: Any, packing: Packing | None) -> Iterator[None]:
     if packing is None:
         yield
         return
-    own, backbone.config._attn_implementation = backbone.config._attn_implementation, ATTENTION
+    own = backbone.config._attn_implementation
+    backbone.config._attn_implementation = ATTENTION
     _in_use.append((backbone, packing))
     try:
         yield
@@ -186,7 +191,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
     """Attend with flat queries (N, heads, d) to keys and values (N, kv heads, d); return (N, heads, d). Query i of a
     block attends to the keys in front of the rows and to keys 0..i of its row; padding is last.
     """
-    sizes, laid = [block.num_rows * block.width for block in packing.blocks], []
+    sizes = [block.num_rows * block.width for block in packing.blocks]
+    laid = []
     for x in (query, key, value):  # for each block (rows, heads, width, d), 0 where there is no token
         padded = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, packing.slots, x)
         parts = zip(packing.blocks, padded.split(sizes), strict=True)

@@ -44,7 +44,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinyrl.config.schema import Config
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly
-from tinyrl.models.device import Accelerator, autocast_dtype, to_device
+from tinyrl.models.device import Device, autocast_dtype, to_device
 from tinyrl.models.loading import embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
@@ -62,7 +62,8 @@ from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of, last_states, response_states
 
-MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
+MODEL = "model.safetensors"
+VALUE_HEAD = "value_head.safetensors"
 STATE_BYTES = 32_000  # of a checkpoint's random numbers, configuration and counters
 Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
@@ -71,12 +72,12 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 class Policy:
     """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
     role by name, whether batches are packed (rows end to end behind shared prompts) or padded. `load_policy`
-    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, accelerator, micro-batches.
+    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, device and dtype, micro-batches.
     """
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
-    accelerator: Accelerator
+    run_device: Device
     micro_batches: MicroBatches
 
     def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
@@ -139,7 +140,8 @@ class Policy:
     def add_adapter(self, name: str, *, config: LoraConfig) -> None:
         """Add an adapter to the same base; which roles train is decided by `self.parameters`."""
         assert self.peft is not None
-        fresh, policy = copy.deepcopy(config), self.peft.peft_config[POLICY_ADAPTER]
+        fresh = copy.deepcopy(config)
+        policy = self.peft.peft_config[POLICY_ADAPTER]
         fresh.fan_in_fan_out = policy.fan_in_fan_out  # pyright: ignore[reportAttributeAccessIssue]
         self.peft.add_adapter(name, fresh)
         self._collect_adapters()
@@ -157,7 +159,8 @@ class Policy:
         self, kind: CriticKind, *, lora: LoraConfig | None = None, model: PreTrainedModel | PeftModel | None = None
     ) -> None:
         """Add a value head over the states of an adapter, of the policy, or of `model`, which trains as it stands."""
-        self.critic_kind, self.critic_model = kind, model
+        self.critic_kind = kind
+        self.critic_model = model
         self.value_head = ValueHead(self.hidden_size("policy" if model is None else "critic")).to(self.device)
         parameters: dict[str, nn.Parameter] = {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
         if kind == "adapter":
@@ -328,7 +331,7 @@ class Policy:
             for output, result in zip(outputs, results, strict=True):
                 output[where, : result.shape[1]] = result.float()
 
-        with torch.no_grad(), self.acting(role), self.accelerator.autocast():
+        with torch.no_grad(), self.acting(role), self.run_device.autocast():
             self.micro_batches.run(Work(self.lengths(items), run), world=among)
         count = max(1, *among.gather(len(outputs)))  # none where it had no rows
         outputs += [torch.zeros(len(items), width, device=self.device) for _ in range(count - len(outputs))]
@@ -365,13 +368,15 @@ class Policy:
         """
         layers = [layer for model in self._trained_models() for layer in recomputable_layers(model)]
         for layer in layers:
-            layer.gradient_checkpointing, layer.training = True, True
+            layer.gradient_checkpointing = True
+            layer.training = True
             layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
         try:
             yield
         finally:
             for layer in layers:
-                layer.gradient_checkpointing, layer.training = False, False
+                layer.gradient_checkpointing = False
+                layer.training = False
                 del layer._gradient_checkpointing_func
 
     # ---- memory ----
@@ -460,7 +465,8 @@ def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> A
     attending = attending_as_now()  # backward comes when the forward pass, and its attention, are over
 
     def without_dropout(*inputs: Any) -> Any:
-        was, layer.training = layer.training, False
+        was = layer.training
+        layer.training = False
         try:
             with attending():
                 return run(*inputs)

@@ -74,7 +74,7 @@ class Collector:
         prompts = [prompt.tokens for prompt in self.train_prompts]
         policy = self.policy
         temperature = config.generation.temperature
-        check_reference(policy, prompts[:4], temperature=temperature, autocast=policy.accelerator.autocast)
+        check_reference(policy, prompts[:4], temperature=temperature, autocast=policy.run_device.autocast)
         if not self.world.is_main:  # rank 0 calls the rewards
             return []
         self.scorer.start()

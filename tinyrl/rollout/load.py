@@ -22,7 +22,7 @@ from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.build import build_policy, build_reward_model
-from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, seed_generators, threads_for
+from tinyrl.models.device import cores_here, make_device, resolve_dtype, seed_generators, threads_for
 from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokenizer
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import world
@@ -41,7 +41,7 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
     """Load the models of a run on its device: policy, reference, critic and, if wanted, the teacher. Random weights
     (LoRA's A) are drawn from run.seed. Raises ValueError for what a user can fix.
     """
-    accelerator = make_accelerator(options.device, dtype=config.model.dtype)
+    run_device = make_device(options.device, dtype=config.model.dtype)
     model = config.model
     trust = options.trust_remote_code
     seed_generators(config.run.seed)
@@ -51,13 +51,13 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
     config = _with_date(config, tokenizer)
     policy = build_policy(
-        config, device=accelerator.device, dtype=accelerator.dtype, trust_remote_code=trust, teacher=teacher
+        config, device=run_device.device, dtype=run_device.dtype, trust_remote_code=trust, teacher=teacher
     )
     policy.config = config
     policy.tokenizer = tokenizer
-    policy.accelerator = accelerator
+    policy.run_device = run_device
     policy.revision = model.revision
-    policy.micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
+    policy.micro_batches = MicroBatches(run_device.device, config.run.micro_batch_tokens)
     check_vocabulary(tokenizer, policy.causal, path=model.path)
     if policy.critic_model is not None:  # it reads the policy's tokens
         rows = embedding_rows(policy.causal)
@@ -80,7 +80,7 @@ def _with_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
 def resolve_threads(policy: Policy) -> str:
     """Set torch's thread count (CPU only), by the model's width where run.threads is auto; returns a note."""
     wanted = policy.config.run.threads
-    device = policy.accelerator.device
+    device = policy.device
     processes = policy.world
     if device.type != "cpu":
         return f"device {device} ({torch.cuda.get_device_name(device)})"
@@ -188,7 +188,7 @@ def load_engine(policy: Policy, runner: Runner | None, prompts: list[PreparedPro
 
 def load_scorer(config: Config, task: Task, *, policy: Policy, options: Options, runner: Runner | None) -> Scorer:
     """Load the configuration's own rewards, not started."""
-    dtype = resolve_dtype(config.model.dtype, on_cpu=policy.accelerator.device.type == "cpu")
+    dtype = resolve_dtype(config.model.dtype, on_cpu=policy.device.type == "cpu")
     model = build_reward_model(config, policy, dtype=dtype, trust_remote_code=options.trust_remote_code)
     return Scorer(
         config.reward,

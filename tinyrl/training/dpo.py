@@ -151,7 +151,7 @@ class Dpo(RowMethod):
     def check(self) -> list[str]:
         """Check that policy and reference agree before the first step."""
         texts = [pair.texts[0] for row in self.train_rows[:4] for pair in row]
-        check_reference(self.policy, texts, temperature=1.0, autocast=self.policy.accelerator.autocast)
+        check_reference(self.policy, texts, temperature=1.0, autocast=self.policy.run_device.autocast)
         return super().check()
 
     def save(self, folder: Path) -> None:

@@ -56,7 +56,7 @@ def start(
         world = method.world
         epoch = method.resolve_epochs()
         notes = [resolve_threads(policy), epoch, *schedule_notes(policy.config), *method.check()]
-        if policy.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
+        if policy.device.type == "cpu":  # numbers depend on what run.threads=auto came to
             run_section = policy.config.run.model_copy(update={"threads": torch.get_num_threads()})
             policy.config = policy.config.model_copy(update={"run": run_section})
         config = policy.config  # with the date of the run
@@ -106,7 +106,7 @@ def write_environment(
     folder: RunDir, method: Method, *, options: Options, command: list[str], forked_from: str | None = None
 ) -> None:
     """Write env.json of a run that trains `method`; forked_from: RUN@STEP of the checkpoint that a fork begins with."""
-    device = method.policy.accelerator.device
+    device = method.policy.device
     processes = method.world.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     facts = provenance(

@@ -396,7 +396,7 @@ class Run:
             best = self.state.best
             if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
                 self.state.best = Best(step=step, value=float(value))
-        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.policy.accelerator.device)})
+        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.policy.device)})
         self.folder.append_metrics(step, line)
         self.display.step(step, line)
         if evaluation is not None:

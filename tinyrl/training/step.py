@@ -42,8 +42,8 @@ class Updater:
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        in_float16 = self.policy.accelerator.mixed_precision == "fp16"
-        self.scaler = torch.amp.GradScaler(self.policy.accelerator.device.type, enabled=in_float16)
+        in_float16 = self.policy.run_device.mixed_precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=in_float16)
 
     def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
         """Accumulate the gradient of every pass and step the optimizers named in `train` whose gradient is not 0.
@@ -126,7 +126,7 @@ class Updater:
         checkpointing = policy.gradient_checkpointing() if policy.config.model.gradient_checkpointing else nullcontext()
         with policy.acting(one.role), checkpointing:
             batch = policy.batch_of([one.items[row] for row in rows], last_tokens=one.last_tokens)
-            with policy.accelerator.autocast():
+            with policy.run_device.autocast():
                 loss, metrics = one.loss(batch)
             if loss.requires_grad:
                 self.scaler.scale(loss).backward()

@@ -196,7 +196,7 @@ class LocalTeacher(Teacher):
                 likeliest = top_k_of(states, self.head, top_k=top_k, temperature=self.temperature)
                 found[0][where], found[1][where] = likeliest.ids, likeliest.logprobs
 
-        with torch.no_grad(), policy.acting(role), policy.accelerator.autocast():
+        with torch.no_grad(), policy.acting(role), policy.run_device.autocast():
             policy.micro_batches.run(Work(policy.lengths(items), run), world=trainer.world)
         trainer.world.sum(of_tokens, *found)
         if top_k is not None:

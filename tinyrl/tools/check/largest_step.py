@@ -44,7 +44,7 @@ def worst_step(method: OnPolicy | RowMethod) -> CheckSection:
     is thrown away: its peak is the run's. The method is of no use afterwards.
     """
     policy = method.policy
-    device = policy.accelerator.device
+    device = policy.device
     policy.config = trial_config(method)
     if isinstance(method, RowMethod):
         rows, most = method.keep_longest()

@@ -197,7 +197,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
 
     def logprobs(batch: Batch, *, widened: bool = False) -> Tensor:
         """(b, T) as training computes them, or `widened` to float32 throughout."""
-        how = in_float32 if widened else lambda _: policy.accelerator.autocast()
+        how = in_float32 if widened else lambda _: policy.run_device.autocast()
         with torch.no_grad(), policy.acting("policy") as model, how(model):
             return policy.logprobs("policy", batch, temperature=temperature)[0].float().cpu()
 
@@ -210,7 +210,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         gap = float((ours - theirs).abs().max())
         said = f"log-probabilities differ by at most {gap:.1g}"
         good = gap < MOST_IN_FLOAT32
-        if policy.causal.dtype != torch.float32 or policy.accelerator.mixed_precision != "no":
+        if policy.causal.dtype != torch.float32 or policy.run_device.mixed_precision != "no":
             there = (ours != 0) | (theirs != 0)
             wide = exact(widened=True)  # not padding
             error, other = (float((x - wide).abs()[there].mean()) for x in (ours, theirs))

@@ -113,7 +113,9 @@ def read_shapes(path: str) -> Shapes:
     missing = [name for name in NEEDED_SIZES if sizes[name] is None]
     if missing:
         raise ValueError(f"{unusual} ('{missing[0]}')")
-    width, heads, vocabulary = sizes["hidden_size"], sizes["num_attention_heads"], sizes["vocab_size"]
+    width = sizes["hidden_size"]
+    heads = sizes["num_attention_heads"]
+    vocabulary = sizes["vocab_size"]
     size = sizes["head_dim"] or width // heads
     keys = sizes["num_key_value_heads"] or heads
     inner = sizes["intermediate_size"] or 4 * width
@@ -127,7 +129,8 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
     """
     from tinyrl.models.device import CHUNK_ELEMENTS, LOGIT_BYTES, MICRO_BATCH_TOKENS, gpu_chunk_tokens  # with torch
 
-    shapes, lora = read_shapes(config.model.path), config.lora
+    shapes = read_shapes(config.model.path)
+    lora = config.lora
     low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
     dtype_bytes = 2 if low else 4
 
@@ -177,7 +180,8 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
 
 def longest_text(config: Config) -> int:
     """Return the most tokens of a prompt with its completion, or with all turns of an episode."""
-    generation, environment = config.generation, config.environment
+    generation = config.generation
+    environment = config.environment
     new = generation.max_new_tokens
     if environment.name or environment.tools or environment.agent:
         new += (environment.max_turns - 1) * (environment.max_observation_tokens + generation.max_new_tokens)
@@ -189,7 +193,8 @@ def of_long_texts(config: Config, *, device: str) -> dict[str, float]:
     model.gradient_checkpointing.
     """
     low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
-    shapes, dtype_bytes = read_shapes(config.model.path), 2 if low else 4
+    shapes = read_shapes(config.model.path)
+    dtype_bytes = 2 if low else 4
     return {
         "stored": 1000 * shapes.activations(dtype_bytes, recomputed=False),
         "recomputed": 1000 * shapes.activations(dtype_bytes, recomputed=True),
@@ -199,14 +204,17 @@ def of_long_texts(config: Config, *, device: str) -> dict[str, float]:
 def check_memory(config: Config, *, device: str, memory: str | None = None) -> CheckSection:
     """Compare the estimate with `memory` or what this machine has, and the checkpoints with the disk."""
     if memory is None:
-        from tinyrl.models.device import make_accelerator, memory_room
+        from tinyrl.models.device import make_device, memory_room
 
-        here = make_accelerator(device, dtype=config.model.dtype).device
-        device, room = here.type, float(memory_room(here))
+        here = make_device(device, dtype=config.model.dtype).device
+        device = here.type
+        room = float(memory_room(here))
     else:
-        device, room = "cpu" if device == "cpu" else "cuda", bytes_of(memory)
+        device = "cpu" if device == "cpu" else "cuda"
+        room = bytes_of(memory)
     parts = estimate(config, device=device, room=room)
-    always, phases = sum(parts["always"].values()), {k: sum(v.values()) for k, v in parts.items() if k != "always"}
+    always = sum(parts["always"].values())
+    phases = {k: sum(v.values()) for k, v in parts.items() if k != "always"}
     highest = max(phases, key=lambda name: phases[name])
     peak = always + phases[highest]
     needed = (config.run.keep_checkpoints + 2) * (parts["updating"]["gradients"] + parts["always"]["Adam"])
