@@ -107,10 +107,13 @@ def test_the_format_is_kept_with_the_weights(tmp_path: Path):
         save_file(tensors, tmp_path / SCORE_HEAD, metadata=metadata)
         assert TextFormat.of_adapter(str(tmp_path)) == wanted
     stored = {"chat": False, "system_prompt": "Be kind."}
-    for config, wanted in (({}, TextFormat()), ({"tinyrl_text_format": stored}, kind)):
-        assert TextFormat.of_config(PreTrainedConfig(**config)) == wanted
+    config: Any = PreTrainedConfig()
+    assert TextFormat.of_config(config) == TextFormat()
+    config.tinyrl_text_format = stored
+    assert TextFormat.of_config(config) == kind
+    config.tinyrl_text_format = {"system_prompt": 3}
     with pytest.raises(ValueError, match="system_prompt"):
-        TextFormat.of_config(PreTrainedConfig(tinyrl_text_format={"system_prompt": 3}))
+        TextFormat.of_config(config)
 
 
 def test_a_reward_model_scores_the_whole_episode(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 class Policy:
     """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
     role by name, whether batches are packed (rows end to end behind shared prompts) or padded. `load_policy`
-    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, device and dtype, micro-batches.
+    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, device and dtype,
+    micro-batches.
     """
 
     config: Config
