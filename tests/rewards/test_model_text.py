@@ -1,6 +1,7 @@
 """What a reward model reads: templates with their closing tokens, one BOS, system prompts, the end of long texts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
