@@ -1,5 +1,6 @@
 """A shipped task that is named by its file does what it does by its name: an own task can do all that it can."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_its_answers_and_replies_are_the_same() -> None:
     assert by_path.asking_turn is not None
     assert by_name.asking_turn is not None
     assert by_path.asking_turn(row) == by_name.asking_turn(row)
+
+
+def test_its_facts_are_the_same() -> None:
+    """Of each field that is no function."""
+    by_name, by_path = load_task("lookup"), load_task(BY_PATH)
+    plain = [
+        field.name for field in fields(by_name) if not callable(getattr(by_name, field.name)) and field.name != "own"
+    ]
+    assert {"right_or_wrong", "compares_with", "columns", "stop"} <= {*plain}
+    assert {name: getattr(by_path, name) for name in plain} == {name: getattr(by_name, name) for name in plain}
 
 
 def without_times(line: dict[str, Any]) -> dict[str, Any]:

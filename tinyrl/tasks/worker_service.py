@@ -14,7 +14,9 @@ from tinyrl.workers import protocol
 from tinyrl.workers.values import RowResults
 from tinyrl.workers.worker import Service, parameters_of, reward
 
-PLAIN_FACTS = ("name", "summary", "columns", "can_grade_math", "stop", "environment", "grader")
+PLAIN_FACTS = (
+    "name", "summary", "columns", "compares_with", "right_or_wrong", "can_grade_math", "stop", "environment", "grader",
+)  # fmt: skip
 FUNCTIONS = ("verify", "check_reference", "answer", "respond", "asking_turn", "generate")  # which a task may have
 
 
