@@ -23,6 +23,8 @@ from typing import Any
 
 from tinyrl.text import did_you_mean, first_line, join_truncated, truncate
 
+PATH_CHARACTERS = 300  # of a path in a sentence: its end is what tells it from others
+
 Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # rows with their places: "train.jsonl:12", "train.parquet row 12"
 
@@ -102,12 +104,12 @@ def reader_of(source: str, *, revision: str | None = None) -> Callable[[], Itera
         if os.path.isfile(path):  # which is false, not an error, of a name that no file system has
             return partial(read, source)
         near = did_you_mean(path.name, [file.name for file in _beside(path) if file.suffix in _READERS])
-        raise ValueError(f"{truncate(source)}: no such file.{near}")
+        raise ValueError(f"{truncate(source, PATH_CHARACTERS)}: no such file.{near}")
     is_saved = any(os.path.isfile(path / name) for name in _SAVED)
     if is_saved or (_HUB.fullmatch(source) and len(source) <= MOST_HUB_CHARS and not os.path.exists(path)):
         return partial(_read_dataset, source, revision)
     wanted = f"file ({kinds}), folder of save_to_disk, or hub name (openai/gsm8k:main@train)"
-    raise ValueError(f"'{truncate(source)}' is no {wanted}")
+    raise ValueError(f"'{truncate(source, PATH_CHARACTERS)}' is no {wanted}")
 
 
 def _beside(path: Path) -> list[Path]:
