@@ -24,12 +24,26 @@ the message ends with the line to copy.
 ```python
 GRPOConfig(
     run_name="sums",
-    learning_rate=1e-5, lr_scheduler_type="cosine", lr_warmup_steps=20,
-    per_device_train_batch_size=16, gradient_accumulation_steps=16,
-    num_generations=8, num_iterations=2, max_completion_length=512,
-    beta=0.04, epsilon=0.2, epsilon_high=0.28, loss_type="dr_grpo", scale_rewards="none",
-    num_train_epochs=1, save_steps=50, eval_strategy="steps", eval_steps=50,
-    report_to="wandb", log_completions=True, seed=1,
+    learning_rate=1e-5,
+    lr_scheduler_type="cosine",
+    lr_warmup_steps=20,
+    per_device_train_batch_size=16,
+    gradient_accumulation_steps=16,
+    num_generations=8,
+    num_iterations=2,
+    max_completion_length=512,
+    beta=0.04,
+    epsilon=0.2,
+    epsilon_high=0.28,
+    loss_type="dr_grpo",
+    scale_rewards="none",
+    num_train_epochs=1,
+    save_steps=50,
+    eval_strategy="steps",
+    eval_steps=50,
+    report_to="wandb",
+    log_completions=True,
+    seed=1,
 )
 LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 ```
