@@ -63,7 +63,9 @@ def with_a_small_model(config: Config) -> list[str]:
     tokenizer.save_pretrained(folder)
     overrides = [f"model.path={folder}"]
     if METHODS[config.method].samples:
-        overrides += ["generation.max_new_tokens=8", "environment.max_observation_tokens=16"]
+        overrides.append("generation.max_new_tokens=8")
+    if "max_observation_tokens" in config.environment.model_fields_set:
+        overrides.append("environment.max_observation_tokens=16")
     if importlib.util.find_spec("bitsandbytes") is None:
         overrides.append("model.quantization=null")
     asked = [{"role": "user", "content": "How many apples ?"}]

@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -135,17 +137,23 @@ def flip_one_bit(folder: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(("damaged", "instead"), [(1, f"step-00000{STEPS - 1}"), (9, "the start")])
-@pytest.mark.wide
-def test_damaged_checkpoints_give_way_with_one_warning(
-    damaged: int, instead: str, whole: Whole, tmp_path: Path
-) -> None:
-    """The newest one, or all; then the run begins again with the random numbers it had."""
+def test_a_damaged_checkpoint_gives_way_with_one_warning(whole: Whole, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(whole.run.path, tmp_path / "run"))
-    for folder in list_checkpoints(run.checkpoints)[-damaged:]:
-        flip_one_bit(folder)
+    flip_one_bit(list_checkpoints(run.checkpoints)[-1])
     [line] = [line for line in resumed(run).splitlines() if "critic/adapter_model.safetensors" in line]
     assert "warning" in line
-    assert instead in line
+    assert f"step-00000{STEPS - 1}" in line
     assert_same(whole.run, run, STEPS)
     assert [problem_with(folder) for folder in list_checkpoints(run.checkpoints)[-2:]] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_run_of_damaged_checkpoints_is_left_as_it_is(whole: Whole, tmp_path: Path) -> None:
+    """A resume would have nothing to go on from, and would begin the run again."""
+    run = RunDir(shutil.copytree(whole.run.path, tmp_path / "run"))
+    for folder in list_checkpoints(run.checkpoints):
+        flip_one_bit(folder)
+    records = run.lengths()
+    command = [sys.executable, "-m", "tinyrl", "train", "--resume", str(run.path), "--device", "cpu"]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 2
+    assert run.lengths() == records

@@ -264,6 +264,9 @@ class Surroundings:
     after: str
 
 
+CHARS_A_TOKEN = 64  # of a reply that is tokenised: tokens are shorter
+
+
 class ObservationTokens:
     """Tokenise replies, at most `max_tokens` of a reply's own, as the chat template would write them.
 
@@ -316,12 +319,13 @@ class ObservationTokens:
         whether any was cut. Short ones stay whole, and long ones are cut to the same length. Without `between`, and
         where that alone takes all tokens, it is one message.
         """
+        given = [*results]
+        results = [self._bounded(text) for text in given]
         separators = (len(results) - 1) * len(token_ids(self.tokenizer, between or ""))
         room = self.max_tokens - separators
         if between is None or room < len(results):
-            joined = "\n".join(results)
-            shown = self._shortened(joined, self.max_tokens)
-            return [shown], shown != joined
+            shown = self._shortened("\n".join(results), self.max_tokens)
+            return [shown], shown != "\n".join(given)
         sizes = [len(token_ids(self.tokenizer, disguised(self.tokenizer, text))) for text in results]
         share = room
         for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
@@ -332,7 +336,16 @@ class ObservationTokens:
         shown = [
             text if size <= share else self._shortened(text, share) for text, size in zip(results, sizes, strict=True)
         ]
-        return shown, shown != [*results]
+        return shown, shown != given
+
+    def _bounded(self, text: str) -> str:
+        """Cut the middle out of a text that has more characters than `max_tokens` tokens of usual length: a megabyte is
+        not tokenised, nor shown whole where it is one token.
+        """
+        half = CHARS_A_TOKEN * self.max_tokens // 2
+        if len(text) <= 2 * half:
+            return text
+        return f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out]\n{text[-half:]}"
 
     def _shortened(self, text: str, most: int) -> str:
         """Cut the middle out of a text of more than `most` tokens, between whole characters, and put a line there that
