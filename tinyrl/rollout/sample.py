@@ -89,6 +89,11 @@ class Sample:
         return self.finish == "length"
 
     @property
+    def has_advantage(self) -> bool:
+        """Return whether the advantage of any of its tokens is not 0."""
+        return self.advantage is not None and bool(self.advantage.any())
+
+    @property
     def num_actions(self) -> int:
         return sum(self.mask)
 

@@ -186,7 +186,7 @@ def only_rounding(
     """
     if config.entropy_coef > 0 or teacher_coef > 0:
         return False
-    if any(bool(torch.as_tensor(sample.advantage).any()) for sample in batch.items):
+    if any(sample.has_advantage for sample in batch.items):
         return False
     if kl_coef == 0:
         return True
