@@ -120,6 +120,19 @@ def test_the_mismatch_is_corrected_as_configured(
     assert gap.item() == pytest.approx((math.log(1.5) * 2 + math.log(4)) / 3)
 
 
+def test_the_kl_that_the_update_measures_is_summed_over_a_response() -> None:
+    """k1 is 0.5 and -0.1 in one response and 0.2 in another of one token: 0.6 over two responses, not three tokens."""
+    mask = torch.tensor([[True, True], [True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True)
+    ref = torch.tensor([[-1.5, -1.9], [-3.2, 9.0]])
+    batch = batch_with(mask, logprobs=logprobs.detach(), advantage=torch.zeros(2), ref=ref)
+    section: Any = GrpoConfig.model_validate({"preset": "grpo"})
+    counts = counted(tokens=3, sequences=2, rows=2)
+    how: Any = {"kl_coef": 0.04, "max_new_tokens": LENGTHS, "inexact": False}
+    _, metrics = policy_loss(logprobs, torch.zeros(2, 2), batch, counts, section, **how)
+    assert metrics["objective/kl"].item() == pytest.approx(0.6 / 2)
+
+
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo"])
 def test_an_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation(preset: str) -> None:
     """d loss / d entropy = -entropy_coef / tokens for each of the tokens of the step that count."""
