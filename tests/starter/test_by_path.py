@@ -8,7 +8,6 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.runs.records import read_steps
 from tinyrl.starter import lookup
 from tinyrl.tasks import load_splits, load_task
 
@@ -50,16 +49,11 @@ def test_its_facts_are_the_same() -> None:
     assert {name: getattr(by_path, name) for name in plain} == {name: getattr(by_name, name) for name in plain}
 
 
-def without_times(line: dict[str, Any]) -> dict[str, Any]:
-    timed = ("time/", "tokens_per_second", "memory/")
-    return {key: value for key, value in line.items() if not key.startswith(timed)}
-
-
 def test_a_run_has_the_same_numbers(model: Path, tmp_path: Path) -> None:
     found = []
     for name, task in (("by-name", "lookup"), ("by-path", BY_PATH)):
         code, run, _ = running.train(settings(task, model), tmp_path, name=name)
         assert code == 0
-        found.append([without_times(line) for line in read_steps(run.metrics, []).values()])
+        found.append(running.lasting(run))
     assert len(found[0]) == 3
     assert found[0] == found[1]
