@@ -215,7 +215,9 @@ class RewardFunctionConfig(Section):
     cache: Annotated[Text | None, Names("file", made=True)] = Field(
         default=None, description="judge: cache file; null: ~/.cache/tinyrl/judge.sqlite"
     )
-    max_requests: Positive | None = Field(default=None, description="judge: most requests of a run; one that may need more is refused")
+    max_requests: Positive | None = Field(
+        default=None, description="judge: most requests of a run; one that may need more is refused"
+    )
     allow_weak: bool = Field(default=False, description="judge: train even if gold answers do not score best")
 
     @property
