@@ -85,6 +85,11 @@ class Sample:
         return not math.isnan(self.reward)
 
     @property
+    def play_failure(self) -> str | None:
+        """Return why the environment or the agent failed in its episode; None if neither did."""
+        return None if self.played is None else self.played.failure
+
+    @property
     def truncated(self) -> bool:
         return self.finish == "length"
 

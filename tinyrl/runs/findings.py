@@ -175,7 +175,8 @@ def rewards_dropped(run: RunRecords) -> Finding | None:
         return None
     return Finding(
         name="rewards dropped",
-        what=f"{share:.0%} of the completions have no reward: its functions failed, or returned None.",
+        what=f"{share:.0%} of the completions have no reward: a reward, the environment or the agent failed, or all "
+        "scores were None.",
         change="See failed_rewards.jsonl, which has the reasons; without a line there every function returned None.",
         figures={"dropped": share},
     )
