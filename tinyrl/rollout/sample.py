@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,8 +104,9 @@ class Sample:
 
     def plain(self) -> dict[str, Any]:
         """Convert to JSON, for the record of a batch that is not finite."""
-        apart = {"teaching": None, "further": [sample.plain() for sample in self.further]}
-        apart["played"] = None if self.played is None else asdict(self.played)
+        apart: dict[str, Any] = {"teaching": None, "further": [sample.plain() for sample in self.further]}
+        if self.played is not None:  # an agent's messages are in samples.jsonl
+            apart["played"] = asdict(replace(self.played, dialogues=None))
         return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in (vars(self) | apart).items()}
 
 
