@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from tinyrl.environments.environment import Dialogue, Episode
+from tinyrl.generation.sample import Sample
 from tinyrl.rollout.records import EPISODE_CHARACTERS, LEAST_SHARE, conversation_lines, sample_lines
-from tinyrl.rollout.sample import Sample
 from tinyrl.runs.records import turns_of
 
 
