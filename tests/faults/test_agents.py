@@ -112,6 +112,9 @@ def test_a_run_whose_every_episode_the_agent_failed_exits_3_with_its_errors(
     assert f"agent `run` failed in {4 if code else 2} of 4 episodes" in said
     last = said.splitlines()[-1]
     assert all(f"2 x `run` {how}" in last for how in ("raised RuntimeError", "died of SIGKILL")) == (code == 3)
+    for line in map(json.loads, run.samples.read_text().splitlines()):  # what was said before an agent failed, too
+        asked = line["conversations"][0]["messages"][0]["content"]
+        assert asked == ("x" if line["reward"] is None else line["prompt"])
 
 
 def train_showing_all(settings: Config, folder: Path) -> None:

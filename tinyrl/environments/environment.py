@@ -166,7 +166,7 @@ class Dialogue:
     came with them.
     """
 
-    messages: list[Message]
+    messages: list[Message] = field(default_factory=list)
     tools: list[Any] = field(default_factory=list)
 
 

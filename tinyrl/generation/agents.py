@@ -89,7 +89,9 @@ class AgentRunner:
                 conversations = [Sample.opened(prompt.tokens, row=episode.row)]
                 conversations[0].read([0])
             first, *further = conversations
-            first.played = record_of(first, text=text or "", calls=max(1, episode.calls), failure=failure)
+            calls = max(1, episode.calls)
+            first.played = record_of(first, text=text or "", calls=calls, failure=failure)
+            first.played.dialogues = episode.dialogues()
             first.further = further
             samples.append(first)
         return samples
