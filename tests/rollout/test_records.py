@@ -47,7 +47,7 @@ def test_a_line_has_an_agents_messages_and_tools_beside_what_it_returned() -> No
         ("policy", 'find({"title": "Emma"})', 0),
         ("tool", "Jane Austen", 0),
         ("policy", "Austen.", 0),
-        ("agent", "returned", 0),
+        ("agent returned", "returned", 0),
     ]
 
 
@@ -60,7 +60,7 @@ def test_an_episode_without_an_agent_has_no_conversations() -> None:
 def test_an_agent_that_asked_nothing_has_only_what_it_returned() -> None:
     line = line_of(Episode([said("assistant", "")], dialogues=[]))
     assert line["conversations"] == []
-    assert [tuple(turn) for turn in turns_of(line)] == [("agent", "returned", 0)]
+    assert [tuple(turn) for turn in turns_of(line)] == [("agent returned", "returned", 0)]
 
 
 def test_what_an_earlier_conversation_begins_with_is_written_once() -> None:
@@ -84,7 +84,10 @@ def test_what_an_earlier_conversation_begins_with_is_written_once() -> None:
     ]
     shown = turns_of({"conversations": lines, "completion": "x"})
     assert [turn.conversation for turn in shown] == [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 0]
-    assert shown[4].text == "the first 1 messages of conversation 1"
+    assert [turn.text for turn in shown if turn.speaker == "as before"] == [
+        "the first message of conversation 1",
+        "the first 2 messages of conversation 2",
+    ]
 
 
 def test_long_texts_are_cut_in_the_middle_and_others_kept() -> None:

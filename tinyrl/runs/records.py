@@ -106,8 +106,8 @@ def samples_of(
 
 class Turn(NamedTuple):
     """A message of a sample as it is shown. speaker: "policy", "environment"; with an agent also the role of a message
-    that it sent, "tools" that it offered, and "agent" for what it returned. conversation: the number of an agent's, if
-    there are several.
+    that it sent, "tools" that it offered, and "agent returned". conversation: the number of an agent's, if there are
+    several.
     """
 
     speaker: str
@@ -125,7 +125,7 @@ def turns_of(row: dict[str, Any]) -> list[Turn]:
         for number, one in enumerate(conversations, start=1):
             if isinstance(one, dict):
                 turns += _conversation_turns(one, number=number if len(conversations) > 1 else 0)
-        return [*turns, Turn("agent", completion)]
+        return [*turns, Turn("agent returned", completion)]
     if not isinstance(episode := row.get("episode"), list):
         return [Turn("policy", completion)]
     messages = [message for message in episode if isinstance(message, dict)]
@@ -142,8 +142,9 @@ def _conversation_turns(conversation: dict[str, Any], *, number: int) -> list[Tu
         turns.append(Turn("tools", "\n".join(map(_tool_line, tools)) or "none", number))
     same_as = conversation.get("same_as")
     if isinstance(same_as, dict):
-        text = f"the first {same_as.get('messages')} messages of conversation {same_as.get('conversation')}"
-        turns.append(Turn("as before", text, number))
+        count = same_as.get("messages")
+        first = "the first message" if count == 1 else f"the first {count} messages"
+        turns.append(Turn("as before", f"{first} of conversation {same_as.get('conversation')}", number))
     messages = conversation.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
