@@ -55,14 +55,14 @@ class Given:
 @dataclass(eq=False)
 class Conversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
-    the agent has it (None: it cannot be continued); said: the same as messages, for the records; pending: the call
-    under way.
+    the agent has it (None: it cannot be continued); dialogue: the same as messages, for the records; pending: the
+    call under way.
     """
 
     sample: Sample
     last: Sequence | None = None
     known: Given | None = None
-    said: Dialogue = field(default_factory=Dialogue)
+    dialogue: Dialogue = field(default_factory=Dialogue)
     pending: Call | None = None
 
     @property
@@ -114,21 +114,21 @@ class Call:
 
     def _note(self, message: Message, known: Given | None) -> None:
         """Write the call and its answer into the record of the conversation; text that is no chat is the user's."""
-        said = self.conversation.said
+        dialogue = self.conversation.dialogue
         if known is not None and known.messages is not None:
-            said.messages = [*known.messages]
-            said.tools = known.variables.get("tools") or []
+            dialogue.messages = [*known.messages]
+            dialogue.tools = known.variables.get("tools") or []
             return
         before = self.conversation.known
         if self.given.text is None:
-            new = self.read if said.messages else self.sequence.prompt
+            new = self.read if dialogue.messages else self.sequence.prompt
             asked = str(self.episode.tokenizer.decode(new))
         elif before is not None and before.text is not None:
-            asked = self.given.text[len(before.text) :]
+            asked = self.given.text.removeprefix(before.text)
         else:
             asked = self.given.text
-        said.messages.append({"role": "user", "content": asked})
-        said.messages.append({"role": "assistant", "content": message["content"]})
+        dialogue.messages.append({"role": "user", "content": asked})
+        dialogue.messages.append({"role": "assistant", "content": message["content"]})
 
     def give_up(self) -> None:
         """End a call that has no answer: its turn and its random numbers can be used again."""
@@ -205,7 +205,7 @@ class AgentEpisode:
 
     def dialogues(self) -> list[Dialogue]:
         """Return the messages of the conversations with an answer, in the order of `samples`."""
-        return [one.said for one in self.conversations if one.last is not None]
+        return [one.dialogue for one in self.conversations if one.last is not None]
 
     def samples(self) -> list[Sample]:
         """Return the conversations with an answer, in the order in which they began."""
