@@ -67,7 +67,13 @@ grpo:
   clip_eps_high: 0.28
   aggregation: constant
   advantage_scale: none
-run: {epochs: 1, save_every: 25, eval_every: 25, trackers: [wandb], log_completions: true, seed: 1}
+run:
+  epochs: 1
+  save_every: 25
+  eval_every: 25
+  trackers: [wandb]
+  log_completions: true
+  seed: 1
 ```
 
 A step here is a rollout with all its optimizer steps. TRL counts optimizer steps, so `save_steps=50` with
