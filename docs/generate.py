@@ -109,6 +109,7 @@ def commands_page() -> str:
     command = typer.main.get_command(app)
     page = get_docs_for_click(obj=command, ctx=typer.Context(command), name="tinyrl", title="Commands")
     shared = ("* `--help`", "* `--debug`", "* `--install-completion`", "* `--show-completion`")
+    page = page.replace(" <list[str]>", "")
     return NOTE + "".join(line for line in page.splitlines(keepends=True) if not line.startswith(shared)).strip() + "\n"
 
 

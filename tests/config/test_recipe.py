@@ -319,6 +319,12 @@ def test_the_page_is_a_recipe_with_every_default() -> None:
         describe_settings("gpro")
 
 
+def test_the_page_in_narrow_lines_has_the_same_values() -> None:
+    narrow = describe_settings(columns=80)
+    assert parse_plain(narrow, "page") == parse_plain(describe_settings(), "page")
+    assert [line for line in narrow.splitlines() if len(line) > 80 and "#" in line[40:]] == []
+
+
 # ---- config.yaml gives the same object ----
 
 
