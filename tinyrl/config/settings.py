@@ -251,9 +251,13 @@ def _words(kind: Kind, *, brief: bool = False) -> list[str]:
     if kind["type"] == "object":
         return ["a mapping"]
     if kind["type"] == "array":
-        return [f"a list of {allowed(kind['items'], brief=brief)}"]
+        item = allowed(kind["items"], brief=brief)
+        items = re.sub(r"^a (whole )?number", r"\1numbers", item)
+        return [f"a list of {items}"]
     bounds = [name for name in LIMITS if name in kind and not (brief and abs(kind[name]) >= FAR)]
     limits = " and ".join(f"{LIMITS[name]} {kind[name]}" for name in bounds)
+    if bounds == ["minimum", "maximum"]:
+        limits = f"from {kind['minimum']} to {kind['maximum']}"
     return PLAIN.get(kind["type"]) or [f"{NUMBERS[kind['type']]} {limits}".rstrip()]
 
 
