@@ -9,17 +9,17 @@ from tinyrl.config.marks import Named
 from tinyrl.config.schema import Config, check_training
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
-from tinyrl.data.rows import needed_data
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.models.reading import resolve_model_path
+from tinyrl.rewards.trial import most_questions
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.tasks import load_task, read_ahead
+from tinyrl.tasks import load_task
+from tinyrl.tasks.run_rows import needed_data, read_ahead
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
-GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before step 1, at most: Scorer.check
 THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
 
 
@@ -97,7 +97,7 @@ def _check_judges(config: Config) -> None:
         group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
         most = function.max_requests
         evaluated = 2 * evaluations * run.eval_prompts  # sampled and greedy
-        needed = prompts * group + evaluated + GOLD_QUESTIONS[function.mode]
+        needed = prompts * group + evaluated + most_questions(function.mode)
         if most is not None and needed > most:
             raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")
 

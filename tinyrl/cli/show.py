@@ -40,7 +40,7 @@ def show(
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
     from tinyrl.runs import show as shown
-    from tinyrl.tasks import export_rows, row_texts
+    from tinyrl.tasks.run_rows import export_rows, row_texts
 
     opened = open_run(run)
     notes = list[str]()

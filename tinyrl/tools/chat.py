@@ -25,9 +25,10 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_policy, load_scorer
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
-from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks import load_task
 from tinyrl.tasks.answers import hidden_ids, turn_text
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import IncrementalDetokenizer, escape_control
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
@@ -151,7 +152,7 @@ class ChatSession(ExitStack):
         openings = None
         if isinstance(asked, int):
             task = self.task
-            rows = load_split(self.target.config, "eval")
+            rows = rows_of_run(self.target.config).held_out
             index = asked
             if not 0 <= index < len(rows):
                 raise ValueError(f"there is no held-out row {index}: /prompt 0 to {len(rows) - 1}")

@@ -20,14 +20,15 @@ import psutil
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import example_rows, row_key
+from tinyrl.data.rows import row_key
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
 from tinyrl.runs.resolve import resolve
-from tinyrl.tasks import load_splits, load_task
+from tinyrl.tasks import load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
 from tinyrl.tools.check.judges import check_judges
@@ -175,10 +176,11 @@ def _by_name(config: Config) -> dict[str, Any]:
 
 def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
     """Read the rows of both splits; the section shows how many there are and the first. Return those to train on."""
-    notes: list[str] = []
-    train, held_out = load_splits(config) if config.samples else example_rows(config, notes)
+    rows = rows_of_run(config)
+    train = rows.train
+    held_out = rows.held_out
     source = config.task.data or f"the task {config.task.name}"
-    lines = [f"{len(train):,} to train on, {len(held_out):,} held out, of {source}", *notes]
+    lines = [f"{len(train):,} to train on, {len(held_out):,} held out, of {source}", *rows.notes]
     row = train[0]
     if config.samples:
         task = load_task(config.task.name or "rows")
