@@ -11,7 +11,7 @@ import pytest
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, python
-from tinyrl.environments.environment import Environment
+from tinyrl.environments.environment import Replies
 from tinyrl.environments.python import NO_OUTPUT, STOPPED, UNREADABLE, Python, call_in, kept_cells
 from tinyrl.workers.sandbox import why_not_isolated
 
@@ -244,7 +244,7 @@ def test_closing_ends_the_interpreters_and_a_system_without_the_sandbox_is_refus
     interpreters: Interpreters, monkeypatch: pytest.MonkeyPatch
 ):
     config = EnvironmentConfig.model_validate({"name": "python"})
-    environment = Environment(config, task="x", respond=None, use=None, stop=(), length=len)
+    environment = Replies(config, task="x", respond=None, use=None, stop=(), length=len)
     assert environment.respond([[]], [turns(tool_call("1"))], {"seed": [0]}).values == [Reply("1")]
     assert len(interpreters()) == 1
     environment.close()

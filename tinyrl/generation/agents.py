@@ -92,7 +92,7 @@ class AgentRunner:
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
-        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
+        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
 
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
-from tinyrl.environments.environment import Environment, Episode
+from tinyrl.environments.environment import Episode, Replies
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, row_keys
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
@@ -42,7 +42,7 @@ class EpisodeRunner:
     writes tool calls (None: the chat template shows no tools).
     """
 
-    environment: Environment
+    environment: Replies
     observations: ObservationTokens
     tokenizer: PreTrainedTokenizerBase
     max_new_tokens: int
@@ -70,7 +70,7 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     template = config.task.chat_template_kwargs
     if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
         return None
-    environment = Environment(
+    environment = Replies(
         section,
         task=task.name,
         respond=task.respond,

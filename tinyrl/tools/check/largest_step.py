@@ -20,7 +20,7 @@ from tinyrl.models.parallel import ALONE
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import make_method
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.run_rows import text_rows

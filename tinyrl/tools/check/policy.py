@@ -20,7 +20,7 @@ from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.collect import Collector
-from tinyrl.runs.findings import Finding, found_by
+from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe, to_float
 from tinyrl.runs.run_dir import write_atomic
 from tinyrl.tasks import load_task
