@@ -161,7 +161,8 @@ def runs_page() -> str:
 
 def findings_in_words() -> list[tuple[str, str]]:
     """Return the name of each finding of a run, and when there is one: the docstring of its function."""
-    functions = {each.name: each for each in ast.parse(inspect.getsource(findings)).body if hasattr(each, "name")}
+    tree = ast.parse(inspect.getsource(findings))
+    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
     checks = (findings.diverged, *findings.AT_ONCE, *findings.AFTER_SOME_STEPS)
     found = []
     for check in checks:
@@ -171,7 +172,7 @@ def findings_in_words() -> list[tuple[str, str]]:
     return found
 
 
-def names_of_findings(function: str, functions: dict[str, ast.AST]) -> list[str]:
+def names_of_findings(function: str, functions: dict[str, ast.FunctionDef]) -> list[str]:
     """Return the names that a function gives to a Finding, itself or by the private functions that it calls."""
     names = []
     for node in ast.walk(functions[function]):

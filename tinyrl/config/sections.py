@@ -284,7 +284,8 @@ class EnvironmentConfig(Section):
 
     @property
     def seconds(self) -> float:
-        return self.timeout_s or (300.0 if self.agent is not None else 5.0 if self.name == "python" else 30.0)
+        """Return the limit of a tool call, a search or an agent; a cell of Python has its own (python.py)."""
+        return self.timeout_s or (300.0 if self.agent is not None else 30.0)
 
 
 class GenerationConfig(Section):
