@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from tinyrl.data import formats
 from tinyrl.data.formats import (
+    Format,
     Judged,
     Labels,
     Pairs,
@@ -171,6 +173,28 @@ def test_rows_of_one_prompt_stay_on_one_side(form):
     assert (len(train), len(held_out)) == (54, 2)
     kept = [shared_prompt(row) for row in train]
     assert not [row for row in held_out if shared_prompt(row) in kept]
+
+
+class Alpaca(Format):
+    column = "output"
+
+    def prompt(self, row: dict[str, Any]) -> str:
+        return f"{row['instruction']} {row['input']}"
+
+    def read(self, row: dict[str, Any]) -> Any:
+        return self.prompt(row), row["output"]
+
+
+def test_a_format_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are read, and split by their prompts, once it is named in both orders."""
+    rows = [{"instruction": "Add.", "input": f"{n % 20}", "output": f"{n}"} for n in range(60)]
+    with pytest.raises(ValueError, match="no column"):
+        text_examples(rows[0])
+    monkeypatch.setattr(formats, "ANSWERS", (*formats.ANSWERS, Alpaca()))
+    monkeypatch.setattr(formats, "PROMPTS", (*formats.PROMPTS, Alpaca()))
+    assert text_examples(rows[21]) == [TextExample("Add. 1", "21")]
+    train, held_out = train_eval_split(rows, prompt=Texts().prompt, seed=0)
+    assert (len(train), len(held_out)) == (54, 2)
 
 
 def test_rows_are_counted_by_their_columns_and_the_first_is_shown():

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
@@ -77,6 +77,10 @@ class Format:
     asked: tuple[str, ...] = ()
     answered: tuple[str, ...] = ()
     begins_with_prompt = False
+
+    @property
+    def columns(self) -> list[str]:
+        return [*dict.fromkeys((self.column, *self.asked, *self.answered))]
 
     def is_in(self, row: Row) -> bool:
         return row.get(self.column) is not None
@@ -145,7 +149,7 @@ ANSWERS: tuple[Format, ...] = (COMPLETION, MESSAGES, CONVERSATIONS, TEXT)  # one
 PROMPTS: tuple[Format, ...] = (TEXT, MESSAGES, CONVERSATIONS, PAIR, COMPLETION)  # a prompt is taken of the first
 ASKED_COLUMNS = ("prompt", "tools", *(name for each in PROMPTS for name in each.asked))
 ANSWERED_COLUMNS = tuple(name for each in PROMPTS for name in each.answered)
-KNOWN_COLUMNS = ("prompt", *(each.column for each in ANSWERS), *PAIR.answered, "margin", "label", "tools")
+KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.columns), "margin", "label", "tools")
 
 
 def shared_prompt(row: Row) -> Any:
@@ -215,12 +219,7 @@ class Examples(RowKind):
         raise NotImplementedError
 
     def usable(self, placed: Placed, notes: list[str]) -> list[Row]:
-        reasons = list[str | None]()
-        for place, row in watched(placed):
-            try:
-                reasons.append(self.problem(row))
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
+        reasons = [at_place(place, self.problem, row) for place, row in watched(placed)]
         leave_out([row for _, row in placed], reasons, notes)
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
         return shuffled(rows) if self.is_shuffled else rows
@@ -304,6 +303,17 @@ def is_empty(answer: Side) -> bool:
     """Return whether the last message of an answer is blank; one with tool calls or thoughts is not."""
     last = {"content": answer} if isinstance(answer, str) else answer[-1]
     return {*last} <= {"role", "content"} and not last["content"].strip()
+
+
+Made = TypeVar("Made")
+
+
+def at_place(place: str, make: Callable[[Row], Made], row: Row) -> Made:
+    """Call a function with a row; its ValueError gets the row's place."""
+    try:
+        return make(row)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> None:

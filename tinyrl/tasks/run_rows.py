@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, with_prompt
+from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, with_prompt
 from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
 from tinyrl.data.rows import HELD_OUT_SHARE, SPLIT_SEED, prompt_key, row_key, rows_needed, train_eval_split
@@ -132,11 +130,11 @@ class Prompts(RowKind):
         """
         task = self.task
         if "prompt" in task.columns:
-            placed = [(place, _at(place, with_prompt, row)) for place, row in placed]
+            placed = [(place, at_place(place, with_prompt, row)) for place, row in placed]
         if task.own is not None:
             task.own.prepare([row for _, row in placed])
         for place, row in placed:
-            _at(place, self.check, row)
+            at_place(place, self.check, row)
         names = list(dict.fromkeys(name for _, row in placed for name in row))
         rows = [{name: row.get(name) for name in names} for _, row in placed]
         if task.own is not None:
@@ -145,17 +143,6 @@ class Prompts(RowKind):
 
     def check(self, row: Row) -> None:
         check_row(self.task, row, verified=self.verified)
-
-
-Made = TypeVar("Made")
-
-
-def _at(place: str, make: Callable[[Row], Made], row: Row) -> Made:
-    """Call a function with a row; its ValueError gets the row's place."""
-    try:
-        return make(row)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
 
 
 def check_row(task: Task, row: Row, *, verified: bool) -> None:
