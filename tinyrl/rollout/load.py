@@ -33,7 +33,7 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import Task, load_task
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 from tinyrl.tasks.run_rows import RunRows, rows_of_run, take_rows
 
@@ -174,9 +174,7 @@ def load_engine(policy: Policy, runner: Runner | None, prompts: list[PreparedPro
     """Select the engine that samples responses to the prompts; return it, and why that one."""
     generation = policy.config.generation
     longest = longest_response(policy.config, runner)
-    longest_prompt = max((len(prompt.tokens) for prompt in prompts), default=0)
-    if isinstance(runner, AgentRunner):  # agents write their own prompts
-        longest_prompt = generation.max_prompt_tokens
+    longest_prompt = most_tokens(prompts) if runner is None else runner.longest_prompt(prompts)
     stop = [*generation.stop, *(runner.environment.stop if runner else ())]
     return select_engine(
         generation.model_copy(update={"stop": stop}),

@@ -80,6 +80,10 @@ def prepare_prompts(
     return prepared
 
 
+def most_tokens(prompts: list[PreparedPrompt]) -> int:
+    return max((len(prompt.tokens) for prompt in prompts), default=0)
+
+
 def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
     """Return the columns of rows as lists (TRL's reward signature); the prompt is an argument of its own."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts", "completions"))
