@@ -82,8 +82,8 @@ def check(
 
 
 def _without_models(config: Config, train: list[Row], *, asks_judges: bool) -> list[CheckSection]:
-    """Try reward and environment on rows, of a method that samples. A run asks its judges more questions at its start
-    than `asks_judges` does.
+    """Try reward and environment on rows, of a method that samples; asks_judges: each judge answers one question too,
+    where no model is loaded, whose start asks it more.
     """
     if not config.samples:
         return []
