@@ -112,7 +112,6 @@ class Replies(Environment):
         elif worker is not None:
             self.workers = [worker]
             self._respond = None
-
         if self._respond is not None:  # a person's code says so itself when it is called
             parameters = inspect.signature(self._respond).parameters.values()
             self.needed_columns = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
