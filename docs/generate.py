@@ -1,8 +1,11 @@
-"""Write commands.md from the command line and settings.md from the configuration: `python docs/generate.py`.
+"""Write commands.md from the command line, settings.md from the configuration, and the table of findings in runs.md:
+`python docs/generate.py`.
 
 tests/test_docs.py fails where a page is not what this script would write.
 """
 
+import ast
+import inspect
 from pathlib import Path
 
 import typer
@@ -13,6 +16,7 @@ from tinyrl.config.aliases import ANSWERS
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe
+from tinyrl.runs import findings
 
 NOTE = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
 TRL = """
@@ -152,7 +156,43 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
 
 
-PAGES = {"commands.md": commands_page, "settings.md": settings_page}
+def runs_page() -> str:
+    """Return runs.md with the table of findings anew; the rest of it is written by hand."""
+    page = (Path(__file__).parent / "runs.md").read_text(encoding="utf-8")
+    header = "| finding | when |\n|---|---|\n"
+    before, _, after = page.partition(header)
+    _, _, after = after.partition("\n\n")
+    rows = [row(name, when) for name, when in findings_in_words()]
+    return before + header + "\n".join(rows) + "\n\n" + after
+
+
+def findings_in_words() -> list[tuple[str, str]]:
+    """Return the name of each finding of a run, and when there is one: the docstring of its function."""
+    tree = ast.parse(inspect.getsource(findings))
+    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    checks = (findings.diverged, *findings.AT_ONCE, *findings.AFTER_SOME_STEPS)
+    found = []
+    for check in checks:
+        name, *_ = names_of_findings(check.__name__, functions)
+        when = inspect.getdoc(check) or ""
+        found.append((name, when.strip().removesuffix(".")))
+    return found
+
+
+def names_of_findings(function: str, functions: dict[str, ast.FunctionDef]) -> list[str]:
+    """Return the names that a function gives to a Finding, itself or by the private functions that it calls."""
+    names = []
+    for node in ast.walk(functions[function]):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id == "Finding":
+            names += [ast.literal_eval(word.value) for word in node.keywords if word.arg == "name"]
+        elif node.func.id.startswith("_"):
+            names += names_of_findings(node.func.id, functions)
+    return names
+
+
+PAGES = {"commands.md": commands_page, "settings.md": settings_page, "runs.md": runs_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -16,7 +16,7 @@ from tinyrl.errors import Interrupted
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
-from tinyrl.tasks import load_split
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import resume, start
 from tinyrl.training.step import RoleOptimizer, role_optimizers
@@ -46,7 +46,8 @@ def config(method: str, path: Path, **sections: Any) -> Config:
 
 def rows_of(task: str, split: str, **settings: Any) -> list[Row]:
     """The rows of a split of a task, by settings of the section task."""
-    return load_split(Config.model_validate({"method": "grpo", "task": {"name": task, **settings}}), split)
+    rows = rows_of_run(Config.model_validate({"method": "grpo", "task": {"name": task, **settings}}))
+    return rows.train if split == "train" else rows.held_out
 
 
 def _nothing(*_: Any, **__: Any) -> None:

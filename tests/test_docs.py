@@ -20,7 +20,8 @@ from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of
 from tinyrl.runs import findings
-from tinyrl.tasks import Task, check_row
+from tinyrl.tasks import Task
+from tinyrl.tasks.run_rows import check_row
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md")

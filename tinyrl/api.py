@@ -83,7 +83,7 @@ def train(
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
         config = load_config(method, recipe, overrides=overrides, note=print_note)
         check_before_loading(config)
-        from tinyrl.training.launch import start
+        from tinyrl.training.launch import start  # with torch
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
         launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
@@ -113,7 +113,7 @@ def evaluate(
     options = Options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
-        from tinyrl.evaluation.compare import evaluate_target
+        from tinyrl.evaluation.compare import evaluate_target  # with torch
 
         return json_safe(evaluate_target(path, asked, vs=other, options=options))
 
@@ -172,7 +172,7 @@ class OpenedRun:
         with alone():
             config = self._folder.read_config(overrides_from(settings))
             check_before_loading(config)
-            from tinyrl.training.launch import resume
+            from tinyrl.training.launch import resume  # with torch
 
             launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
             self.exit_code = 0 if launch is None else launch.go(report=write_report, on_step=on_step)
@@ -182,7 +182,7 @@ class OpenedRun:
         """Load the policy of the newest checkpoint: `policy("a prompt")` is its answer. Close it, or use `with`."""
         target = policy_at(str(self.path), [])
         configure_libraries()
-        from tinyrl.tools.chat import ChatSession
+        from tinyrl.tools.chat import ChatSession  # with torch
 
         return ChatSession(target, options=Options(device, trust_remote_code))
 

@@ -193,10 +193,15 @@ def test_conditions(condition: str, holds: bool):
     assert OnlyIf(condition, why="no").holds(Config.model_validate({"method": "grpo"}), "run") is holds
 
 
-@pytest.mark.parametrize(("name", "holds"), [("mine.py:TASK", True), ("rows", False)])
-def test_a_condition_on_a_task_of_one_s_own(name: str, holds: bool):
+@pytest.mark.parametrize(
+    ("name", "has_turns", "searches"),
+    [("mine.py:TASK", True, True), ("lookup", True, False), ("search_qa", True, True), ("rows", False, False)],
+)
+def test_a_condition_on_the_kind_of_a_task(name: str, has_turns: bool, searches: bool):
     config = Config.model_validate({"method": "grpo", "task": {"name": name}})
-    assert OnlyIf("task.name is FILE.py:TASK", why="no").holds(config, "environment") is holds
+    assert OnlyIf("task.name is a task with turns", why="no").holds(config, "environment") is has_turns
+    assert OnlyIf("task.name is not a task with turns", why="no").holds(config, "environment") is not has_turns
+    assert OnlyIf("task.name is a task that searches", why="no").holds(config, "environment") is searches
 
 
 def test_rows_are_compared_as_they_were_read():

@@ -4,17 +4,20 @@ from typing import Any
 
 import pytest
 
+from tinyrl.data import formats
 from tinyrl.data.formats import (
+    Format,
+    Judged,
+    Labels,
+    Pairs,
     Scored,
     TextExample,
-    described,
-    judged,
-    objective_of,
+    Texts,
+    labelled,
     preference,
     shared_prompt,
     text_examples,
     two_labels,
-    unusable,
 )
 from tinyrl.data.rows import train_eval_split
 
@@ -112,22 +115,23 @@ LABELS: list[tuple[dict[str, Any], Scored | str]] = [
     [(what, *case) for what, cases in (("text", TEXTS), ("pairs", PAIRS), ("labels", LABELS)) for case in cases],
 )
 def test_a_row_is_parsed_or_refused(what: Any, row: dict[str, Any], wanted: Any):
-    def parse() -> Any:
-        return text_examples(row) if what == "text" else preference(row) if what == "pairs" else judged(row, what)
-
+    parse: Any = {"text": text_examples, "pairs": preference, "labels": labelled}[what]
     if isinstance(wanted, str):
         with pytest.raises(ValueError, match=r"\S") as caught:
-            parse()
+            parse(row)
         assert wanted in str(caught.value)
     else:
-        assert parse() == ([TextExample(*one) for one in wanted] if what == "text" else wanted)
+        assert parse(row) == ([TextExample(*one) for one in wanted] if what == "text" else wanted)
 
 
-def test_the_columns_decide_the_objective() -> None:
-    assert objective_of({"chosen": "b", "label": 3, "rejected": "c"}) == "pairs"
-    assert objective_of({"text": "a", "label": False, "chosen": None}) == "labels"
+def test_the_columns_decide_the_kind_of_rows_of_a_reward_model() -> None:
+    assert isinstance(Judged().by_columns({"chosen": "b", "label": 3, "rejected": "c"}), Pairs)
+    assert isinstance(Judged().by_columns({"text": "a", "label": False, "chosen": None}), Labels)
     with pytest.raises(ValueError, match=r"task\.columns\.NEW=OLD"):
-        objective_of({"prompt": "a", "score": 2})
+        Judged().by_columns({"prompt": "a", "score": 2})
+
+
+def test_a_reward_model_learns_from_two_labels() -> None:
     assert two_labels([1.0, -1.0, 1.0]) == (-1.0, 1.0)
     for values in ([1.0, 1.0], [float(i % 7) for i in range(20)]):
         with pytest.raises(ValueError, match="different labels"):
@@ -135,18 +139,20 @@ def test_the_columns_decide_the_objective() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "what", "why"),
+    ("row", "kind", "why"),
     [
-        ({**PAIR, "chosen": "c"}, "pairs", "two equal answers"),
-        ({**PAIR, "chosen": " \n"}, "pairs", "an empty answer"),
-        ({"messages": [A, said("")], "label": 1}, "labels", "an empty answer"),
-        ({"messages": [A, CALL], "label": 1}, "labels", None),
-        ({"text": " "}, "text", "an empty answer"),
-        ({"messages": [A, said(""), A, X]}, "text", None),
+        ({**PAIR, "chosen": "c"}, Pairs(), "two equal answers"),
+        ({**PAIR, "chosen": " \n"}, Pairs(), "an empty answer"),
+        ({"messages": [A, said("")], "label": 1}, Labels(), "an empty answer"),
+        ({"messages": [A, CALL], "label": 1}, Labels(), None),
+        ({"text": " "}, Texts(), "an empty answer"),
+        ({"messages": [A, said(""), A, X]}, Texts(), None),
+        ({"prompt": "a", "completion": ""}, Texts(), "an empty answer"),
+        ({"prompt": "a", "completion": ""}, Texts(learns_prompts=True), None),
     ],
 )
-def test_rows_from_which_nothing_can_be_learnt(row: dict[str, Any], what: Any, why: str | None) -> None:
-    assert unusable(row, what) == why
+def test_rows_from_which_nothing_can_be_learnt(row: dict[str, Any], kind: Any, why: str | None) -> None:
+    assert kind.problem(row) == why
 
 
 @pytest.mark.parametrize(
@@ -169,9 +175,31 @@ def test_rows_of_one_prompt_stay_on_one_side(form):
     assert not [row for row in held_out if shared_prompt(row) in kept]
 
 
+class Alpaca(Format):
+    column = "output"
+
+    def prompt(self, row: dict[str, Any]) -> str:
+        return f"{row['instruction']} {row['input']}"
+
+    def read(self, row: dict[str, Any]) -> Any:
+        return self.prompt(row), row["output"]
+
+
+def test_a_format_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are read, and split by their prompts, once it is named in both orders."""
+    rows = [{"instruction": "Add.", "input": f"{n % 20}", "output": f"{n}"} for n in range(60)]
+    with pytest.raises(ValueError, match="no column"):
+        text_examples(rows[0])
+    monkeypatch.setattr(formats, "ANSWERS", (*formats.ANSWERS, Alpaca()))
+    monkeypatch.setattr(formats, "PROMPTS", (*formats.PROMPTS, Alpaca()))
+    assert text_examples(rows[21]) == [TextExample("Add. 1", "21")]
+    train, held_out = train_eval_split(rows, prompt=Texts().prompt, seed=0)
+    assert (len(train), len(held_out)) == (54, 2)
+
+
 def test_rows_are_counted_by_their_columns_and_the_first_is_shown():
-    lines = described([{"messages": TALK, "tools": TOOLS}, {"prompt": "a", "completion": "b"}], "text")
+    lines = Texts().described([{"messages": TALK, "tools": TOOLS}, {"prompt": "a", "completion": "b"}])
     assert [part in lines[0] for part in ("1 with `messages`, `tools`", "1 with `prompt`, `completion`")] == [True] * 2
-    (_, example) = described([{"text": "\x1b[31m" + "word " * 1000 + "\u202eend"}], "text")  # cut and made harmless
+    (_, example) = Texts().described([{"text": "\x1b[31m" + "word " * 1000 + "\u202eend"}])  # cut and made harmless
     assert len(example) < 400
     assert example.isprintable()

@@ -11,7 +11,7 @@ import pytest
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, python
-from tinyrl.environments.environment import Environment
+from tinyrl.environments.environment import Replies
 from tinyrl.environments.python import NO_OUTPUT, STOPPED, UNREADABLE, Python, call_in, kept_cells
 from tinyrl.workers.sandbox import why_not_isolated
 
@@ -244,7 +244,7 @@ def test_closing_ends_the_interpreters_and_a_system_without_the_sandbox_is_refus
     interpreters: Interpreters, monkeypatch: pytest.MonkeyPatch
 ):
     config = EnvironmentConfig.model_validate({"name": "python"})
-    environment = Environment(config, task="x", respond=None, use=None, stop=(), length=len)
+    environment = Replies(config, task="x", respond=None, use=None, stop=(), length=len)
     assert environment.respond([[]], [turns(tool_call("1"))], {"seed": [0]}).values == [Reply("1")]
     assert len(interpreters()) == 1
     environment.close()
@@ -252,3 +252,12 @@ def test_closing_ends_the_interpreters_and_a_system_without_the_sandbox_is_refus
     monkeypatch.setattr(python, "why_not_isolated", lambda: "the kernel has no Landlock")
     with pytest.raises(ValueError, match=r"`python`.*the kernel has no Landlock"):
         python.opened(config, length=len)
+
+
+@pytest.mark.parametrize(("given", "of_a_cell"), [({}, 5.0), ({"name": "python"}, 5.0), ({"timeout_s": 2.5}, 2.5)])
+def test_a_cell_has_its_own_limit_also_in_a_task_s_environment(given: dict[str, Any], of_a_cell: float) -> None:
+    """environment.name is null where the task names the environment; other environments wait for 30 s."""
+    interpreters = Python(EnvironmentConfig.model_validate(given))
+    interpreters.close()
+    assert interpreters.timeout_s == of_a_cell
+    assert EnvironmentConfig().seconds == 30.0

@@ -16,7 +16,8 @@ from tinyrl.api import evaluate
 from tinyrl.config.schema import Config
 from tinyrl.rewards.functions import verifier_of
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks import load_task, take_rows
+from tinyrl.tasks import load_task
+from tinyrl.tasks.run_rows import take_rows
 from tinyrl.tools.export import export
 
 PROMPTS, GROUP = 4, 4

@@ -24,7 +24,7 @@ from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
 from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
 from tinyrl.generation.sample import FinishReason, Sample
-from tinyrl.generation.turns import Episodes, play
+from tinyrl.generation.turns import Episodes
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
@@ -194,7 +194,7 @@ def parts() -> Collector:
 def episodes_of(parts: Any, *, num_prompts: int | None = None, step: int = STEP) -> list[Sample]:
     prompts = parts.train_prompts[:num_prompts]
     asked = [Request(p.tokens, prompt_row=p.index) for p in prompts]
-    return play(prompts, asked, GROUP, engine=parts.engine, runner=parts.runner, seed=SEED, step=step)
+    return parts.runner.play(prompts, asked, GROUP, engine=parts.engine, options={"seed": SEED, "step": step})
 
 
 def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.MonkeyPatch):

@@ -387,11 +387,18 @@ def test_the_key_comes_from_the_environment(serving: Any, tmp_path: Path, monkey
 # ---- settings ----
 
 
-def test_too_many_requests_are_refused_before_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [  # ten steps, sampled and greedy evaluations, and before step 1 gold answers to 4 and to 8 rows
+        ("score", 10 * 32 * 8 + 3 * 64 * 2 + 4 * 3 + 8 * 4),
+        ("rank", 10 * 32 + 3 * 64 * 2 + 4 + 8),
+    ],
+)
+def test_too_many_requests_are_refused_before_a_run(mode: str, most: int, tmp_path: Path) -> None:
     (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
+    judge["mode"] = mode
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "run": {"num_steps": 10, "eval_every": 5}}
-    most = 10 * 32 * 8 + 3 * 64 * 2 + 44  # sampled and greedy evaluations, and gold answers before step 1
     values["reward"] = {"functions": [{**judge, "max_requests": most}]}
     check_before_loading(Config.model_validate(values))
     values["reward"] = {"functions": [{**judge, "max_requests": most - 1}]}

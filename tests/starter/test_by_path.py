@@ -9,7 +9,8 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.starter import lookup
-from tinyrl.tasks import load_splits, load_task
+from tinyrl.tasks import load_task
+from tinyrl.tasks.run_rows import rows_of_run
 
 BY_PATH = f"{lookup.__file__}:TASK"
 
@@ -27,7 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_its_rows_are_the_same(model: Path) -> None:
-    assert load_splits(settings(BY_PATH, model)) == load_splits(settings("lookup", model))
+    by_path, by_name = rows_of_run(settings(BY_PATH, model)), rows_of_run(settings("lookup", model))
+    assert (by_path.train, by_path.held_out) == (by_name.train, by_name.held_out)
 
 
 def test_its_answers_and_replies_are_the_same() -> None:

@@ -12,12 +12,12 @@ from tests.running import rows_of
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
-from tinyrl.data.rows import example_rows
 from tinyrl.rewards.functions import verifier_of
 from tinyrl.rollout.load import load_method
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
-from tinyrl.tasks import Task, load_split, load_splits, load_task, text_in
+from tinyrl.tasks import Task, load_task, text_in
+from tinyrl.tasks.run_rows import rows_of_run
 
 TASK = Task(
     name="toy",
@@ -50,7 +50,9 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
     name = f"{tmp_path / 'mine.py'}:TASK"
     config = Config.model_validate({"method": "grpo", "task": {"name": name}})
     check_before_loading(config)
-    assert load_splits(config) == ([{"prompt": "ab:", "answer": "ba"}], [{"prompt": "cd:", "answer": "dc"}])
+    rows = rows_of_run(config)
+    assert rows.train == [{"prompt": "ab:", "answer": "ba"}]
+    assert rows.held_out == [{"prompt": "cd:", "answer": "dc"}]
     with verifier_of(load_task(name), timeout_s=10) as verifier:
         assert verifier(["ab:"] * 2, ["ba", "ab"], {"answer": ["ba", "ba"]}).values == [1.0, 0.0]
     assert create_run(str(tmp_path / "runs"), name=None, config=config, overwrite=False).path.name == "grpo-mine-1"
@@ -103,7 +105,7 @@ def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
     for method, seed in (("grpo", 0), ("grpo", 31), ("sft", 0), ("sft", 31)):
         config = Config.model_validate({"method": method, "task": {"data": source}, "run": {"seed": seed}})
-        rows = example_rows(config)[1] if method == "sft" else load_split(config, "eval")
+        rows = rows_of_run(config).held_out
         # by hand: prompts sorted by the sha256 of {"prompt":"..."}, the first 6 places by that of "hold out 0:place"
         assert [row["prompt"] for row in rows] == ["4", "8", "10", "32", "43", "50"]
 
@@ -131,7 +133,7 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
     monkeypatch.setattr(readers, "_read_dataset", read)
     task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
     rows_of(TOY, "train", **task)
-    example_rows(Config.model_validate({"method": "sft", "task": task}))
+    rows_of_run(Config.model_validate({"method": "sft", "task": task}))
     assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b@test")]
 
 
@@ -164,9 +166,9 @@ def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
         "task": {"data": jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "answer": a} for a in answers])},
     }
     own = Config.model_validate({**values, "reward": {"functions": [{"use": "rewards.py:score"}]}})
-    assert [row["answer"] for row in load_split(own, "train")] == answers
+    assert [row["answer"] for row in rows_of_run(own).train] == answers
     with pytest.raises(ValueError, match=r"b\.jsonl:2: 'answer'"):
-        load_split(Config.model_validate(values), "train")
+        rows_of_run(Config.model_validate(values))
 
 
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
@@ -184,7 +186,7 @@ def test_rows_to_learn_from_are_answered_with_their_line(tmp_path: Path):
         ("reward", {"text": "b", "label": 1}, {"chosen": "a b", "rejected": "a c"}),
     ):
         with pytest.raises(ValueError, match=r"a\.jsonl:2: ") as caught:
-            example_rows(settings(tmp_path, method, first, row))
+            rows_of_run(settings(tmp_path, method, first, row))
         assert len(str(caught.value)) < 1000
 
 

@@ -10,7 +10,11 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.cli.train import config_of
+from tinyrl.runs.finding import as_json, counted, in_words
+from tinyrl.runs.findings import find, render
 from tinyrl.runs.launched import Options
+from tinyrl.runs.records import json_safe, read_run
+from tinyrl.runs.run_dir import named_run, open_run
 
 
 def check(
@@ -29,15 +33,12 @@ def check(
     options: Options,
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
-    from tinyrl.runs.findings import as_json, counted, in_words
-    from tinyrl.runs.records import json_safe
-
     if memory is not None and not offline:
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
     config = config_of(words, reads_rows=not offline)
-    from tinyrl.tools import check as page
+    from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(
         config,
@@ -68,10 +69,6 @@ def check(
 
 def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json_output: Json = False) -> None:
     """Diagnose a run by its metrics: what is wrong, what to change."""
-    from tinyrl.runs.findings import as_json, find, render
-    from tinyrl.runs.records import read_run
-    from tinyrl.runs.run_dir import named_run, open_run
-
     opened = read_run(named_run(run) or open_run(run).path)
     found = find(opened)
     print(json.dumps(as_json(found)) if json_output else render(opened, found))

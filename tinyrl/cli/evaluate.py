@@ -11,6 +11,7 @@ from typing import Any, Literal
 import typer
 
 from tinyrl.cli.options import Json, settings_argument
+from tinyrl.data.rows import FEW
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number, hang, terminal_columns
@@ -38,7 +39,7 @@ def evaluate(
     One target: its numbers, with --vs beside another's, paired by prompt. Several policies: one table of reward, KL,
     length and win rates against --vs, all judged alike.
     """
-    from tinyrl.cli.preflight import check_evaluation
+    from tinyrl.cli.preflight import check_evaluation  # with the tasks: not for --help
     from tinyrl.evaluation.targets import Asked
 
     settings = tuple(word for word in words if "=" in word and not os.path.exists(word))
@@ -49,7 +50,7 @@ def evaluate(
     if len(targets) == 1:
         check_evaluation(targets[0], asked, vs=vs)
         announce_loading(targets)
-        from tinyrl.evaluation.compare import evaluate_target
+        from tinyrl.evaluation.compare import evaluate_target  # with torch
 
         result = evaluate_target(targets[0], asked, vs=vs, options=options)
     else:
@@ -61,7 +62,7 @@ def evaluate(
         for target in targets:
             check_evaluation(target, asked, vs=targets[0])
         announce_loading(targets)
-        from tinyrl.evaluation.compare import compare
+        from tinyrl.evaluation.compare import compare  # with torch
 
         result = compare(targets, asked, options=options)
     if launched().rank == 0:
@@ -78,8 +79,6 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
     """Render the result of `evaluate_target` or `compare`, in lines of so many columns."""
     if as_json:
         return json.dumps(json_safe(result))
-    from tinyrl.data.rows import FEW
-
     several = isinstance(result, list)
     sides = result if several else [result, result["other"]] if "other" in result else [result]
     first = sides[0]

@@ -9,14 +9,14 @@ from tinyrl.config.marks import Named
 from tinyrl.config.schema import Config, check_training
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
-from tinyrl.data.rows import needed_data
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.models.reading import resolve_model_path
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.tasks import load_task, read_ahead
+from tinyrl.tasks import load_task
+from tinyrl.tasks.run_rows import needed_data, read_ahead
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 

@@ -8,6 +8,9 @@ from typing import Literal
 
 import typer
 
+from tinyrl.config.recipe import dump_config, load_config, method_of, packaged_recipes
+from tinyrl.config.settings import describe_settings
+from tinyrl.runs import show as shown
 from tinyrl.runs.run_dir import open_run
 from tinyrl.text import hang, terminal_columns
 
@@ -17,7 +20,7 @@ def report(
     output: str | None = typer.Option(None, metavar="FOLDER", help="of several runs: where; default beside the first"),
 ) -> None:
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
-    from tinyrl.tools.report import write_overlay, write_report
+    from tinyrl.tools.report import write_overlay, write_report  # with jinja2
 
     folders = [Path(run) for run in runs]
     if output is not None and len(folders) == 1:
@@ -40,8 +43,7 @@ def show(
     json_output: bool = typer.Option(False, "--json", help="print the checkpoints as JSON"),
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
-    from tinyrl.runs import show as shown
-    from tinyrl.tasks import export_rows, row_texts
+    from tinyrl.tasks.run_rows import export_rows, row_texts  # with the tasks: not for --help
 
     opened = open_run(run)
     notes = list[str]()
@@ -69,9 +71,6 @@ def list_names(
 ) -> None:
     """List settings (name, default, meaning, type), recipes or tasks."""
     if what == "settings":
-        from tinyrl.config.recipe import dump_config, load_config, method_of, packaged_recipes
-        from tinyrl.config.settings import describe_settings
-
         if name is not None and (name in packaged_recipes() or name.endswith(".yaml")):
             print(dump_config(load_config(method_of([name])[0], name, overrides=[])))
         else:
@@ -79,13 +78,11 @@ def list_names(
     elif name is not None:
         raise ValueError(f"{name}: only `tinyrl list settings` takes a name")
     elif what == "recipes":
-        from tinyrl.config.recipe import packaged_recipes
-
         for recipe, path in packaged_recipes().items():
             summary = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
             print(hang(summary, terminal_columns(), start=f"{recipe:25} ", indent=" " * 26))
     else:
-        from tinyrl.tasks import TASKS, load_task
+        from tinyrl.tasks import TASKS, load_task  # with the tasks: not for --help
 
         for task in TASKS:
             print(hang(load_task(task).summary, terminal_columns(), start=f"{task:20} ", indent=" " * 21))

@@ -29,7 +29,7 @@ def export(
     if private and push is None:
         raise ValueError("--private is for --push USER/NAME")
     configure_libraries()
-    from tinyrl.tools import export as exporting
+    from tinyrl.tools import export as exporting  # with torch
 
     if push is not None:
         exporting.check_repository(push)
@@ -53,11 +53,11 @@ def chat(
     options: Options,
 ) -> None:
     """Talk to a policy or a model: answers as they are written, with the reward they would get."""
-    from tinyrl.evaluation.targets import policy_at
+    from tinyrl.evaluation.targets import policy_at  # with the tasks: not for --help
 
     found = policy_at(target, settings or [])
     announce_loading(target)
-    from tinyrl.tools.chat import ChatSession, converse
+    from tinyrl.tools.chat import ChatSession, converse  # with torch
 
     with ChatSession(found, options=options) as session:
         converse(session)
@@ -73,12 +73,12 @@ def serve(
     options: Options,
 ) -> None:
     """Answer OpenAI clients with a policy or a model: /v1/chat/completions, /v1/completions, /v1/models."""
-    from tinyrl.evaluation.targets import policy_at
+    from tinyrl.evaluation.targets import policy_at  # with the tasks: not for --help
 
     found = policy_at(target, settings or [])
     announce_loading(target)
     try:
-        from tinyrl.tools.serve import listen, serve
+        from tinyrl.tools.serve import listen, serve  # with torch, and the extra `serve`
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[serve]'") from None
     key = os.environ.get(KEY)

@@ -48,12 +48,12 @@ def train(
     if resume is None and allow_config_change:
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
-        from tinyrl.cli.preflight import check_before_loading
+        from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
 
         opened = open_run(resume, writes=main)
         config = opened.read_config(words)
         check_before_loading(config)
-        from tinyrl.training import launch
+        from tinyrl.training import launch  # with torch
 
         run = launch.resume(opened, options=options, config=config, allow_config_change=allow_config_change)
         if run is None:
@@ -63,7 +63,7 @@ def train(
     elif origin is not None:
         if other or launched().world_size > 1:
             raise ValueError("--from takes section.key=value, --name, --output-dir and --until, in one process")
-        from tinyrl.training import launch
+        from tinyrl.training import launch  # with torch
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
@@ -71,14 +71,14 @@ def train(
         output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
-        from tinyrl.training import launch
+        from tinyrl.training import launch  # with torch
 
         try:
             run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
         except (ExplainedByCheck, OutOfRoom) as error:
             advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
             raise type(error)(f"{error}\n{advice}") from error
-    from tinyrl.tools.report import write_report
+    from tinyrl.tools.report import write_report  # with jinja2
 
     return partial(run.go, report=write_report, until=until)
 
@@ -90,7 +90,7 @@ def print_note(sentence: str) -> None:
 
 def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
     """Load the configuration that the command line asks for, and check what can be checked without torch."""
-    from tinyrl.cli.preflight import check_before_loading
+    from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))

@@ -17,10 +17,11 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from tinyrl.config.task_files import has_turns, searches
 from tinyrl.text import is_address
 
 CONSTANTS: dict[str, Any] = {"null": None, "true": True, "false": False, "[]": []}  # of conditions; else text
-OWN_TASK = "FILE.py:TASK"  # of conditions: any file's
+KINDS_OF_TASKS = {"a task with turns": has_turns, "a task that searches": searches}  # of conditions
 KINDS = ("model", "rows", "code", "server", "file")
 
 
@@ -81,8 +82,8 @@ class OnlyIf:
     """Mark a field that counts only where a condition on other settings holds.
 
     condition: clauses "SETTING is VALUE", "SETTING is not VALUE" or "SETTING > NUMBER", joined by "and", and these by
-    "or"; SETTING is section.name, `method`, or a name in the field's own section; the VALUE FILE.py:TASK is any task of
-    a file. why: what is so where it does not hold, for people.
+    "or"; SETTING is section.name, `method`, or a name in the field's own section; VALUE may be one of KINDS_OF_TASKS.
+    why: what is so where it does not hold, for people.
     """
 
     condition: str
@@ -104,8 +105,8 @@ def _clause_holds(clause: str, config: Any) -> bool:
     value = attrgetter(setting)(config)
     if relation == ">":
         return value > float(text)
-    is_own_task = text == OWN_TASK and ".py:" in str(value)
-    equal = is_own_task or value == CONSTANTS.get(text, text)
+    is_of_kind = KINDS_OF_TASKS.get(text)
+    equal = value == CONSTANTS.get(text, text) if is_of_kind is None else is_of_kind(value)
     return equal is (relation == "is")
 
 

@@ -81,13 +81,9 @@ LORA = OnlyIf("enabled is true", why="every weight is trained")
 FRESH = OnlyIf("model.adapter is null", why="the adapter has its own")
 LEARNS = OnlyIf("method is distill or kl_coef > 0", why="nothing is learnt from a teacher")
 SAMPLES = OnlyIf("method is grpo or method is ppo or method is distill", why="the method learns from given answers")
-SEARCHES = OnlyIf(
-    "name is search or name is null and task.name is search_qa or name is null and task.name is FILE.py:TASK",
-    why="nothing is searched",
-)
+SEARCHES = OnlyIf("name is search or name is null and task.name is a task that searches", why="nothing is searched")
 TURNS = OnlyIf(
-    "name is not null or tools is not [] or agent is not null or task.name is lookup or task.name is search_qa "
-    "or task.name is FILE.py:TASK",
+    "name is not null or tools is not [] or agent is not null or task.name is a task with turns",
     why="an answer is one turn without an environment",
 )
 AGENT = OnlyIf("agent is not null", why="there is no agent")
@@ -288,7 +284,8 @@ class EnvironmentConfig(Section):
 
     @property
     def seconds(self) -> float:
-        return self.timeout_s or (300.0 if self.agent is not None else 5.0 if self.name == "python" else 30.0)
+        """Return the limit of a tool call, a search or an agent; a cell of Python has its own (python.py)."""
+        return self.timeout_s or (300.0 if self.agent is not None else 30.0)
 
 
 class GenerationConfig(Section):

@@ -1,6 +1,11 @@
-"""Formats of rows: texts, conversations, preference pairs and labelled answers, by the columns that people have.
+"""Formats of rows, by the columns that people have, and the kinds of rows that methods learn from.
 
-A column that is null counts as absent. Errors are ValueErrors that name the columns.
+    a format     how a row holds an answer: a class with its columns, its prompt and its answer (ANSWERS, PROMPTS)
+    a kind       what a method makes of rows in any format: texts, pairs, labels (RowKind); prompts of a task are a kind
+                 too, in tasks/run_rows.py
+
+To add a format, write its class and name it in ANSWERS and PROMPTS. A column that is null counts as absent. Errors are
+ValueErrors that name the columns.
 """
 
 from __future__ import annotations
@@ -8,15 +13,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
 from tinyrl.data.messages import (
-    CONVERSATIONS,
     Message,
     Prompt,
     as_messages,
@@ -26,15 +30,15 @@ from tinyrl.data.messages import (
     roles_of,
     tools_of,
 )
-from tinyrl.data.readers import Row
+from tinyrl.data.readers import Placed, Row
+from tinyrl.data.rows import shuffled
+from tinyrl.runs.signals import watched
 from tinyrl.text import join_truncated, one_line, truncate
 
 Side = str | list[Message]  # an answer to a prompt
-Objective = Literal["pairs", "labels"]
 
-TEXT_COLUMNS = ("completion", "messages", "conversations", "text")  # a row is read by the first one that it has
-KNOWN_COLUMNS = ("prompt", *TEXT_COLUMNS, "chosen", "rejected", "margin", "label", "tools")
 EQUAL = "two equal answers"
+EMPTY = "an empty answer"
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,240 @@ class Scored:
     value: float = 0.0
 
 
-# ---- usable rows ----
+# ---- formats ----
+
+
+class Format:
+    """A way to hold answers in a row. `column` has them, and a row that has it is in this format.
+
+    asked, answered: columns that a chat template renders, as turns of others and as the assistant's.
+    begins_with_prompt: the answer begins with the prompt, where there is no column `prompt`.
+    """
+
+    column: str
+    asked: tuple[str, ...] = ()
+    answered: tuple[str, ...] = ()
+    begins_with_prompt = False
+
+    @property
+    def columns(self) -> list[str]:
+        return [*dict.fromkeys((self.column, *self.asked, *self.answered))]
+
+    def is_in(self, row: Row) -> bool:
+        return row.get(self.column) is not None
+
+    def prompt(self, row: Row) -> Any:
+        """Return what rows of the same prompt have in common, of a row without a column `prompt`."""
+        return row[self.column]
+
+    def read(self, row: Row) -> tuple[Prompt | None, Side]:
+        """Return the prompt before the answer (None: there is none, or the answer has it), and the answer."""
+        return _prompt(row), _side(row, self.column)
+
+
+class Completion(Format):
+    """A `prompt`, and its `completion` as text or messages."""
+
+    column = "completion"
+    answered = ("completion",)
+
+
+class Conversation(Format):
+    """A list of chat messages with the turns of the assistant, also in ShareGPT's form."""
+
+    begins_with_prompt = True
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self.asked = (column,)
+
+    def prompt(self, row: Row) -> Any:
+        """Return the messages before the first turn of the assistant that answers something."""
+        messages = conversation(row, self.column)
+        first = next((i for i, m in enumerate(messages) if i and m["role"] == "assistant"), len(messages))
+        return messages[:first]
+
+    def read(self, row: Row) -> tuple[Prompt | None, Side]:
+        return None, conversation(row, self.column)
+
+
+class PlainText(Format):
+    """A `text`, which may have a `prompt` before it."""
+
+    column = "text"
+
+
+class Pair(Format):
+    """A `chosen` and a `rejected` answer, behind a `prompt` or the beginning that they share (see `preference`)."""
+
+    column = "chosen"
+    answered = ("chosen", "rejected")
+    begins_with_prompt = True
+
+    def is_in(self, row: Row) -> bool:
+        return row.get("chosen") is not None and row.get("rejected") is not None
+
+    def prompt(self, row: Row) -> Any:
+        return preference(row).prompt
+
+
+COMPLETION = Completion()
+MESSAGES = Conversation("messages")
+CONVERSATIONS = Conversation("conversations")
+TEXT = PlainText()
+PAIR = Pair()
+ANSWERS: tuple[Format, ...] = (COMPLETION, MESSAGES, CONVERSATIONS, TEXT)  # one answer; a row is read by the first
+PROMPTS: tuple[Format, ...] = (TEXT, MESSAGES, CONVERSATIONS, PAIR, COMPLETION)  # a prompt is taken of the first
+ASKED_COLUMNS = ("prompt", "tools", *(name for each in PROMPTS for name in each.asked))
+ANSWERED_COLUMNS = tuple(name for each in PROMPTS for name in each.answered)
+KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.columns), "margin", "label", "tools")
+
+
+def shared_prompt(row: Row) -> Any:
+    """Return what rows of the same prompt have in common, so that a held-out split keeps them together: the prompt, the
+    messages before the first turn of the assistant, the common beginning of a pair, or the text.
+    """
+    if row.get("prompt") is not None:
+        return row["prompt"]
+    return next((each.prompt(row) for each in PROMPTS if each.is_in(row)), None)
+
+
+def with_prompt(row: Row) -> Row:
+    """Return a row with a prompt: the beginning of its conversation, if it has no other. Raises ValueError for a
+    conversation that cannot be parsed.
+    """
+    begins = any(each.begins_with_prompt and each.column in row for each in PROMPTS)
+    return {**row, "prompt": shared_prompt(row)} if begins and row.get("prompt") is None else row
+
+
+# ---- kinds of rows ----
+
+
+class RowKind:
+    """What a method learns from, and how it is read from task.data (tasks/run_rows.py)."""
+
+    has_own_rows = False  # whether both splits are made, whatever task.data is, so that none is split
+    is_shuffled = False  # rows are all read and shuffled before some are taken, as such files are often sorted by label
+    keeps_repeats = False  # all rows of a held-out prompt are kept, instead of the last
+    holds_out_rows = False  # single rows are held out where there are too few prompts
+    has_labels = False  # of one answer, instead of two answers of which one is better
+
+    def by_columns(self, first: Row) -> RowKind:
+        """Return the kind, which may depend on the columns of the first row to train on."""
+        return self
+
+    def own_rows(self, split: str, source: str | None) -> list[Row] | None:
+        """Return rows that need not be read; None: they are those of `source`."""
+        return None
+
+    def usable(self, placed: Placed, notes: list[str]) -> list[Row]:
+        """Return the rows that can be used; those that are left out are counted in `notes`. Raises ValueError, with the
+        place, for a row that cannot be parsed.
+        """
+        raise NotImplementedError
+
+    def prompt(self, row: Row) -> Any:
+        """Return what rows of the same prompt have in common."""
+        return shared_prompt(row)
+
+    def described(self, rows: list[Row]) -> list[str]:
+        """Return lines about rows, for the log."""
+        return []
+
+
+class Examples(RowKind):
+    """Rows of given answers. A subclass parses a row, and gives the reason for which nothing can be learnt from it."""
+
+    holds_out_rows = True
+
+    def first_example(self, row: Row) -> TextExample | Scored:
+        raise NotImplementedError
+
+    def problem(self, row: Row) -> str | None:
+        """Return why nothing can be learnt from a row; None if something can. Raises ValueError for a row that cannot
+        be parsed.
+        """
+        raise NotImplementedError
+
+    def usable(self, placed: Placed, notes: list[str]) -> list[Row]:
+        reasons = [at_place(place, self.problem, row) for place, row in watched(placed)]
+        leave_out([row for _, row in placed], reasons, notes)
+        rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
+        return shuffled(rows) if self.is_shuffled else rows
+
+    def described(self, rows: list[Row]) -> list[str]:
+        """Return a line that counts rows by their columns, and one with what the first row becomes."""
+        kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
+        first = self.first_example(rows[0])
+        answers = [first.answer] if isinstance(first, TextExample) else first.answers
+        value = f", {first.value:g}" if isinstance(first, Scored) and first.value else ""
+        counts = "; ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
+        return [
+            f"rows: {counts}",
+            f"for example: {_shown(first.prompt)} -> {' over '.join(map(_shown, answers))}{value}",
+        ]
+
+
+class Texts(Examples):
+    """Texts and conversations. learns_prompts: prompts are learnt too, so a row with an empty answer has something."""
+
+    def __init__(self, *, learns_prompts: bool = False) -> None:
+        self.learns_prompts = learns_prompts
+
+    def first_example(self, row: Row) -> TextExample:
+        return text_examples(row)[-1]
+
+    def problem(self, row: Row) -> str | None:
+        for example in text_examples(row):
+            if not is_empty(example.answer) or (self.learns_prompts and example.prompt):
+                return None
+        return EMPTY
+
+
+class Pairs(Examples):
+    """Two answers to a prompt, of which one is better."""
+
+    def first_example(self, row: Row) -> Scored:
+        return preference(row)
+
+    def problem(self, row: Row) -> str | None:
+        chosen, rejected = preference(row).answers
+        if is_empty(chosen) or is_empty(rejected):
+            return EMPTY
+        return EQUAL if chosen == rejected else None
+
+
+class Labels(Examples):
+    """An answer and its label. Files are often sorted by label, and a prompt has answers of both."""
+
+    is_shuffled = True
+    keeps_repeats = True
+    has_labels = True
+
+    def first_example(self, row: Row) -> Scored:
+        return labelled(row)
+
+    def problem(self, row: Row) -> str | None:
+        (answer,) = labelled(row).answers
+        return EMPTY if is_empty(answer) else None
+
+
+class Judged(RowKind):
+    """What a reward model learns from, by the columns of the first row: pairs (`chosen`, `rejected`), or labels
+    (`label`).
+    """
+
+    is_shuffled = True
+
+    def by_columns(self, first: Row) -> Examples:
+        if first.get("chosen") is not None or first.get("rejected") is not None:
+            return Pairs()
+        if first.get("label") is not None:
+            return Labels()
+        raise ValueError(
+            "a reward model learns from pairs (`chosen`, `rejected`) or from labels (`label`); "
+            f"this row has {join_truncated(first)}. Rename columns with task.columns.NEW=OLD"
+        )
 
 
 def is_empty(answer: Side) -> bool:
@@ -68,17 +305,15 @@ def is_empty(answer: Side) -> bool:
     return {*last} <= {"role", "content"} and not last["content"].strip()
 
 
-def unusable(row: Row, what: Literal["text"] | Objective, *, prompts_count: bool = False) -> str | None:
-    """Return why no method can learn from a row; None if one can. `prompts_count`: prompts of texts are learnt too.
-    Raises ValueError for a row that cannot be parsed.
-    """
-    if what == "text":
-        learnt = any(not is_empty(each.answer) or (prompts_count and each.prompt) for each in text_examples(row))
-        return None if learnt else "an empty answer"
-    answers = judged(row, what).answers
-    if any(map(is_empty, answers)):
-        return "an empty answer"
-    return EQUAL if len(answers) > 1 and answers[0] == answers[1] else None
+Made = TypeVar("Made")
+
+
+def at_place(place: str, make: Callable[[Row], Made], row: Row) -> Made:
+    """Call a function with a row; its ValueError gets the row's place."""
+    try:
+        return make(row)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> None:
@@ -93,21 +328,9 @@ def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> N
         notes.append(f"warning: {what} are left out; the first is {beginning(first)}")
 
 
-def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
-    """Return a line that counts rows by their columns, and one with what the first row becomes."""
-    kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
-    first = text_examples(rows[0])[-1] if what == "text" else judged(rows[0], what)
-    answers = [first.answer] if isinstance(first, TextExample) else first.answers
-
-    def shown(side: Side | None) -> str:
-        text = side if isinstance(side, str) else " ".join(f"[{m['role']}] {m['content']}" for m in side or [])
-        return repr(one_line(text, 120))
-
-    value = f", {first.value:g}" if isinstance(first, Scored) and first.value else ""
-    return [
-        f"rows: {'; '.join(f'{count:,} with {kind}' for kind, count in kinds.most_common())}",
-        f"for example: {shown(first.prompt)} -> {' over '.join(map(shown, answers))}{value}",
-    ]
+def _shown(side: Side | None) -> str:
+    text = side if isinstance(side, str) else " ".join(f"[{m['role']}] {m['content']}" for m in side or [])
+    return repr(one_line(text, 120))
 
 
 def beginning(row: Row) -> str:
@@ -122,7 +345,7 @@ def text_examples(row: Row) -> list[TextExample]:
 
     Tool and user turns are context, as is an assistant turn with nothing before it.
     """
-    _, prompt, answer = _text_of(row)
+    prompt, answer = answer_format(row).read(row)
     if isinstance(answer, str):
         return [TextExample(prompt, answer)]
     before = as_messages(prompt)
@@ -135,58 +358,25 @@ def text_examples(row: Row) -> list[TextExample]:
     return [TextExample(messages[:i], [messages[i]], tools) for i in turns]
 
 
-def shared_prompt(row: Row) -> Any:
-    """Return what rows of the same prompt have in common, so that a held-out split keeps them together: the prompt, the
-    messages before the first turn of the assistant, the common beginning of a pair, or the text.
-    """
-    for column in ("prompt", "text"):
-        if row.get(column) is not None:
-            return row[column]
-    for column in CONVERSATIONS:
-        if row.get(column) is not None:
-            messages = conversation(row, column)
-            first = next((i for i, m in enumerate(messages) if i and m["role"] == "assistant"), len(messages))
-            return messages[:first]
-    if row.get("chosen") is not None and row.get("rejected") is not None:
-        return preference(row).prompt
-    return row.get("completion")
-
-
-def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
-    """Return the column that a row is read by, the prompt before it, and its value (a conversation has both)."""
-    column = _column_of(row, *TEXT_COLUMNS)
-    if column in CONVERSATIONS:
-        return column, None, conversation(row, column)
-    return column, _prompt(row), _side(row, column)
+def answer_format(row: Row) -> Format:
+    """Return the format that a row's answer is read by. Raises ValueError for a row in none."""
+    column = _column_of(row, *(each.column for each in ANSWERS))
+    return next(each for each in ANSWERS if each.column == column)
 
 
 # ---- pairs and labels ----
 
 
-def objective_of(row: Row) -> Objective:
-    """Return the objective by a row's columns: pairs (`chosen`, `rejected`) or labels (`label`)."""
-    has = {name for name, value in row.items() if value is not None}
-    if has & {"chosen", "rejected", "label"}:
-        return "pairs" if has & {"chosen", "rejected"} else "labels"
-    raise ValueError(
-        "a reward model learns from pairs (`chosen`, `rejected`) or from labels (`label`); "
-        f"this row has {join_truncated(row)}. Rename columns with task.columns.NEW=OLD"
-    )
-
-
-def judged(row: Row, objective: Objective) -> Scored:
-    """Parse a row for a reward model: a pair, or a text with its `label`. A conversation is judged by its last message,
-    which must be the assistant's.
-    """
-    if objective == "pairs":
-        return preference(row)
+def labelled(row: Row) -> Scored:
+    """Parse a text with its `label`. A conversation is judged by its last message, which must be the assistant's."""
     value = _number(row[_column_of(row, "label")], "label")
-    column, prompt, answer = _text_of(row)
+    found = answer_format(row)
+    prompt, answer = found.read(row)
     if isinstance(answer, str):
         return Scored(prompt, (answer,), value)
     messages = [*as_messages(prompt), *answer]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise ValueError(f"'{column}' must end with an answer of the assistant, not {roles_of(messages)}")
+        raise ValueError(f"'{found.column}' must end with an answer of the assistant, not {roles_of(messages)}")
     return Scored(messages[:-1], (messages[-1:],), value)
 
 

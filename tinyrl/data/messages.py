@@ -18,7 +18,6 @@ from tinyrl.text import join_truncated, truncate
 Message = dict[str, Any]  # role, content (text), and what else a chat template reads of it
 Prompt = str | list[Message]  # text, or chat messages, as the data has them
 
-CONVERSATIONS = ("messages", "conversations")
 NOT_TEXT = "whose `content` is not text"
 TEXT_PARTS = ("text", "input_text", "output_text")
 SHAREGPT_ROLES = {
@@ -155,6 +154,11 @@ def _without_nulls(value: Any) -> Any:
 def as_messages(prompt: Prompt | None) -> list[Message]:
     """Return a prompt as messages: text is one of the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+
+
+def as_completion(text: str, prompt: Prompt) -> str | list[Message]:
+    """Return a text as a completion in the data's form: a message where the prompt is a chat."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def roles_of(messages: list[Message]) -> str:

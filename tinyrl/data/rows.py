@@ -9,14 +9,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tinyrl.data.formats import leave_out, objective_of, shared_prompt, unusable
-from tinyrl.data.readers import Placed, Row, placed_rows
-from tinyrl.runs.signals import watched
-
-if TYPE_CHECKING:
-    from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row, placed_rows
 
 SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
 HELD_OUT_SHARE = 10  # one prompt in this many is held out if no evaluation data is given; of fewer prompts none
@@ -74,6 +69,11 @@ def seeded_permutation(key: str, count: int) -> list[int]:
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
 
 
+def shuffled(rows: list[Row]) -> list[Row]:
+    """Return rows in an order that depends on their number alone."""
+    return [rows[i] for i in seeded_permutation(f"graded {SPLIT_SEED}", len(rows))]
+
+
 def train_eval_split(
     rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: bool = False
 ) -> tuple[list[Row], list[Row]]:
@@ -90,49 +90,6 @@ def train_eval_split(
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
     held_out = [(key, row) for key, row in zip(keys, rows, strict=True) if key in held or not held]
     return train, [row for _, row in held_out] if repeat else list(dict(held_out).values())
-
-
-def needed_data(config: Config) -> str:
-    """Return task.data of a method that learns from rows. Raises ValueError if it is not given."""
-    if config.task.data is None:
-        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name")
-    return config.task.data
-
-
-def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[Row], list[Row]]:
-    """Return (training, held-out) rows of a method that learns from rows, by task.data and task.eval_data. Unusable
-    ones are left out and counted in `notes`. Raises ValueError, with the place, for a row that cannot be parsed.
-
-    Labelled rows keep all answers of a held-out prompt. They are all read and shuffled by SPLIT_SEED, since such
-    files are often sorted by label; of others no more is read than task.max_samples needs. With too few prompts to hold
-    some out, single rows are held out.
-    """
-    where = config.task
-    kind = config.trains.rows
-    assert kind != "prompts"
-    most = rows_needed(where.max_samples, split=where.eval_data is None)
-    read = {"columns": where.columns, "revision": where.revision, "most": None if kind == "judged" else most}
-    parts = [placed_rows(source, **read) for source in (needed_data(config), where.eval_data) if source is not None]
-    what = objective_of(parts[0][0][1]) if kind == "judged" else kind
-
-    def usable(placed: Placed) -> list[Row]:
-        placed = placed if what == "labels" else placed[:most]
-        reasons = []
-        for place, row in watched(placed):
-            try:
-                reasons.append(unusable(row, what, prompts_count=config.sft.loss_on == "all"))
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-        leave_out([row for _, row in placed], reasons, [] if notes is None else notes)
-        rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
-        return [rows[i] for i in seeded_permutation(f"graded {SPLIT_SEED}", len(rows))] if what == "labels" else rows
-
-    train, *held_out = map(usable, parts)
-    if not held_out:
-        few = len({prompt_key(shared_prompt(row)) for row in train}) < HELD_OUT_SHARE
-        by = row_key if few else shared_prompt
-        train, *held_out = train_eval_split(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
-    return train[: where.max_samples], held_out[0][: where.max_samples]
 
 
 def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> list[int]:

@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.environments import worker_service
+from tinyrl.data.messages import Prompt, as_completion
+from tinyrl.environments import Transcript, worker_service
+from tinyrl.environments.environment import Environment
 from tinyrl.runs.signals import check_stop
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
@@ -22,22 +24,16 @@ from tinyrl.workers.values import RowFailure, RowResults, is_text
 POLL_S = 0.1
 
 
-class Agents:
-    """The processes of an agent, `environment.max_concurrency` of them, started when needed; in Environment's place."""
+class Agents(Environment):
+    """The processes of an agent, `environment.max_concurrency` of them, started when needed."""
 
-    by_agents = True
-    built_in = None
-    stop = ()
-    rewards = False
-    has_openings = False
-    schemas = None
+    noun = "agent"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.agent is not None
         self.max_concurrency = config.max_concurrency
         self.seconds = config.seconds
         self.max_turns = config.max_turns
-        self.needed_columns = list[str]()
         source = parse_use(config.agent, setting="environment.agent")
         setting = "environment.agent"
         self.name = source.function
@@ -49,12 +45,14 @@ class Agents:
         return f"agent {self.name}: {self.max_concurrency} at a time, {most}"
 
     def start(self) -> None:
-        """Load the function once. Raises ValueError if it does not load."""
-        self.workers[0].start()
+        self.workers[0].start()  # the others load the same function when they are needed
 
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
+    def completion(self, transcript: Transcript, prompt: Prompt) -> Any:
+        """Return what the agent returned, as text or message by the data's form."""
+        return transcript[0]["content"] if isinstance(prompt, str) else transcript
+
+    def as_completion(self, text: str, prompt: Prompt) -> Any:
+        return as_completion(text, prompt)
 
     def play(self, jobs: list[dict[str, Any]], *, ended: Callable[[int], None]) -> RowResults:
         """Play an episode for each job, some at a time: its row, base_url, api_key and model; return the agents' texts.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
+from tinyrl.data.messages import Prompt
 from tinyrl.environments import Message, Reply, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import WorkerFunction
@@ -23,15 +24,45 @@ from tinyrl.workers.values import RowFailure, RowResults, check_values, is_score
 
 
 class Environment:
-    """Answers the policy between its turns. State: a worker process if the code is a person's.
-
-    name: for messages and metrics; built_in: "search" or "python" where that answers, else None; stop: texts that end a
-    turn, beside those of the run. Known after `start`: schemas, of tools as a chat template takes them; rewards:
-    whether replies may hold some; has_openings: whether it writes something before the first turn, and then all
-    episodes of a prompt have one seed, its row.
+    """What an episode is played with: replies between the policy's turns (`Replies`), or agents that call the policy
+    (environments/agent.py). State: worker processes of a person's code.
     """
 
-    by_agents = False  # whether it is an agent that calls the policy, instead of being called
+    noun: str = "environment"  # for messages, before its name
+    name: str  # for messages and metrics
+    max_turns: int  # of the policy in an episode
+    stop: tuple[str, ...] = ()  # texts that end a turn, beside those of the run
+    rewards: bool = False  # whether episodes may have rewards of their own
+    needed_columns: Sequence[str] = ()  # columns of a row that it cannot do without
+    workers: list[WorkerFunction]
+
+    def describe(self) -> str:
+        """Describe what answers or plays, and its limits, in a line."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Load a person's code now. Raises ValueError if it does not load."""
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def completion(self, transcript: Transcript, prompt: Prompt) -> Any:
+        """Return an episode as rewards get it: its messages, whatever the data has."""
+        return transcript
+
+    def as_completion(self, text: str, prompt: Prompt) -> Any:
+        """Return a text that nobody played, such as a gold answer, in the form of `completion`."""
+        return [{"role": "assistant", "content": text}]
+
+
+class Replies(Environment):
+    """Answers the policy between its turns. State: a worker process if the code is a person's.
+
+    built_in: "search" or "python" where that answers, else None. Known after `start`: schemas, of tools as a chat
+    template takes them; rewards; has_openings: whether it writes something before the first turn, and then all
+    episodes of a prompt have one seed, its row.
+    """
 
     def __init__(
         self,
@@ -58,8 +89,8 @@ class Environment:
         self._about = ""
         self._respond = respond
         self.schemas: list[dict[str, Any]] | None = None
-        self.rewards = self.has_openings = False
-        self.workers: list[WorkerFunction] = []  # one if the code is a person's
+        self.has_openings = False
+        self.workers = []  # one if the code is a person's
         self._close: Callable[[], None] | None = None
         own = [config.name] if config.name and config.name not in BUILT_IN_ENVIRONMENTS else []
         functions = config.tools or own
@@ -82,22 +113,17 @@ class Environment:
         elif worker is not None:
             self.workers = [worker]
             self._respond = None
-
-    @property
-    def needed_columns(self) -> list[str]:
-        """Columns that a task's own replies cannot do without; a person's code says so itself when it is called."""
-        parameters = [] if self._respond is None else inspect.signature(self._respond).parameters.values()
-        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        if self._respond is not None:  # a person's code says so itself when it is called
+            parameters = inspect.signature(self._respond).parameters.values()
+            self.needed_columns = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
     def describe(self) -> str:
-        """Describe what answers, and its limits, in a line."""
         functions = [schema["function"] for schema in self.schemas or []]
         tools = [f"{f['name']}({', '.join(f.get('parameters', {}).get('properties', {}))})" for f in functions]
         what = f"{self.name} {self._about}".strip() + (f": {', '.join(tools)}" if tools else "")
         return f"{what}; at most {self.max_turns} turns, replies of {self.max_observation_tokens} tokens"
 
     def start(self) -> None:
-        """Load a person's code now. Raises ValueError if it does not load."""
         for worker in self.workers:
             facts = worker.start()
             self.schemas = facts["schemas"]
@@ -105,8 +131,7 @@ class Environment:
             self.has_openings = facts["opening"]
 
     def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
+        super().close()
         if self._close is not None:
             self._close()
 

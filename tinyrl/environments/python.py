@@ -36,6 +36,7 @@ PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
 STOP = ()
 ASKS = "```python\nprint(1 + 1)\n```\n"
 MEMORY_GB = 0.5
+CELL_SECONDS = 5.0  # where environment.timeout_s is null
 CHARS_A_TOKEN = 2  # of an output: more of it are numbers than words
 MOST_LIVE = 1024  # interpreters that wait for their next cell
 FILES_A_PROCESS = 8  # of those that we may open; 3 are needed
@@ -71,19 +72,19 @@ def opened(
             f"{why_not}. It takes Linux 5.13 or later with Landlock and seccomp, on x86_64 or aarch64."
         )
     python = Python(config)
-    return python.respond, f"in the sandbox, {config.seconds:g} s and {MEMORY_GB:g} GB a cell", python.close
+    return python.respond, f"in the sandbox, {python.timeout_s:g} s and {MEMORY_GB:g} GB a cell", python.close
 
 
 class Python:
     """Interpreters of the episodes in flight. State: those that wait for a cell, the oldest first."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self._timeout_s = config.seconds
+        self.timeout_s = config.timeout_s or CELL_SECONDS  # of a cell
         self._max_turns = config.max_turns
         self._max_chars = CHARS_A_TOKEN * config.max_observation_tokens
         self._most_live = min(MOST_LIVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_A_PROCESS)
         self._limits = Limits(
-            cpu_s=(config.max_turns + 1) * math.ceil(config.seconds + 1),  # together; a cell's are limited in there
+            cpu_s=(config.max_turns + 1) * math.ceil(self.timeout_s + 1),  # together; a cell's are limited in there
             memory_bytes=int(MEMORY_GB * (1 << 30)),
             output_bytes=OUTPUT_BYTES,
             threads=Limits.threads + (self._most_live if os.geteuid() else 0),  # are counted by user
@@ -140,7 +141,7 @@ class Python:
         outcome = None
         for cell in (*missed, code):
             # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
-            outcome = session.ask(ascii((cell, float(self._timeout_s))).encode(), wall_s=self._timeout_s)
+            outcome = session.ask(ascii((cell, float(self.timeout_s))).encode(), wall_s=self.timeout_s)
             if not outcome.ok:
                 return STOPPED.get(outcome.reason, STOPPED[""])  # whole, since it marks the cell
         assert outcome is not None

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.formats import shared_prompt
-from tinyrl.data.rows import example_rows, prompt_key
+from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import (
@@ -38,6 +37,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import run_of
 from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.run_rows import rows_of_run
 
 FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
 
@@ -211,7 +211,8 @@ def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) 
     seen = seen_in_training(first, others, asked)
     keys = list[str]()
     if asked.split == "eval" and (seen or asked.other_rows):
-        keys = [prompt_key(shared_prompt(row)) for row in example_rows(config)[1]]
+        rows = rows_of_run(config)
+        keys = [prompt_key(rows.kind.prompt(row)) for row in rows.held_out]
     new = [key for key in keys if key not in seen]
     _check_enough(first, others, asked, left_out=len(keys) - len(new), remaining=len(new))
     found = {"held_out": _measure(config, first.checkpoint, asked, without=seen, options=options)}

@@ -15,13 +15,13 @@ from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.formats import shared_prompt
-from tinyrl.data.rows import example_rows, prompt_key
+from tinyrl.data.rows import prompt_key
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import open_run, run_of
-from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks import load_task
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import truncate
 
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
@@ -154,11 +154,8 @@ def trained_on(path: str) -> frozenset[str]:
     run = run_of(Path(path))
     if run is None:
         return frozenset()
-    config = open_run(run).read_config()
-    if config.samples:
-        prompt = load_task(config.task.name or "rows").prompt
-        return frozenset(prompt_key(prompt(row)) for row in load_split(config, "train"))
-    return frozenset(prompt_key(shared_prompt(row)) for row in example_rows(config)[0])
+    rows = rows_of_run(open_run(run).read_config())
+    return frozenset(prompt_key(rows.kind.prompt(row)) for row in rows.train)
 
 
 def seen_in_training(first: Target, others: list[str], asked: Asked) -> frozenset[str]:

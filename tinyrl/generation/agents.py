@@ -47,6 +47,14 @@ class AgentRunner:
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
         return [None] * len(rows)
 
+    def longest_prompt(self, prompts: list[PreparedPrompt]) -> int:
+        """Return the most tokens of a prompt: agents write their own."""
+        return self.config.generation.max_prompt_tokens
+
+    def longest_text(self, prompts: list[PreparedPrompt]) -> int:
+        """Return the most tokens of a prompt with its response: an agent's calls may fill the model's positions."""
+        return self.positions
+
     def play(
         self,
         prompts: list[PreparedPrompt],
@@ -96,7 +104,7 @@ class AgentRunner:
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
-        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
+        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
 
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),

@@ -15,14 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
-from tinyrl.environments.environment import Environment, Episode
+from tinyrl.environments.environment import Episode, Replies
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, Sequence, row_keys
 from tinyrl.generation.sample import Sample
 from tinyrl.models.policy import Policy
@@ -31,7 +31,7 @@ from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.answers import ObservationTokens, turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.prompts import PreparedPrompt, in_chat, row_columns, shows_tools
+from tinyrl.tasks.prompts import PreparedPrompt, in_chat, most_tokens, row_columns, shows_tools
 
 POLL_S = 0.1
 SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
@@ -43,7 +43,7 @@ class EpisodeRunner:
     writes tool calls (None: the chat template shows no tools).
     """
 
-    environment: Environment
+    environment: Replies
     observations: ObservationTokens
     tokenizer: PreTrainedTokenizerBase
     max_new_tokens: int
@@ -61,6 +61,31 @@ class EpisodeRunner:
         """Return texts of the environment at the end of each row's prompt."""
         return self.environment.openings([task.prompt(row) for row in rows], row_columns(rows))
 
+    def longest_prompt(self, prompts: list[PreparedPrompt]) -> int:
+        return most_tokens(prompts)
+
+    def longest_text(self, prompts: list[PreparedPrompt]) -> int:
+        """Return the most tokens of a prompt with its response."""
+        return most_tokens(prompts) + self.max_episode_tokens
+
+    def play(
+        self,
+        prompts: list[PreparedPrompt],
+        requests: list[Request],
+        group_size: int,
+        *,
+        engine: SamplingEngine,
+        options: SampleOptions,
+    ) -> list[Sample]:
+        """Play `group_size` episodes for each request; return them, in order, each with its record (`played`).
+
+        Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
+        """
+        key = {"seed": options["seed"], "step": options["step"]}
+        with Episodes(prompts, requests, group_size, runner=self, **key) as episodes:
+            engine.play(requests, group_size, episodes=episodes, **options)
+            return episodes.finalized()
+
 
 def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> EpisodeRunner | None:
     """Start the configuration's environment, or the task's, and find out how its replies become tokens; None without
@@ -71,7 +96,7 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     template = config.task.chat_template_kwargs
     if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
         return None
-    environment = Environment(
+    environment = Replies(
         section,
         task=task.name,
         respond=task.respond,
@@ -95,25 +120,6 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, p
     observations = ObservationTokens(tokenizer, chat=chat, variables=variables, max_tokens=most)
     form = call_form(tokenizer, template) if schemas else None
     return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables, form)
-
-
-def play(
-    prompts: list[PreparedPrompt],
-    requests: list[Request],
-    group_size: int,
-    *,
-    engine: SamplingEngine,
-    runner: EpisodeRunner,
-    **options: Unpack[SampleOptions],
-) -> list[Sample]:
-    """Play `group_size` episodes for each request; return them, in order, each with its record (`played`).
-
-    Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
-    """
-    key = {"seed": options["seed"], "step": options["step"]}
-    with Episodes(prompts, requests, group_size, runner=runner, **key) as episodes:
-        engine.play(requests, group_size, episodes=episodes, **options)
-        return episodes.finalized()
 
 
 class Episodes(AbstractContextManager):

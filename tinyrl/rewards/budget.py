@@ -4,8 +4,7 @@ import math
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
-
-GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before step 1, at most: Scorer.check
+from tinyrl.rewards.trial import most_questions
 
 
 def judge_requests(config: Config, judge: RewardFunctionConfig) -> int:
@@ -22,7 +21,7 @@ def judge_requests(config: Config, judge: RewardFunctionConfig) -> int:
     rounds = 1 + getattr(own, "dynamic_sampling_rounds", 0)
     groups = getattr(own, "num_prompts", 0) * rounds * run.num_steps
     of_group = getattr(own, "group_size", 1) if judge.mode == "score" else 1
-    return groups * of_group + 2 * evaluations * run.eval_prompts + GOLD_QUESTIONS[judge.mode]
+    return groups * of_group + 2 * evaluations * run.eval_prompts + most_questions(judge.mode)
 
 
 def check_judge_budgets(config: Config) -> None:

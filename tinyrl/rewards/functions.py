@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyrl.data.messages import Prompt
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import HERE, FunctionSource, parse_use
 from tinyrl.workers.values import RowResults, is_score
@@ -59,8 +58,3 @@ def verifier_of(task: Task, *, timeout_s: float) -> FunctionReward:
         )
     here = FunctionSource(task.name, task.name, module=HERE, file=None, folder=Path.cwd(), here=task.verify)
     return FunctionReward(here, timeout_s=timeout_s, setting="task.name")
-
-
-def as_completion(text: str, prompt: Prompt) -> Any:
-    """Return a text as a completion in the data's form: a message where the prompt is a chat."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

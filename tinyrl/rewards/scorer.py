@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
+from tinyrl.data.messages import as_completion
 from tinyrl.environments import Transcript
-from tinyrl.environments.environment import NONSENSE, Episode, episode_text
+from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.batch import Example
@@ -25,10 +26,11 @@ from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
-from tinyrl.rewards.functions import FunctionReward, as_completion, verifier_of
+from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.rewards.scores import PROMPT_CHARS
+from tinyrl.rewards.trial import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended, turn_text
@@ -39,8 +41,6 @@ from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 
 SLOW_ROW_S = 1.0  # a row that takes longer is named in reward_output.log
-FEW = 4  # prompts whose answers all fail before a run is refused: the row of one may be at fault
-JUDGED_PROMPTS = 8  # with gold answers, on which a judge is tried
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Scorer:
         policy_format: TextFormat,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
-        environment: Any = None,
+        environment: Environment | None = None,
         needed: bool = True,
     ) -> None:
         self.task = task
@@ -171,7 +171,7 @@ class Scorer:
         """Try the rewards before step 1; return notes and warnings. Raises ExplainedByCheck where all completions would
         fail or a judge does not tell gold answers from others, ValueError where a judge does not answer.
         """
-        judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_PROMPTS]
+        judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_ROWS]
         try:
             warning = self.check_gold(prompts) if self.names else None
             notes = [judge.check(self.task, judged) for judge in self._judges() if len(judged) > 1]
@@ -190,13 +190,14 @@ class Scorer:
         why = ""
         has_gold = self.task.gold(prompts[0].row) is not None
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
-        for prompt in prompts[:FEW]:
+        for prompt in prompts[:TRIED_PROMPTS]:
             texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
-            scores = self([prompt] * 3, [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts])
+            answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts]
+            scores = self([prompt] * TRIED_ANSWERS, answers)
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
             rewards = rewards or scores.rewards.tolist()
             why = why or failed.get(min(failed, default=0), "")
-            if len(failed) < 3 or not (self.functions or self.uses_verifier):
+            if len(failed) < TRIED_ANSWERS or not (self.functions or self.uses_verifier):
                 break
         else:
             what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
@@ -307,16 +308,14 @@ class Scorer:
     def _reward_inputs(
         self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
     ) -> list[Any]:
-        """Return completions as rewards get them; with an environment they are messages, whatever the data has. Of an
-        agent's episode it is what the agent returned, as text or message by the data's form.
-        """
-        by_agents = self.environment is not None and self.environment.by_agents
+        """Return completions as rewards get them: in the data's form, or that of the environment."""
+        environment = self.environment
         if transcripts is not None:
-            pairs = zip(prompts, transcripts, strict=True)
-            return [said[0]["content"] if by_agents and isinstance(p.prompt, str) else said for p, said in pairs]
-        chat = self.environment is not None and not by_agents
+            assert environment is not None
+            return [environment.completion(said, p.prompt) for p, said in zip(prompts, transcripts, strict=True)]
+        form = as_completion if environment is None else environment.as_completion
         texts = [p.opened + self.text(tokens) for p, tokens in zip(prompts, completions, strict=True)]
-        return [as_completion(text, [] if chat else p.prompt) for text, p in zip(texts, prompts, strict=True)]
+        return [form(text, p.prompt) for text, p in zip(texts, prompts, strict=True)]
 
     @torch.inference_mode()
     def _model_scores(

@@ -13,13 +13,13 @@ from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
 from tinyrl.generation.sample import Sample
-from tinyrl.generation.turns import EpisodeRunner, play
+from tinyrl.generation.turns import EpisodeRunner
 from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, answers
-from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
+from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, most_tokens, prepare_prompts
 
 Runner = EpisodeRunner | AgentRunner
 
@@ -67,6 +67,13 @@ class Collector:
     def longest_response(self) -> int:
         """Return the most tokens of a response."""
         return longest_response(self.config, self.runner)
+
+    @property
+    def longest_text(self) -> int:
+        """Return the most tokens of a prompt with its response."""
+        if self.runner is not None:
+            return self.runner.longest_text(self.train_prompts)
+        return most_tokens(self.train_prompts) + self.longest_response
 
     def check(self) -> list[str]:
         """Check the reference at step 0, and the reward on a gold answer; returns lines worth showing."""
@@ -132,10 +139,7 @@ class Collector:
             seen[prompt.index] = first + group_size
             requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        if isinstance(self.runner, AgentRunner):  # each agent writes its own prompts
-            samples = self.runner.play(prompts, requests, group_size, engine=self.engine, options=options)
-        else:
-            samples = self._sample(prompts, requests, group_size, options)
+        samples = self._sample(prompts, requests, group_size, options)
         tokens = [sample.response for sample in samples]
         episodes = [sample.played for sample in samples if sample.played is not None] or None
         found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
@@ -156,7 +160,6 @@ class Collector:
         runner = self.runner
         engine = self.engine
         world = self.world
-        assert not isinstance(runner, AgentRunner)
         own = world.own(range(len(requests)))
         samples = list[Sample]()
         prompts = [prompts[i] for i in own]
@@ -164,7 +167,7 @@ class Collector:
         if runner is None:
             samples = [sample for group in engine.sample(requests, group_size, **options) for sample in group]
         elif own:
-            samples = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
+            samples = runner.play(prompts, requests, group_size, engine=engine, options=options)
         if world.size == 1:
             return samples
         groups = [[asdict(one) for one in samples[i : i + group_size]] for i in range(0, len(samples), group_size)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from typing import Any
@@ -14,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import shared_prompt
-from tinyrl.data.readers import Placed, placed_rows
+from tinyrl.data.readers import Placed
 from tinyrl.data.rows import prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
@@ -32,9 +32,10 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
 from tinyrl.runs.launched import Options
-from tinyrl.tasks import ReadRows, Task, load_task, rows_of_run, take_rows
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks import Task, load_task
+from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
+from tinyrl.tasks.run_rows import RunRows, rows_of_run, take_rows
 
 
 def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
@@ -103,7 +104,7 @@ def load_collector(
     options: Options,
     judge: Scorer | None = None,
     teacher: bool = False,
-    rows: ReadRows | None = None,
+    rows: RunRows | None = None,
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
     teacher: to train, so also the model to learn from, and there must be a reward where the method needs one; rows: the
@@ -173,9 +174,7 @@ def load_engine(policy: Policy, runner: Runner | None, prompts: list[PreparedPro
     """Select the engine that samples responses to the prompts; return it, and why that one."""
     generation = policy.config.generation
     longest = longest_response(policy.config, runner)
-    longest_prompt = max((len(prompt.tokens) for prompt in prompts), default=0)
-    if isinstance(runner, AgentRunner):  # agents write their own prompts
-        longest_prompt = generation.max_prompt_tokens
+    longest_prompt = most_tokens(prompts) if runner is None else runner.longest_prompt(prompts)
     stop = [*generation.stop, *(runner.environment.stop if runner else ())]
     return select_engine(
         generation.model_copy(update={"stop": stop}),
@@ -216,14 +215,9 @@ def load_method(config: Config, *, options: Options, without: frozenset[str] = f
     method = method_of(config.method)
     rows = take_rows(config)
     if not METHODS[config.method].samples:
-        held_out = [row for row in rows.held_out if not without or prompt_key(shared_prompt(row)) not in without]
-        return method(load_policy(config, options=options), rows.train, held_out, rows.notes)
+        held_out = [row for row in rows.held_out if not without or prompt_key(rows.kind.prompt(row)) not in without]
+        return method(load_policy(config, options=options), replace(rows, held_out=held_out))
     return make_method(load_collector(config, options=options, teacher=True, rows=rows), rows.text)
-
-
-def text_rows(config: Config) -> Placed:
-    """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
-    return placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
 
 
 def make_method(collector: Collector, text: Placed) -> Any:

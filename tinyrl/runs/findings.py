@@ -1,41 +1,26 @@
 """Find what is wrong with a run: findings with figures, and one setting to change.
 
-A finding is a function of the run's records: it has the condition, the figures, the sentence and the advice. `find`
-calls them for `tinyrl doctor RUN` and for the warnings of a run that is training (Watch). Windows: the first tenth of
-the steps (5 to 25) against the last quarter (10 to 50). Thresholds keep a margin to everything seen in runs that go
-well. A missing metric or setting is NaN, for which no condition holds.
+A finding is a function of the run's records: it has the condition, the figures, the sentence and the advice; its
+docstring says when there is one, here and in docs/runs.md. `find` calls them for `tinyrl doctor RUN` and for the
+warnings of a run that is training (Watch). Windows: the first tenth of the steps (5 to 25) against the last quarter (10
+to 50). Thresholds keep a margin to everything seen in runs that go well. A missing metric or setting is NaN, for which
+no condition holds.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
+from tinyrl.runs.finding import Finding, counted, found_by, in_words
 from tinyrl.runs.metrics import REWARD_STATISTICS
-from tinyrl.runs.records import Points, RunRecords, float_or, json_safe, read_steps, to_float
-from tinyrl.text import escape_control, one_line
+from tinyrl.runs.records import Points, RunRecords, float_or, read_steps, to_float
+from tinyrl.text import one_line
 
-Subject = TypeVar("Subject")  # what a check looks at: a run's records, or answers of a policy
 FEWEST_STEPS = 12  # of training, before windows are compared
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`what` is a sentence with figures, `change` one thing to change; is_harmless: the run learns all the same."""
-
-    name: str
-    what: str
-    change: str
-    figures: dict[str, float] = field(default_factory=dict)
-    is_harmless: bool = False
 
 
 # ---- windows ----
@@ -122,7 +107,7 @@ def is_far_from_reference(run: RunRecords) -> bool:
 
 
 def diverged(run: RunRecords) -> Finding | None:
-    """The held-out reward is below its start by more than the intervals, far from the reference."""
+    """The KL blows up, and the held-out reward is below its start by more than the intervals."""
     rewards = run.finite("eval/reward_mean")
     if len(rewards) < 2 or not is_far_from_reference(run):
         return None
@@ -162,7 +147,7 @@ def nonfinite_steps(run: RunRecords) -> Finding | None:
 
 
 def rewards_dropped(run: RunRecords) -> Finding | None:
-    """A quarter of the completions or more have no reward."""
+    """25 % of the completions or more have no reward."""
     shares = list[tuple[int, float]]()
     for step, line in run.steps.items():
         dropped = to_float(line.get("reward/dropped"))
@@ -188,7 +173,7 @@ def rewards_dropped(run: RunRecords) -> Finding | None:
 
 
 def environment_hardly_asked(run: RunRecords) -> Finding | None:
-    """Episodes end in their first turn where more are allowed; before training, held-out ones."""
+    """Episodes (before training, held-out ones) have 1.2 turns or fewer where more are allowed."""
     in_training = bool(run.finite("environment/turns"))
     turns = recent(run.finite("environment/turns" if in_training else "eval/environment/turns"))
     cut = recent(run.finite("completion/truncated" if in_training else "eval/truncated"))
@@ -205,7 +190,7 @@ def environment_hardly_asked(run: RunRecords) -> Finding | None:
 
 
 def train_up_held_out_down(run: RunRecords) -> Finding | None:
-    """The held-out reward or loss got worse by more than its interval, while that of training went on improving."""
+    """The held-out reward is below its best by more than its interval, or the loss above; training's got better."""
     return _overfitted_reward(run) or _overfitted_loss(run)
 
 
@@ -271,7 +256,7 @@ def _overfitted(
 
 
 def constant_reward(run: RunRecords) -> Finding | None:
-    """Every completion of the run has the same reward."""
+    """Every completion of the run has the same reward, and the verifier does not call it right."""
     if not is_constant(run):
         return None
     reward = recent(run.finite("reward/mean"))
@@ -285,7 +270,7 @@ def constant_reward(run: RunRecords) -> Finding | None:
 
 
 def zero_spread_groups(run: RunRecords) -> Finding | None:
-    """Most groups have equal rewards, far from the top."""
+    """75 % of the groups or more have equal rewards, far from the top."""
     share = recent(run.finite("reward/zero_spread_groups"))
     if not share >= 0.75 or is_near_top(run) or is_constant(run):
         return None
@@ -301,7 +286,7 @@ def zero_spread_groups(run: RunRecords) -> Finding | None:
 
 
 def reward_at_its_ceiling(run: RunRecords) -> Finding | None:
-    """Nearly all groups are solved; without groups, the rewards hardly differ any more."""
+    """90 % of the groups have no spread and are solved; without groups, a reward of 0.98 or hardly any spread."""
     share = recent(run.finite("reward/zero_spread_groups"))
     reward = recent(run.finite("reward/mean"))
     std = recent(run.finite("reward/std"))
@@ -321,7 +306,9 @@ def reward_at_its_ceiling(run: RunRecords) -> Finding | None:
 
 
 def one_reward_up_another_down(run: RunRecords) -> Finding | None:
-    """One reward function rose and another fell; or the held-out reward rose and the task's verifier fell."""
+    """One reward function rose and another fell, by a tenth of their size and four standard errors; or the held-out
+    reward rose and the verifier fell.
+    """
     moves = _moves_of_functions(run)
     if not moves or not min(moves.values()) < 0 < max(moves.values()):
         return _reward_up_verifier_down(run)
@@ -441,7 +428,7 @@ def kl_blow_up(run: RunRecords) -> Finding | None:
 
 
 def entropy_collapse(run: RunRecords) -> Finding | None:
-    """The policy gives one answer to everything while prompts are still unsolved."""
+    """The entropy is below a tenth of its start, with prompts unsolved."""
     entropy = run.finite("policy/entropy")
     start = early(entropy[:5])
     now = recent(entropy)
@@ -478,7 +465,7 @@ def length_creep(run: RunRecords) -> Finding | None:
 
 
 def truncation(run: RunRecords) -> Finding | None:
-    """A fifth of the completions or more are cut off."""
+    """20 % of the completions or more are cut at `generation.max_new_tokens`."""
     share = recent(run.finite("completion/truncated"))
     if not share >= 0.2:
         return None
@@ -494,7 +481,7 @@ def truncation(run: RunRecords) -> Finding | None:
 
 
 def critic_explains_nothing(run: RunRecords) -> Finding | None:
-    """The critic explains hardly any of the variance of the returns, or is worse than their mean."""
+    """The explained variance is below 0.02 after 60 steps, or below -0.2 after 20."""
     points = run.finite("value/explained_variance")
     steps = len(points)
     explained = recent(points)
@@ -512,7 +499,9 @@ def critic_explains_nothing(run: RunRecords) -> Finding | None:
 
 
 def mismatch(run: RunRecords) -> Finding | None:
-    """Sampling and training disagree on log-probabilities; in bfloat16 the gap is some 0.01."""
+    """Log-probabilities of sampling and training are 0.05 a token apart (0.01 is normal in bfloat16), or 5 % of the
+    weights are capped.
+    """
     gap = recent(run.finite("policy/sampling_gap"))
     capped = float_or(recent(run.finite("policy/capped_weights")), 0.0)
     if not (gap > 0.05 or capped > 0.05):
@@ -551,12 +540,6 @@ def find(run: RunRecords) -> list[Finding]:
     return found_by((*AT_ONCE, *AFTER_SOME_STEPS) if has_windows else AT_ONCE, run)
 
 
-def found_by(checks: Iterable[Callable[[Subject], Finding | None]], subject: Subject) -> list[Finding]:
-    """Return the findings of those checks that have one."""
-    findings = [check(subject) for check in checks]
-    return [finding for finding in findings if finding is not None]
-
-
 class Watch:
     """The findings of a run while it trains, each reported once. Looks get farther apart as its record grows."""
 
@@ -577,16 +560,6 @@ class Watch:
         return [f"{one.name}: {one.what} {one.change}" for one in new]
 
 
-# ---- as text and JSON ----
-
-
-def as_json(found: list[Finding]) -> list[dict[str, Any]]:
-    return [
-        {"finding": one.name, "what": one.what, "figures": json_safe(one.figures), "change": one.change}
-        for one in found
-    ]
-
-
 def render(run: RunRecords, found: list[Finding]) -> str:
     steps = "1 step" if run.last_step == 1 else f"{run.last_step:,} steps"
     if found:
@@ -595,19 +568,3 @@ def render(run: RunRecords, found: list[Finding]) -> str:
     is_short = 0 < len(run.finite("reward/mean")) < FEWEST_STEPS
     more = f"; most findings need {FEWEST_STEPS} steps" if is_short else ""
     return f"{run.name}: {steps}, nothing found{more}."
-
-
-def counted(found: list[Finding]) -> str:
-    return "1 finding" if len(found) == 1 else f"{len(found)} findings"
-
-
-def columns() -> int:
-    """Return the columns of the terminal, 60 to 110."""
-    return max(60, min(shutil.get_terminal_size().columns, 110))
-
-
-def in_words(found: list[Finding]) -> Iterator[str]:
-    """Yield a paragraph for each finding."""
-    wrap = partial(textwrap.wrap, width=columns(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    for one in found:
-        yield "\n".join(map(escape_control, [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]))

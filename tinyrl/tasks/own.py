@@ -12,12 +12,14 @@ from typing import Any
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
-from tinyrl.tasks import Task, no_rows, worker_service
+from tinyrl.tasks.task import Task, no_rows
+from tinyrl.tasks.worker_service import PLAIN_FACTS
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import imported_beside, parse_use
 from tinyrl.workers.values import is_text
 
 SETTING = "task.name"
+HOST = "tinyrl.tasks.worker_service"  # in the worker process
 ROWS_TIMEOUT_S = 600.0  # to generate or download the rows of a split
 CALL_TIMEOUT_S = 60.0  # for prompts of CALL_ROWS rows, and for the answers of an evaluation
 CALL_ROWS = 4096
@@ -39,12 +41,12 @@ class OwnCode:
     use: FILE.py:TASK, with an absolute path.
     """
 
-    verifier_host = f"{worker_service.__name__}:verifier"
+    verifier_host = f"{HOST}:verifier"
 
     def __init__(self, use: str) -> None:
         self.use = use
         source = parse_use(use, setting=SETTING)
-        host = f"{worker_service.__name__}:task"
+        host = f"{HOST}:task"
         name = Path(use).name.partition(".py:")[0]
         self.worker = WorkerFunction([source], setting=SETTING, timeout_s=CALL_TIMEOUT_S, host=host, name=name)
         self._prepared: dict[str, PreparedRow] = {}
@@ -53,7 +55,7 @@ class OwnCode:
         """Return the task. Raises ValueError if its code does not load."""
         facts = self.worker.start()["task"]
         functions = facts["functions"]
-        plain = {name: facts[name] for name in worker_service.PLAIN_FACTS}
+        plain = {name: facts[name] for name in PLAIN_FACTS}
         plain |= {name: tuple(facts[name]) for name in ("columns", "stop")}
         return Task(
             **plain,
@@ -123,7 +125,7 @@ class OwnCode:
     def replies(self, *, timeout_s: float) -> WorkerFunction:
         """Return the task's replies between turns, in a worker of their own, as those of an environment function."""
         source = parse_use(self.use, setting=SETTING)
-        host = f"{worker_service.__name__}:replies"
+        host = f"{HOST}:replies"
         name = self.worker.start()["task"]["name"]
         return WorkerFunction([source], setting=SETTING, timeout_s=timeout_s, host=host, name=name)
 

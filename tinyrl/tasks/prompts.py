@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids, undisguised
@@ -79,6 +80,10 @@ def prepare_prompts(
     return prepared
 
 
+def most_tokens(prompts: list[PreparedPrompt]) -> int:
+    return max((len(prompt.tokens) for prompt in prompts), default=0)
+
+
 def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
     """Return the columns of rows as lists (TRL's reward signature); the prompt is an argument of its own."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts", "completions"))
@@ -130,8 +135,8 @@ def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[s
         return []
 
     def marked(row: Row) -> bool:
-        asked = [row.get(name) for name in ("prompt", "messages", "conversations", "tools")]
-        answers = [row.get(name) for name in ("completion", "chosen", "rejected")]
+        asked = [row.get(name) for name in ASKED_COLUMNS]
+        answers = [row.get(name) for name in ANSWERED_COLUMNS]
         return disguised(tokenizer, asked) != asked or disguised(tokenizer, answers, own=True) != answers
 
     found = [number for number, row in enumerate(rows, start=1) if marked(row)]

@@ -8,7 +8,7 @@ from typing import Any
 from tinyrl.data.messages import prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.environments import worker_service
-from tinyrl.tasks import Task, no_rows
+from tinyrl.tasks.task import Task, no_rows
 from tinyrl.text import first_line
 from tinyrl.workers import protocol
 from tinyrl.workers.values import RowResults

@@ -17,18 +17,19 @@ from tinyrl.data.messages import Message, Prompt
 from tinyrl.environments.environment import Episode
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.engine import Request, SampledRole
+from tinyrl.generation.engine import Request, SampledRole, SampleOptions
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.sample import Sample
-from tinyrl.generation.turns import load_episode_runner, play
+from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.loading import check_ids
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_policy, load_scorer
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
-from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks import load_task
 from tinyrl.tasks.answers import hidden_ids, turn_text
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import IncrementalDetokenizer, escape_control
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
@@ -155,7 +156,7 @@ class ChatSession(ExitStack):
         openings = None
         if isinstance(asked, int):
             task = self.task
-            rows = load_split(self.target.config, "eval")
+            rows = rows_of_run(self.target.config).held_out
             index = asked
             if not 0 <= index < len(rows):
                 raise ValueError(f"there is no held-out row {index}: /prompt 0 to {len(rows) - 1}")
@@ -184,8 +185,12 @@ class ChatSession(ExitStack):
             raise ValueError(f"{len(prompt.tokens)} tokens fill the model's {self.policy.positions} positions: /reset")
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
-        key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + self.turn, "role": self.role}
-        key["greedy"] = greedy or self.greedy
+        options: SampleOptions = {
+            "seed": self.target.config.run.seed,
+            "step": CHAT_STEP + self.turn,
+            "role": self.role,
+            "greedy": greedy or self.greedy,
+        }
         tokenizer = self.policy.tokenizer
         written = IncrementalDetokenizer(tokenizer, hidden=hidden_ids(tokenizer))
 
@@ -196,10 +201,10 @@ class ChatSession(ExitStack):
         self.engine.on_tokens = lambda tokens: on_text("policy", written.add(tokens))
         self.engine.on_reply = reply
         if self.runner is None:
-            [[sample]] = self.engine.sample([request], 1, **key)
+            [[sample]] = self.engine.sample([request], 1, **options)
             on_text("policy", written.end())
             return ChatAnswer(prompt, sample, turn_text(tokenizer, sample.response))
-        [sample] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
+        [sample] = self.runner.play([prompt], [request], 1, engine=self.engine, options=options)
         on_text("policy", written.end())
         transcript = sample.played.transcript if sample.played is not None else []
         text = "".join(message["content"] for message in transcript if message["role"] == "assistant")

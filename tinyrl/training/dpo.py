@@ -35,6 +35,7 @@ from tinyrl.models.batch import Batch, Example
 from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
+from tinyrl.tasks.run_rows import RunRows
 from tinyrl.training.method import Pass
 from tinyrl.training.rows import RowMethod, join_turns, rendered
 from tinyrl.training.run import Run
@@ -52,8 +53,8 @@ class Dpo(RowMethod):
     log-probabilities of chosen and rejected, and 1 where they are known.
     """
 
-    def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
-        super().__init__(policy, rows, held_out, notes)
+    def __init__(self, policy: Policy, rows: RunRows) -> None:
+        super().__init__(policy, rows)
         if self.config.dpo.loss == "kto" and len(self.train_rows) < 2:
             raise ValueError("dpo.loss=kto estimates a KL from the answers to other prompts: it needs 2 pairs or more")
         self.forget()

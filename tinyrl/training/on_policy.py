@@ -183,8 +183,7 @@ class OnPolicy(Method):
         scored = [sample for sample in failed if sample.play_failure is None]
         if episodes and self.collector.runner is not None:
             environment = self.collector.runner.environment
-            who = f"{'agent' if environment.by_agents else 'environment'} `{environment.name}`"
-            what = f"{who} failed in {len(episodes)} of {count} episodes, which are dropped (they are in {log})"
+            what = f"{environment.noun} `{environment.name}` failed in {len(episodes)} of {count} episodes, which are dropped (they are in {log})"
             sentences.append(f"{what}. {describe_failures(episodes)}")
         if scored:
             lost = sum(not sample.rewarded for sample in scored)

@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
-from tinyrl.data.formats import judged, two_labels
+from tinyrl.data.formats import labelled, preference, two_labels
 from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics
@@ -36,6 +36,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.models.states import backbone_of
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
+from tinyrl.tasks.run_rows import RunRows
 from tinyrl.training.method import Pass
 from tinyrl.training.rows import RowMethod
 from tinyrl.training.run import Run
@@ -47,10 +48,10 @@ CENTERED_ON = 512  # rows to train on that the centre is measured on
 class RewardModel(RowMethod):
     """Reward model training. A row has one example: a pair and its margin, or an answer and its label, 0 or 1."""
 
-    def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
-        super().__init__(policy, rows, held_out, notes)
-        policy.train_score_head(bias=self.objective != "pairs")
-        if self.objective != "pairs":
+    def __init__(self, policy: Policy, rows: RunRows) -> None:
+        super().__init__(policy, rows)
+        policy.train_score_head(bias=self.kind.has_labels)
+        if self.kind.has_labels:
             self._take_labels()
         full = 0  # texts of as many tokens as the model reads
         for row in self.train_rows + self.held_out:
@@ -86,7 +87,7 @@ class RewardModel(RowMethod):
 
     def examples(self, row: Row) -> list[Example]:
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
-        one = judged(row, self.objective)
+        one = labelled(row) if self.kind.has_labels else preference(row)
         how = {"text_format": self.text_format, "max_tokens": self.room}
         adapter = self.policy.peft is not None
         texts = [reward_tokens(self.tokenizer, one.prompt, answer, adapter=adapter, **how) for answer in one.answers]

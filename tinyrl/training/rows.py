@@ -12,16 +12,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from tinyrl.data.formats import (
-    EQUAL,
-    Objective,
-    Side,
-    beginning,
-    described,
-    leave_out,
-    objective_of,
-    shared_prompt,
-)
+from tinyrl.data.formats import EQUAL, Side, beginning, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
@@ -33,6 +24,7 @@ from tinyrl.rollout.collect import template_warnings
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.prompts import marker_notes
+from tinyrl.tasks.run_rows import RunRows
 from tinyrl.text import truncate
 from tinyrl.training.method import Method, Pass
 from tinyrl.training.run import Run
@@ -42,21 +34,20 @@ SHOWN = 2000  # characters of each piece of an example in a preview
 
 class RowMethod(Method):
     """A method that learns from rows of task.data. A subclass gives the examples of a row, and the pass over those of a
-    step with its loss. train_rows, held_out: the examples of each row.
+    step with its loss. kind: that of the rows; train_rows, held_out: the examples of each.
     """
 
-    def __init__(self, policy: Policy, rows: list[Row], held_out: list[Row], notes: list[str]) -> None:
+    def __init__(self, policy: Policy, rows: RunRows) -> None:
         super().__init__(policy)
-        self.notes = notes
+        self.kind = rows.kind
+        self.notes = [*rows.notes, *rows.kind.described(rows.train)]
         self.tokenizer = policy.tokenizer
-        trains = self.config.trains
-        self.objective: Objective = objective_of(rows[0]) if trains.rows == "judged" else "pairs"
-        self.notes += described(rows, "text" if trains.rows == "text" else self.objective)
-        self.row_fingerprints = fingerprints(rows, held_out)
-        self.train_rows, self.held_out = self.tokenised(rows), self.tokenised(held_out)
-        self.notes += marker_notes(self.tokenizer, rows + held_out, chat=self.config.task.chat)
+        self.row_fingerprints = fingerprints(rows.train, rows.held_out)
+        self.train_rows = self.tokenised(rows.train)
+        self.held_out = self.tokenised(rows.held_out)
+        self.notes += marker_notes(self.tokenizer, rows.train + rows.held_out, chat=self.config.task.chat)
         if self.config.run.eval_prompts:
-            self.notes += few_held_out(map(shared_prompt, held_out))
+            self.notes += few_held_out(map(self.kind.prompt, rows.held_out))
         texts = (text for row in self.train_rows + self.held_out for one in row for text in one.texts)
         check_ids(texts, self.tokenizer, policy.causal)
 

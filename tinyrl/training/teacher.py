@@ -21,7 +21,6 @@ from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.errors import Interrupted
-from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.sample import Sample, fill, loss_mask, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example, padded
@@ -73,12 +72,7 @@ class Teacher:
 
     def check_room(self) -> None:
         """Raise ValueError where a sampled text of the run may have more tokens than the teacher has positions."""
-        collector = self.trainer.collector
-        if isinstance(collector.runner, AgentRunner):  # its agent writes the prompts
-            longest = self.trainer.policy.positions
-        else:
-            prompt = max((len(prompt.tokens) for prompt in collector.train_prompts), default=0)
-            longest = prompt + collector.longest_response
+        longest = self.trainer.collector.longest_text
         if longest > self.positions:
             raise ValueError(
                 f"teacher.path={self.config.path} has {self.positions} positions, and a prompt with its response may "

@@ -44,7 +44,7 @@ def main() -> None:
         if os.getppid() != supervisor:
             os._exit(1)
         sys.path.insert(0, PACKAGES)
-        from tinyrl.workers.worker import serve
+        from tinyrl.workers.worker import serve  # in the worker alone, which finds tinyrl so
 
         sys.path.remove(PACKAGES)
         serve(requests, replies, memory_bytes=memory_bytes)

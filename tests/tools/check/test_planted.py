@@ -11,7 +11,7 @@ import pytest
 
 from tinyrl.cli.train import config_of
 from tinyrl.data.writers import write_rows
-from tinyrl.runs.findings import found_by
+from tinyrl.runs.finding import found_by
 from tinyrl.runs.launched import Options
 from tinyrl.starter import starter_path
 from tinyrl.tasks import sums

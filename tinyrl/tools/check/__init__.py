@@ -12,6 +12,7 @@ largest_step.py    the largest step
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,15 @@ import psutil
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import example_rows, row_key
+from tinyrl.data.rows import row_key
 from tinyrl.errors import ExplainedByCheck
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.finding import Finding
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
 from tinyrl.runs.resolve import resolve
-from tinyrl.tasks import load_splits, load_task
+from tinyrl.tasks import load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
 from tinyrl.tools.check.judges import check_judges
@@ -70,33 +72,57 @@ def check(
         yield check_memory(config, device=options.device, memory=memory)
         return
     rows, train = _rows(config)
-    parts = list[CheckSection]()
-    if config.samples:
-        task = load_task(config.task.name or "rows", grading=config.task.grading)
-        parts.append(check_reward(config, task, train))
-        if (environment := check_environment(config, task, train)) is not None:
-            parts.append(environment)
-        if quick and (judges := check_judges(config, task, train)) is not None:
-            parts.append(judges)  # a run asks its judges more questions at its start
+    parts = _without_models(config, train, asks_judges=quick)
     if quick:
         yield from (rows, *parts)
         return
-    from tinyrl.tools.check import largest_step, loaded, policy
+    yield from _with_models(
+        config, rows, parts, options=options, write=write, prompts=prompts, samples=samples, minutes=minutes
+    )
+
+
+def _without_models(config: Config, train: list[Row], *, asks_judges: bool) -> list[CheckSection]:
+    """Try reward and environment on rows, of a method that samples; asks_judges: each judge answers one question too,
+    where no model is loaded, whose start asks it more.
+    """
+    if not config.samples:
+        return []
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    parts = [check_reward(config, task, train), check_environment(config, task, train)]
+    if asks_judges:
+        parts.append(check_judges(config, task, train))
+    return [part for part in parts if part is not None]
+
+
+def _with_models(
+    config: Config,
+    rows: CheckSection,
+    parts: list[CheckSection],
+    *,
+    options: Options,
+    write: Path | None,
+    prompts: int,
+    samples: int | None,
+    minutes: float,
+) -> Iterator[CheckSection]:
+    """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
+    models themselves show.
+    """
+    from tinyrl.tools.check import largest_step, loaded, policy  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
     with out_of_memory_stops("while the run was checked"):
-        method = None
         try:
-            try:
-                method, notes = _start(config, options)
-            except ExplainedByCheck as error:
-                yield from (rows, *parts)
-                yield refused(str(error))
-                return
-            except Exception:  # what was found explains it
-                yield from (rows, *parts)
-                raise
+            method, notes = _start(config, options)
+        except ExplainedByCheck as error:
+            yield from (rows, *parts)
+            yield refused(str(error))
+            return
+        except Exception:  # what was found explains it
+            yield from (rows, *parts)
+            raise
+        with closing(method):
             cut = excerpt("\n".join(loaded.row_lines(method)), 4 * SHOWN)
             rows.lines.append(cut.head)
             if cut.omitted:
@@ -119,16 +145,13 @@ def check(
                 yield largest_step.rough_step(config, seconds, minutes=minutes, device=options.device)
             else:
                 yield largest_step.worst_step(method)
-        finally:
-            if method is not None:
-                method.close()
 
 
 def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list[str]]:
     """Load the method of a run and check what it checks before step 1; return it and its notes. Raises ExplainedByCheck
     where the run would be refused.
     """
-    from tinyrl.rollout.load import load_method, resolve_threads
+    from tinyrl.rollout.load import load_method, resolve_threads  # with torch
     from tinyrl.training.step import schedule_notes
 
     method = load_method(config, options=options)
@@ -175,10 +198,11 @@ def _by_name(config: Config) -> dict[str, Any]:
 
 def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
     """Read the rows of both splits; the section shows how many there are and the first. Return those to train on."""
-    notes: list[str] = []
-    train, held_out = load_splits(config) if config.samples else example_rows(config, notes)
+    rows = rows_of_run(config)
+    train = rows.train
+    held_out = rows.held_out
     source = config.task.data or f"the task {config.task.name}"
-    lines = [f"{len(train):,} to train on, {len(held_out):,} held out, of {source}", *notes]
+    lines = [f"{len(train):,} to train on, {len(held_out):,} held out, of {source}", *rows.notes]
     row = train[0]
     if config.samples:
         task = load_task(config.task.name or "rows")

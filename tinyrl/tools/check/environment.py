@@ -15,10 +15,10 @@ from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
-from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Environment, asking_turn
+from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Replies, asking_turn
 from tinyrl.environments.tool_calls import CALL_FAILED
 from tinyrl.rewards.scores import MAX_FAILED_SHARE
-from tinyrl.runs.findings import Finding, found_by
+from tinyrl.runs.finding import Finding, found_by
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, one_line
@@ -228,7 +228,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     if not config.uses("environment") or not has_environment(config, task):
         return None
     prompts = [task.prompt(row) for row in rows]
-    environment = Environment(
+    environment = Replies(
         config.environment,
         task=task.name,
         respond=task.respond,
@@ -267,7 +267,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
     return section
 
 
-def scripts_of(environment: Environment, task: Task, rows: list[Row], prompts: list[Any]) -> dict[str, list[str]]:
+def scripts_of(environment: Replies, task: Task, rows: list[Row], prompts: list[Any]) -> dict[str, list[str]]:
     """Return turns that the environment should know, by kind, one for each row; calls of tools aside."""
     scripts: dict[str, list[str]] = {}
     golds = [task.gold(row) for row in rows]
@@ -288,7 +288,7 @@ def question_of(row: Row, prompt: Any) -> str:
 
 
 def play(
-    environment: Environment,
+    environment: Replies,
     kind: str,
     turns: list[str],
     prompts: list[Any],
@@ -308,7 +308,7 @@ def play(
 
 
 def play_tool(
-    environment: Environment,
+    environment: Replies,
     schema: dict[str, Any],
     rows: list[Row],
     prompts: list[Any],

@@ -7,7 +7,7 @@ from contextlib import closing
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.rewards.judge import JudgeGone, JudgeReward
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.finding import Finding
 from tinyrl.tasks import Task
 from tinyrl.text import escape_control, format_number
 from tinyrl.tools.check.section import CheckSection

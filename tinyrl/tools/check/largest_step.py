@@ -21,10 +21,11 @@ from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import make_method, text_rows
-from tinyrl.runs.findings import Finding
+from tinyrl.rollout.load import make_method
+from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.run_rows import text_rows
 from tinyrl.text import format_bytes, format_seconds
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.policy import Trial

@@ -22,7 +22,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import asks_for_date, token_ids
 from tinyrl.rollout.collect import Collector, template_fault
 from tinyrl.rollout.records import completion_text
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.finding import Finding
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
 from tinyrl.text import truncate

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.findings import Finding
+from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import json_object
 from tinyrl.text import format_bytes
 from tinyrl.tools.check.section import CheckSection
@@ -204,7 +204,7 @@ def of_long_texts(config: Config, *, device: str) -> dict[str, float]:
 def check_memory(config: Config, *, device: str, memory: str | None = None) -> CheckSection:
     """Compare the estimate with `memory` or what this machine has, and the checkpoints with the disk."""
     if memory is None:
-        from tinyrl.models.device import make_device, memory_room
+        from tinyrl.models.device import make_device, memory_room  # with torch
 
         here = make_device(device, dtype=config.model.dtype).device
         device = here.type

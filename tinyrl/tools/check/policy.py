@@ -20,11 +20,12 @@ from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.collect import Collector
-from tinyrl.runs.findings import Finding, found_by
+from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe, to_float
 from tinyrl.runs.run_dir import write_atomic
-from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks import load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
+from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import format_number, format_seconds, one_line
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.section import CheckSection
@@ -538,7 +539,7 @@ def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
     if load_task(where.name or "rows").generate is not None:
         raise ValueError("--write: rows that are made have no file to put rates into")
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
-    rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
+    rows = rows_of_run(config.model_copy(update={"task": where.model_copy(update=everything)})).train
     rated = [{**row, PASS_RATE: json_safe(to_float(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

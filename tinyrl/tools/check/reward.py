@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from tinyrl.config.schema import Config
+from tinyrl.data.messages import as_completion
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.numbers import mean
-from tinyrl.rewards.functions import FunctionReward, as_completion, verifier_of
+from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, find_holes
 from tinyrl.rewards.scores import MAX_FAILED_SHARE
-from tinyrl.runs.findings import Finding, found_by
+from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.runs.findings import Finding, columns
+from tinyrl.runs.finding import Finding, columns
 from tinyrl.text import escape_control
 
 INDENT = 13  # columns for the name

@@ -78,52 +78,69 @@ def export(
     config = run.read_config()
     folder = _folder(target, run, config, merge=merge, dtype=dtype, output=output)
     checkpoint = checkpoint_of(Path(target))
-    saved = None
-    notes = list[str]()
-    adapter = dict[str, Any]()
+    if config.lora.enabled:
+        config = _as_trained(config, checkpoint)
     name = run.path.resolve().name
     writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     shutil.rmtree(writing, ignore_errors=True)
     try:
         writing.mkdir(parents=True)
-        if config.lora.enabled:  # the adapter is what it is, whatever the configuration says
-            adapter = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-            own = {"r": adapter["r"], "alpha": adapter["lora_alpha"]}
-            config = config.model_copy(update={"lora": config.lora.model_copy(update=own)})
+        saved = None
+        notes = list[str]()
         if merge or not config.lora.enabled:
-            how = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-            saved, notes = write_merged(config, checkpoint, writing, run=run, **how)
+            saved, notes = write_merged(
+                config, checkpoint, writing, dtype=dtype, run=run, trust_remote_code=trust_remote_code
+            )
         else:
             for file in (file for file in OWN_FILES if (checkpoint / file).is_file()):
                 shutil.copyfile(checkpoint / file, writing / file)
         if day := config.task.chat_template_kwargs.get(DATE):
             notes.append(f"the chat template shows today's date, which was {day} in training")
-        step = checkpoint_step(checkpoint)
-        picture = (run.path / PICTURE).is_file()
-        if picture:
-            shutil.copyfile(run.path / PICTURE, writing / PICTURE)
-        about = {"name": name, "step": step, "dtype": saved, "notes": notes, "picture": picture}
-        (writing / "README.md").write_text(model_card(config, read_steps(run.metrics, []), **about), encoding="utf-8")
-        facts = {"tinyrl": tinyrl.__version__, "run": name, "step": step, "dtype": saved, "notes": notes}
-        (writing / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        _describe(writing, run, config, name=name, step=checkpoint_step(checkpoint), dtype=saved, notes=notes)
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(writing, folder)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
+    commands = commands_for(folder, config, name=name, is_adapter=saved is None)
+    return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
+
+
+def _as_trained(config: Config, checkpoint: Path) -> Config:
+    """Return the configuration with the rank and alpha of a checkpoint's adapter, whatever it says itself."""
+    adapter = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    own = {"r": adapter["r"], "alpha": adapter["lora_alpha"]}
+    return config.model_copy(update={"lora": config.lora.model_copy(update=own)})
+
+
+def _describe(
+    folder: Path, run: RunDir, config: Config, *, name: str, step: int, dtype: str | None, notes: list[str]
+) -> None:
+    """Write the card of a model with the picture of its run, and the facts by which a folder is known as exported."""
+    picture = (run.path / PICTURE).is_file()
+    if picture:
+        shutil.copyfile(run.path / PICTURE, folder / PICTURE)
+    steps = read_steps(run.metrics, [])
+    card = model_card(config, steps, name=name, step=step, dtype=dtype, notes=notes, picture=picture)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    facts = {"tinyrl": tinyrl.__version__, "run": name, "step": step, "dtype": dtype, "notes": notes}
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def commands_for(folder: Path, config: Config, *, name: str, is_adapter: bool) -> dict[str, list[str]]:
+    """Return the commands, as words, that serve, convert and upload an exported folder."""
     path = str(folder)
     gguf = ["--outfile", f"{name}.gguf"]
     serve = ["vllm", "serve", path]
     convert = ["python", "llama.cpp/convert_hf_to_gguf.py", path, *gguf]
-    if saved is None:
+    if is_adapter:
         base = str(starter_path(config.model.path) or config.model.path)
         rank = next((each for each in RANKS if each >= config.lora.r), config.lora.r)
         options = ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={path}"]
         serve = ["vllm", "serve", base, *options]
         of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
         convert = ["python", "llama.cpp/convert_lora_to_gguf.py", path, *of, *gguf]
-    commands = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", path]}
-    return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
+    return {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", path]}
 
 
 def push(folder: Path, repository: str, *, private: bool = False) -> str:

@@ -1,0 +1,231 @@
+"""The rows of a run: those of its task, or of task.data, which are read, made rows of the kind that its method learns
+from, checked, split and cut.
+
+Rows are checked one by one before anything is trained, so a bad one is reported with its file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tinyrl.config.schema import Config
+from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, with_prompt
+from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
+from tinyrl.data.rows import HELD_OUT_SHARE, SPLIT_SEED, prompt_key, row_key, rows_needed, train_eval_split
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks import load_task
+from tinyrl.tasks.task import Task
+from tinyrl.text import first_line, join_truncated
+
+RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of every reward function
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows that a run learns from. kind: what its method makes of them; notes: about those that were left out;
+    text: of ppo.ptx_data.
+    """
+
+    train: list[Row]
+    held_out: list[Row]
+    kind: RowKind
+    notes: list[str]
+    text: Placed = field(default_factory=list)
+
+
+def rows_of_run(config: Config) -> RunRows:
+    """Return the rows of a run.
+
+    1. Read those of task.data and task.eval_data, each with its file and line; a task may have rows of its own.
+    2. Make them rows of the kind that the method learns from, and check each (`usable`).
+    3. Without rows for evaluation, hold out a tenth of the prompts.
+    4. Cut both splits to task.max_samples.
+
+    No more of a file is read than the last step needs, but where rows are shuffled first. Raises ValueError for a bad
+    row, with its place.
+    """
+    where = config.task
+    kind = row_kind(config)
+    is_split = where.data is not None and where.eval_data is None and not kind.has_own_rows
+    most = rows_needed(where.max_samples, split=is_split)
+    notes = list[str]()
+    train = kind.own_rows("train", where.data)
+    if train is None:
+        placed = _placed(config, where.data, most=None if kind.is_shuffled else most)
+        kind = kind.by_columns(placed[0][1])
+        train = kind.usable(placed if kind.is_shuffled else placed[:most], notes)
+    if is_split:
+        train, held_out = _hold_out(train, kind)
+    elif (held_out := kind.own_rows("eval", where.eval_data or where.data)) is None:
+        placed = _placed(config, where.eval_data, most=None if kind.is_shuffled else most)
+        held_out = kind.usable(placed, notes)
+    cut = where.max_samples
+    return RunRows(train=train[:cut], held_out=held_out[:cut], kind=kind, notes=notes)
+
+
+def row_kind(config: Config) -> RowKind:
+    """Return the kind of rows that a method learns from; of a reward model the columns of the first row decide. Raises
+    ValueError if it needs task.data, and has none.
+    """
+    match config.trains.rows:
+        case "prompts":
+            return Prompts(load_task(config.task.name or "rows"), verified=config.reward.is_verifier)
+        case "text":
+            kind = Texts(learns_prompts=config.sft.loss_on == "all")
+        case "pairs":
+            kind = Pairs()
+        case "judged":
+            kind = Judged()
+    needed_data(config)
+    return kind
+
+
+def needed_data(config: Config) -> None:
+    """Raise ValueError for a method that learns from rows, without task.data."""
+    if config.task.data is None:
+        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name")
+
+
+def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
+    assert source is not None
+    return placed_rows(source, columns=config.task.columns, revision=config.task.revision, most=most)
+
+
+def _hold_out(rows: list[Row], kind: RowKind) -> tuple[list[Row], list[Row]]:
+    """Split rows of one file into (train, held-out) by their prompts."""
+    prompt = kind.prompt
+    if kind.holds_out_rows and len({prompt_key(prompt(row)) for row in rows}) < HELD_OUT_SHARE:
+        prompt = row_key
+    return train_eval_split(rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats)
+
+
+# ---- prompts of a task ----
+
+
+class Prompts(RowKind):
+    """Prompts of a task, to sample answers to. verified: the task's verifier is the reward, so that it must be able to
+    judge each row.
+    """
+
+    def __init__(self, task: Task, *, verified: bool) -> None:
+        self.task = task
+        self.verified = verified
+        self.has_own_rows = task.generate is not None
+
+    def prompt(self, row: Row) -> Prompt:
+        return self.task.prompt(row)
+
+    def own_rows(self, split: str, source: str | None) -> list[Row] | None:
+        if self.task.generate is not None:
+            return self.task.generate(source, split, SPLIT_SEED)
+        return self.task.rows(split) if source is None else None
+
+    def usable(self, placed: Placed, notes: list[str]) -> list[Row]:
+        """Return rows of the same columns, as rewards get each column as a list. Raises ValueError for a row that the
+        task cannot use, with its place.
+        """
+        task = self.task
+        if "prompt" in task.columns:
+            placed = [(place, at_place(place, with_prompt, row)) for place, row in placed]
+        if task.own is not None:
+            task.own.prepare([row for _, row in placed])
+        for place, row in placed:
+            at_place(place, self.check, row)
+        names = list(dict.fromkeys(name for _, row in placed for name in row))
+        rows = [{name: row.get(name) for name in names} for _, row in placed]
+        if task.own is not None:
+            task.own.prepare(rows)  # those that have got another column
+        return rows
+
+    def check(self, row: Row) -> None:
+        check_row(self.task, row, verified=self.verified)
+
+
+def check_row(task: Task, row: Row, *, verified: bool) -> None:
+    """Raise ValueError for a row that the task cannot use. `verified`: the task's verifier is the reward, so it must
+    be able to judge the row.
+    """
+    for column in task.columns:
+        if column not in row:
+            columns = f"Columns: {join_truncated(row)}. Rename one with task.columns.{column}=OLD"
+            raise ValueError(f"no column '{column}', which task '{task.name}' needs. {columns}")
+    for column in RESERVED_COLUMNS & {*row}:
+        rename = f"Rename it with task.columns.NEW={column}"
+        raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
+    task.prompt(row)
+    task.gold(row)
+    if verified and task.check_reference is not None:
+        task.check_reference(row)
+
+
+# ---- read before torch is imported ----
+
+_read_ahead: dict[str, RunRows] = {}  # until a run takes them
+
+
+def read_ahead(config: Config) -> None:
+    """Read and check a person's own rows, of files or of a task, before torch is imported, and keep them for
+    `take_rows`; the hub is not asked yet. Raises ValueError for a bad one.
+    """
+    _read_ahead.clear()
+    sources = [path for path in (config.task.data, config.task.eval_data, config.ppo.ptx_data) if path is not None]
+    is_own = bool(sources) or load_task(config.task.name or "rows").own is not None
+    if is_own and not any(map(hub_name, sources)):
+        _read_ahead[_settings_of_rows(config)] = _with_text(config)
+
+
+def take_rows(config: Config) -> RunRows:
+    """Return the rows and the text of a run: once those that were read ahead by the same settings, or else new ones."""
+    return _read_ahead.pop(_settings_of_rows(config), None) or _with_text(config)
+
+
+def _with_text(config: Config) -> RunRows:
+    text = text_rows(config)
+    return replace(rows_of_run(config), text=text)
+
+
+def text_rows(config: Config) -> Placed:
+    """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
+    return placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
+
+
+def _settings_of_rows(config: Config) -> str:
+    """Return the settings that rows depend on, as text; of files the absolute paths."""
+    where = config.task
+    paths = (where.name, where.data, where.eval_data, config.ppo.ptx_data)
+    files = [path and os.path.abspath(os.path.expanduser(path)) for path in paths]
+    others = [where.revision, where.columns, where.max_samples, config.reward.is_verifier, config.sft.loss_on]
+    return json.dumps([config.method, *files, *others])
+
+
+# ---- for `tinyrl show` ----
+
+
+def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, str]:
+    """Return the texts (of messages the last) of training prompts by the numbers and keys of a run's prompts.jsonl, of
+    rows that still exist. An error in reading rows is added to `notes`.
+    """
+    try:
+        rows = rows_of_run(run.read_config())
+        prompts = {row_key(row): rows.kind.prompt(row) for row in rows.train}
+    except (OSError, ValueError) as error:
+        notes.append(f"prompts are shown without their texts: {first_line(error)}")
+        return {}
+    return {i: str(as_messages(prompts[key])[-1]["content"]) for i, key in keys.items() if key in prompts}
+
+
+def export_rows(config: Config, keys: set[str], file: Path) -> str:
+    """Write the training rows with these keys, as task.data of the same task; return a line about it. Raises ValueError
+    if the file exists, or no row has one of the keys.
+    """
+    rows = {key: row for row in rows_of_run(config).train if (key := row_key(row)) in keys}
+    if file.exists() or not rows:
+        why = f"{file} exists" if file.exists() else f"of {len(keys):,} hard prompts none is in the training rows"
+        raise ValueError(f"--export-hard: {why}")
+    file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows.values()), encoding="utf-8")
+    found = f"wrote {len(rows):,} of {len(keys):,} hard prompts to {file}"
+    return f"{found}; train on them with task.data={file}, and give task.eval_data another file"
