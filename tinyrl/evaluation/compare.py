@@ -162,9 +162,9 @@ def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str,
     return {"difference": difference, "win_rate": win_rate(ours.rewards, other.rewards)}
 
 
-def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
-    """Load the policy of a target; judged by another side's scorer where one is given."""
-    collector = load_collector(target.config, options=options, judge=judge)
+def _load(target: Target, *, options: Options, judge: Scorer | None = None, seed: int | None = None) -> Side:
+    """Load the policy of a target; judged by another side's scorer, and sampled by its seed, where they are given."""
+    collector = load_collector(target.config, options=options, judge=judge, seed=seed)
     if target.checkpoint is not None:
         collector.policy.load(target.checkpoint, only="policy")
     return Side(collector, "base" if target.checkpoint is None else "policy", target.name)
@@ -191,11 +191,8 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
         return Side(load_collector(sampled, options=options, judge=judge), "policy", path)
     target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
-    side = _load(replace(target, sampled=judged_by(config, target.config)), options=options, judge=judge)
-    own = side.collector.config
-    run = own.run.model_copy(update={"seed": config.run.seed})  # the first one's uniforms, its own weights
-    side.collector.policy.config = own.model_copy(update={"run": run})
-    return side
+    target = replace(target, sampled=judged_by(config, target.config))
+    return _load(target, options=options, judge=judge, seed=config.run.seed)  # our uniforms, its own weights
 
 
 # ---- measured by a trainer ----

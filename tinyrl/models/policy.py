@@ -71,22 +71,31 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 
 class Policy:
     """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
-    role by name, whether batches are packed (rows end to end behind shared prompts) or padded. `load_policy`
-    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, device and dtype,
+    role by name, whether batches are packed (rows end to end behind shared prompts) or padded, the token budget of
     micro-batches.
+
+    config: the settings that the models were loaded by, with the date of the run. lora_dropout: whether LoRA's dropout
+    is on in passes with a gradient, as in supervised and preference training; no other dropout ever is.
     """
 
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    run_device: Device
-    micro_batches: MicroBatches
-
-    def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        device: Device,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.run_device = device
+        self.device = device.device
+        self.micro_batches = MicroBatches(device.device, config.run.micro_batch_tokens)
+        self.revision = config.model.revision  # of the base on the hub
+        self.has_reference = config.has_reference
+        self.lora_dropout = not config.samples
         self.peft = model if isinstance(model, PeftModel) else None
         self.causal: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model  # pyright: ignore
-        self.device = device
-        self.has_reference = reference
-        self.revision: str | None = None  # of the base on the hub
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -94,11 +103,10 @@ class Policy:
         self.teacher_model: PreTrainedModel | None = None
         self.value_head: ValueHead | None = None
         self.score_head: ValueHead | None = None
-        self.lora_dropout = False  # on in training passes (supervised and preference training); no other ever is
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
         if self.peft is None:
-            if reference:
+            if self.has_reference:
                 self.reference_model = self._frozen_copy()
             self.causal.float()
         self._collect_adapters()

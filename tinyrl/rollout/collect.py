@@ -28,7 +28,8 @@ class Collector:
     """Samples from a policy and scores the samples, with prompts, task, environment, engine and scorer; made by
     `load_collector`.
 
-    runner: plays episodes of several turns, or agents; None: one turn. owns_scorer: `close` ends the scorer's workers
+    runner: plays episodes of several turns, or agents; None: one turn. config: the settings of sampling and training,
+    with the number of steps that run.epochs gives. owns_scorer: `close` ends the scorer's workers
     too. engine_reason: why this engine was selected. row_fingerprints: of the rows of both splits.
     """
 
@@ -38,6 +39,7 @@ class Collector:
         task: Task,
         runner: Runner | None,
         *,
+        config: Config,
         train_prompts: list[PreparedPrompt],
         eval_prompts: list[PreparedPrompt],
         scorer: Scorer,
@@ -48,6 +50,7 @@ class Collector:
         self.policy = policy
         self.task = task
         self.runner = runner
+        self.config = config
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.scorer = scorer
@@ -58,10 +61,6 @@ class Collector:
             [prompt.row for prompt in train_prompts], [prompt.row for prompt in eval_prompts]
         )
         self.world = policy.world
-
-    @property
-    def config(self) -> Config:
-        return self.policy.config
 
     @property
     def longest_response(self) -> int:

@@ -16,7 +16,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.readers import Placed, placed_rows
-from tinyrl.data.rows import prompt_key
+from tinyrl.data.rows import prompt_key, with_num_steps
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -24,7 +24,6 @@ from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import cores_here, make_device, resolve_dtype, seed_generators, threads_for
 from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokenizer
-from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import world
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
@@ -50,14 +49,7 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
         torch.use_deterministic_algorithms(True, warn_only=True)
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
     config = _with_date(config, tokenizer)
-    policy = build_policy(
-        config, device=run_device.device, dtype=run_device.dtype, trust_remote_code=trust, teacher=teacher
-    )
-    policy.config = config
-    policy.tokenizer = tokenizer
-    policy.run_device = run_device
-    policy.revision = model.revision
-    policy.micro_batches = MicroBatches(run_device.device, config.run.micro_batch_tokens)
+    policy = build_policy(config, tokenizer=tokenizer, device=run_device, trust_remote_code=trust, teacher=teacher)
     check_vocabulary(tokenizer, policy.causal, path=model.path)
     if policy.critic_model is not None:  # it reads the policy's tokens
         rows = embedding_rows(policy.causal)
@@ -102,12 +94,14 @@ def load_collector(
     *,
     options: Options,
     judge: Scorer | None = None,
+    seed: int | None = None,
     teacher: bool = False,
     rows: ReadRows | None = None,
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
-    teacher: to train, so also the model to learn from, and there must be a reward where the method needs one; rows: the
-    configuration's, if they are read already. Raises ValueError for what a user can fix.
+    seed: of the samples, where it is not that of the weights; teacher: to train, so also the model to learn from, and
+    there must be a reward where the method needs one; rows: the configuration's, if they are read already. Raises
+    ValueError for what a user can fix.
     """
     rows = rows or rows_of_run(config)  # a bad row is reported before a weight is loaded
     task = load_task(config.task.name or "rows", grading=config.task.grading)
@@ -125,12 +119,17 @@ def load_collector(
         scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
     else:
         scorer = judge.with_tokenizer(policy.tokenizer)
+    if config.samples:
+        config = with_num_steps(config, rows=len(train_prompts), of_step=config.on_policy.num_prompts)
+    if seed is not None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     engine, engine_reason = load_engine(policy, runner, train_prompts + eval_prompts)
-    policy.micro_batches.make_room = engine.release
+    policy.micro_batches.when_full(engine.release)
     return Collector(
         policy,
         task,
         runner,
+        config=config,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         scorer=scorer,

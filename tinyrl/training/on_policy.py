@@ -54,7 +54,7 @@ class OnPolicy(Method):
     """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
 
     def __init__(self, collector: Collector) -> None:
-        super().__init__(collector.policy)
+        super().__init__(collector.policy, collector.config)
         self.collector = collector
         self.row_fingerprints = collector.row_fingerprints
         self.by_index = {prompt.index: prompt for prompt in collector.train_prompts}

@@ -136,6 +136,13 @@ class Updater:
             taken = torch.cuda.max_memory_allocated(policy.device) - allocated
             policy.micro_batches.fit(cost=lengths.cost(rows), taken=taken, free=free)
 
+    def restore(self, *, skipped: int, skipped_in_a_row: int, loss_scale: dict[str, Any]) -> None:
+        """Go on with the counts of a checkpoint, and in float16 with its loss scale (else {})."""
+        self.skipped = skipped
+        self.skipped_in_a_row = skipped_in_a_row
+        if loss_scale:
+            self.scaler.load_state_dict(loss_scale)
+
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():
             role.optimizer.zero_grad(set_to_none=True)

@@ -133,8 +133,8 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
 
     method = load_method(config, options=options)
     try:
-        epoch = method.resolve_epochs()
-        return method, [resolve_threads(method.policy), epoch, *schedule_notes(method.policy.config), *method.check()]
+        threads = resolve_threads(method.policy)
+        return method, [threads, method.epoch_note(), *schedule_notes(method.config), *method.check()]
     except BaseException:
         method.close()
         raise
