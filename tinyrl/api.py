@@ -121,7 +121,7 @@ def evaluate(
     options = Options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
-        from tinyrl.evaluation.compare import evaluate_target
+        from tinyrl.tools.compare import evaluate_target
 
         return json_safe(evaluate_target(path, asked, vs=other, options=options))
 

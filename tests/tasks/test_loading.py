@@ -14,10 +14,10 @@ from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
 from tinyrl.rewards.functions import verifier_of
-from tinyrl.rollout.load import load_method
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_split, load_splits, load_task, text_in
+from tinyrl.training.load import load_method
 
 TASK = Task(
     name="toy",

@@ -49,7 +49,7 @@ def evaluate(
     if len(targets) == 1:
         check_evaluation(targets[0], asked, vs=vs)
         announce_loading(targets)
-        from tinyrl.evaluation.compare import evaluate_target
+        from tinyrl.tools.compare import evaluate_target
 
         result = evaluate_target(targets[0], asked, vs=vs, options=options)
     else:
@@ -61,7 +61,7 @@ def evaluate(
         for target in targets:
             check_evaluation(target, asked, vs=targets[0])
         announce_loading(targets)
-        from tinyrl.evaluation.compare import compare
+        from tinyrl.tools.compare import compare
 
         result = compare(targets, asked, options=options)
     if launched().rank == 0:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from datetime import date
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import shared_prompt
-from tinyrl.data.readers import Placed, placed_rows
-from tinyrl.data.rows import prompt_key, with_num_steps
+from tinyrl.data.rows import with_num_steps
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -31,7 +26,7 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
 from tinyrl.runs.launched import Options
-from tinyrl.tasks import ReadRows, Task, load_task, rows_of_run, take_rows
+from tinyrl.tasks import ReadRows, Task, load_task, rows_of_run
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 
@@ -200,34 +195,3 @@ def load_scorer(config: Config, task: Task, *, policy: Policy, options: Options,
         environment=runner.environment if runner else None,
         needed=config.trains.rewarded,
     )
-
-
-def method_of(name: str) -> Any:
-    """Return the class of a method; imported now, since others may need libraries that this one does not."""
-    module, _, kind = METHODS[name].trainer.partition(":")
-    return getattr(importlib.import_module(module), kind)
-
-
-def load_method(config: Config, *, options: Options, without: frozenset[str] = frozenset()) -> Any:
-    """Load a method (training/method.py) with all that it works on. Raises ValueError for what a user can fix.
-    without: keys of prompts whose rows are not held out, of a method that learns from rows.
-    """
-    method = method_of(config.method)
-    rows = take_rows(config)
-    if not METHODS[config.method].samples:
-        held_out = [row for row in rows.held_out if not without or prompt_key(shared_prompt(row)) not in without]
-        return method(load_policy(config, options=options), rows.train, held_out, rows.notes)
-    return make_method(load_collector(config, options=options, teacher=True, rows=rows), rows.text)
-
-
-def text_rows(config: Config) -> Placed:
-    """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
-    return placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
-
-
-def make_method(collector: Collector, text: Placed) -> Any:
-    """Make the method of a run that samples, on a collector; text: rows that PPO learns beside its samples."""
-    made = method_of(collector.config.method)(collector)
-    if text:
-        made.read_text(text)
-    return made

@@ -30,7 +30,7 @@ from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
-from tinyrl.rollout.load import load_method, resolve_threads
+from tinyrl.rollout.load import resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
@@ -38,6 +38,7 @@ from tinyrl.runs.records import json_object
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
 from tinyrl.training.run import (
     OF_A_RUN,
@@ -100,7 +101,7 @@ def start(
 
 def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Method:
     """Load the method, alike in all processes; `undo` closes it. also: what else the processes must agree on."""
-    method: Method = load_method(config, options=options)
+    method = load_method(config, options=options)
     undo.callback(method.close)
     _check_alike(method, also)
     return method

@@ -128,7 +128,8 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
     """Load the method of a run and check what it checks before step 1; return it and its notes. Raises ExplainedByCheck
     where the run would be refused.
     """
-    from tinyrl.rollout.load import load_method, resolve_threads
+    from tinyrl.rollout.load import resolve_threads
+    from tinyrl.training.load import load_method
     from tinyrl.training.step import schedule_notes
 
     method = load_method(config, options=options)

@@ -19,7 +19,6 @@ from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import make_method, text_rows
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
@@ -27,6 +26,7 @@ from tinyrl.text import format_bytes, format_seconds
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.policy import Trial
 from tinyrl.tools.check.section import CheckSection
+from tinyrl.training.load import make_method, text_rows
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
 from tinyrl.training.run import Run, RunState, out_of_memory_stops

@@ -33,11 +33,12 @@ from tinyrl.evaluation.targets import (
 from tinyrl.generation.engine import SampledRole
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import load_collector, load_method, resolve_threads
+from tinyrl.rollout.load import load_collector, resolve_threads
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import run_of
 from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.training.load import load_row_method
 
 FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
 
@@ -225,15 +226,13 @@ def _measure(
     without: keys of the prompts whose held-out rows are left out.
     """
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
-    with closing(load_method(config.model_copy(update={"run": run}), options=options, without=without)) as trainer:
+    config = config.model_copy(update={"run": run})
+    with closing(load_row_method(config, options=options, split=asked.split, without=without)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             trainer.policy.load(checkpoint, only="policy")
         elif checkpoint is not None:
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)
-        if asked.split == "train":
-            trainer.held_out = trainer.train_rows
-            trainer.forget()
         return trainer.evaluate().metrics
 
 
