@@ -37,8 +37,8 @@ def load_row_method(
     split: str = "eval",
     without: frozenset[str] = frozenset(),
 ) -> RowMethod:
-    """Load a method that learns from rows. split: of the rows that it evaluates on, eval or train; without: keys of prompts whose rows
-    are left out of the held-out ones. Raises ValueError for what a user can fix.
+    """Load a method that learns from rows. split: of the rows that it evaluates on, eval or train; without: keys of
+    prompts whose rows are left out of the held-out ones. Raises ValueError for what a user can fix.
     """
     rows = take_rows(config)
     held_out = [row for row in rows.held_out if not without or prompt_key(shared_prompt(row)) not in without]
