@@ -111,6 +111,7 @@ def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
 
 
 def beginning(row: Row) -> str:
+    """Return the first characters of a row on one line, to quote it in an error."""
     return one_line(str(row)[:500], 100)
 
 

@@ -24,10 +24,12 @@ EQUAL = 1e-9  # relative difference up to which values are equal but for roundin
 
 
 def grouped(values: list[Any], size: int) -> list[list[Any]]:
+    """Split values into groups of `size`, in order."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def all_equal(values: Sequence[float]) -> bool:
+    """Return whether values differ by no more than rounding, relative to the largest."""
     return max(values) - min(values) <= EQUAL * max(abs(value) for value in values)
 
 

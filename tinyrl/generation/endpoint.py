@@ -615,6 +615,7 @@ def count_characters(value: Any) -> int:
 
 
 def error_of(refused: Refused) -> dict[str, Any]:
+    """Return the body of an error as OpenAI's API has it."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.status}}
 

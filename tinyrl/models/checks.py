@@ -303,6 +303,7 @@ def check_reference(
 
 
 def reference_of(policy: Policy) -> str:
+    """Describe what the reference is, for an error."""
     if policy.reference_model is not None:
         return "a frozen copy of the model"
     return f"adapter `{policy.reference_adapter}`" if policy.reference_adapter else "the base without adapters"

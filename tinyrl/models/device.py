@@ -202,6 +202,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # which takes 32 bits
     torch.manual_seed(seed)
@@ -214,6 +215,7 @@ def torch_rng() -> dict[str, Tensor]:
 
 
 def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
+    """Restore what `torch_rng` gave; the state of a GPU only where there is one."""
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

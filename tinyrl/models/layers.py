@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.batch import Batch
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.lora import is_plain_lora
@@ -150,6 +150,7 @@ def _by_layer(joined: Tensor | None, layers: Tensors, *, dim: int = 1) -> list[T
 
 
 def upcast(x: Tensor) -> Tensor:
+    """Return x in float32 where it is in half precision, else x itself."""
     return x.float() if x.dtype in HALVES else x
 
 
@@ -193,14 +194,14 @@ class Norm(torch.autograd.Function):
     """RMS norm: apply(x, weight, eps), over the last dimension of (N, heads, d) as well."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float):
         h, r = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, r, weight)
         return h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dh: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dh: Tensor):
         x, r, weight = ctx.saved_tensors
         return *rms_norm_backward(dh.clone(), x, r, weight, needs_weight=ctx.needs_input_grad[1]), None
 
@@ -211,13 +212,13 @@ class Rope(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):
         ctx.save_for_backward(cos, sin)
         return apply_rope(x, cos, sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
         return apply_rope(grad, cos, sin.roll(sin.shape[-1] // 2, -1)).to(grad.dtype), None, None
 
@@ -231,7 +232,7 @@ class NormedLinears(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *layers: Tensor | None
     ):
         h, r = rms_norm(x, weight, eps, dtype=dtype)
@@ -243,7 +244,7 @@ class NormedLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, *grads: Tensor):
         x, r, weight, low, *layers = ctx.saved_tensors
         needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
         h = torch.mul(x, r).mul_(weight).to(ctx.dtype)
@@ -265,7 +266,7 @@ class AfterAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None
     ):
         z, low_out = residual_linear(x, attended, layers[:EACH], scales[0])
@@ -278,7 +279,7 @@ class AfterAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy: Tensor):
         attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
         scales = ctx.scales
@@ -361,7 +362,7 @@ def fused_states(backbone: Any, batch: Batch) -> Tensor:
         for layer in backbone.layers:
             arguments = layer, _tensors(layer), cos, sin, batch.packing, eps, dtype
             x = checkpoint(_layer, x, *arguments, use_reentrant=False) if recompute else _layer(x, *arguments)
-        return Norm.apply(x, backbone.norm.weight, eps)  # pyright: ignore
+        return Norm.apply(x, backbone.norm.weight, eps)
 
 
 def _layer(
@@ -377,7 +378,7 @@ def _layer(
     k = Rope.apply(k, cos, sin)
     attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
     weight = layer.post_attention_layernorm.weight
-    return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])  # pyright: ignore
+    return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])
 
 
 def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from tinyrl.algorithms.distillation import LOWEST, jensen_shannon, mixture, top_bins
+from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.device import autocast_dtype, chunk_tokens
 
 WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
@@ -57,7 +57,7 @@ class HalfProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(states, weight)
         if weight.device.type == "cuda":
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
@@ -72,7 +72,7 @@ class HalfProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor):
         states, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         return grad @ weight, grad.t() @ states if ctx.needs_input_grad[1] else None
@@ -103,7 +103,7 @@ def token_logprobs(
     (N, H); both (N,) float32. The entropy has a gradient only with entropy_grad.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
-        return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+        return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)
     logprobs, entropy = recomputed(dense_logprobs, states, head, targets, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
 
@@ -143,7 +143,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool):  # pyright: ignore
+    def forward(ctx, states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool):
         n, h = states.shape
         want = states.requires_grad
         logprobs = states.new_empty(n, dtype=torch.float32)
@@ -183,7 +183,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         d_logprobs, d_entropy = ctx.saved_tensors
         grad = grad_logprobs.unsqueeze(-1).to(d_logprobs.dtype) * d_logprobs
         if d_entropy is not None:
@@ -249,7 +249,7 @@ def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: flo
     states (N, H) of the student; both heads are of the same tokens. `beta`: algorithms/distillation.py.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
-        return Distance(*_FrozenHeadDistances.apply(states, head, teacher, temperature, beta))  # pyright: ignore
+        return Distance(*_FrozenHeadDistances.apply(states, head, teacher, temperature, beta))
     return Distance(*recomputed(dense_distances, states, head, teacher, temperature, beta))
 
 
@@ -265,6 +265,7 @@ def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> T
 
 
 def log_softmax(states: Tensor, head: Head, temperature: float) -> Tensor:
+    """Compute float32 log-probabilities (N, V) of the next token from states (N, H); in float64 where those are."""
     z = head.logits(states)
     return (z if temperature == 1.0 else z / temperature).log_softmax(-1)
 
@@ -285,7 +286,7 @@ class _FrozenHeadDistances(torch.autograd.Function):
     """Forward saves d divergence / d state, formed chunk by chunk; backward is one product by row."""
 
     @staticmethod
-    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):  # pyright: ignore
+    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):
         n = len(states)
         vocabulary = head.weight.shape[0]
         want = states.requires_grad
@@ -317,7 +318,7 @@ class _FrozenHeadDistances(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, *_: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor, *_: Tensor):
         (d_states,) = ctx.saved_tensors
         return grad.unsqueeze(-1).to(d_states.dtype) * d_states, None, None, None, None
 

@@ -121,6 +121,7 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Read a safetensors file. Raises ValueError, naming the file, where it cannot be read."""
     with reading(f"cannot read {str(file)!r}"):
         return load_file(file)
 

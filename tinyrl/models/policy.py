@@ -467,6 +467,7 @@ class Policy:
 
 
 def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """List the layers that the library can recompute in backward."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 

@@ -95,6 +95,7 @@ def positions_of(config: Any) -> int:
 
 
 def classifier_max_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the most tokens of a text: the model's positions, or fewer where the tokenizer allows fewer."""
     return min(positions_of(config), int(tokenizer.model_max_length))
 
 
@@ -142,6 +143,7 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
 def load_reward_model(
     path: str, *, dtype: torch.dtype, label: int | str | None, device: torch.device, trust_remote_code: bool = False
 ) -> SequenceRewardModel:
+    """Load a sequence-classification model that scores texts. Raises ValueError for what a user can fix."""
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)

@@ -223,5 +223,6 @@ def template_fault(policy: Policy) -> str | None:
 
 
 def template_warnings(policy: Policy) -> list[str]:
+    """Return a warning where the chat template does not end turns as the policy does, else []."""
     fault = template_fault(policy)
     return [f"warning: chat template: {fault}"] if fault else []

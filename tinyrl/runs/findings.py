@@ -42,6 +42,7 @@ class Finding:
 
 
 def mean(points: Points) -> float:
+    """Return the mean of the values; NaN without any."""
     return fmean(value for _, value in points) if points else math.nan
 
 
@@ -58,6 +59,7 @@ def last_quarter(points: Points) -> Points:
 
 
 def recent(points: Points) -> float:
+    """Return the mean over the last quarter of the points."""
     return mean(last_quarter(points))
 
 
@@ -91,6 +93,7 @@ def is_near_top(run: RunRecords) -> bool:
 
 
 def largest_std(run: RunRecords) -> float:
+    """Return the largest standard deviation of the rewards in a step; 0 without any."""
     return max((value for _, value in run.finite("reward/std")), default=0.0)
 
 
@@ -111,6 +114,7 @@ def kl_from_reference(run: RunRecords) -> float:
 
 
 def kl_per_token(run: RunRecords) -> float:
+    """Return the KL from the reference in nats a token, by the recent mean length."""
     return kl_from_reference(run) / max(recent(run.finite("completion/mean_length")), 1e-9)
 
 
@@ -582,6 +586,7 @@ def as_json(found: list[Finding]) -> list[dict[str, Any]]:
 
 
 def render(run: RunRecords, found: list[Finding]) -> str:
+    """Write findings as text for a terminal."""
     steps = "1 step" if run.last_step == 1 else f"{run.last_step:,} steps"
     if found:
         head = f"{run.name}: {steps}, {counted(found)}"

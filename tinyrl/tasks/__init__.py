@@ -38,6 +38,7 @@ FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 
 
 def no_rows(split: str) -> list[Row]:
+    """Raise ValueError: a task without rows of its own needs task.data."""
     raise ValueError("task.data is missing: the task has no rows of its own; give task.data=FILE.jsonl")
 
 
@@ -165,6 +166,7 @@ def _rows_key(config: Config) -> str:
 
 
 def load_split(config: Config, split: str) -> list[Row]:
+    """Read the rows of a split, `train` or `eval`. Raises ValueError, with its place, for a bad row."""
     return load_splits(config)[split == "eval"]
 
 
