@@ -117,18 +117,18 @@ def by_length(system: str, answers: list[str]) -> str:
 
 def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
     score, rank = (reward("http://127.0.0.1:1", tmp_path, mode=mode) for mode in ("score", "rank"))
-    assert score.scores('so so. {"score": 2.5}', 1) == [0.25]
-    assert score.scores('{"score": "8"}', 1) == [0.8]
-    assert score.scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
-    assert rank.scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
-    assert rank.scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
+    assert score.read_scores('so so. {"score": 2.5}', 1) == [0.25]
+    assert score.read_scores('{"score": "8"}', 1) == [0.8]
+    assert score.read_scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
+    assert rank.read_scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
+    assert rank.read_scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
     for judge, count, replies in (
         (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"8/10"', "true", "NaN", "[5]"))]),
         (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]"))]),
     ):
         for reply in replies:
             with pytest.raises(ValueError, match="gave no"):
-                judge.scores(reply, count)
+                judge.read_scores(reply, count)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_the_first_whole_object_with_a_score_behind_the_thoughts_counts(
     judge = reward("http://127.0.0.1:1", tmp_path)
     if wanted is None:
         with pytest.raises(ValueError, match="gave no"):
-            judge.scores(reply, 1)
+            judge.read_scores(reply, 1)
     else:
-        assert judge.scores(reply, 1) == pytest.approx([wanted])
+        assert judge.read_scores(reply, 1) == pytest.approx([wanted])
 
 
 @pytest.mark.parametrize("mode", ["score", "rank"])

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from tinyrl.algorithms.distillation import LOWEST, jensen_shannon, mixture, top_bins
 from tinyrl.models.autograd import once_differentiable
@@ -78,12 +79,12 @@ class HalfProduct(torch.autograd.Function):
         return grad @ weight, grad.t() @ states if ctx.needs_input_grad[1] else None
 
 
-def head_of(model: nn.Module) -> Head:
+def head_of(model: PreTrainedModel) -> Head:
     """Return a causal LM's head with its soft-cap (Gemma-2) or scale (Cohere, Granite)."""
-    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    output = model.get_output_embeddings()
     if hasattr(output, "base_layer"):
         raise ValueError("lora.target_modules names the language-model head, which has to stay as it is; leave it out")
-    embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    embedding = model.get_input_embeddings()
     if hasattr(embedding, "base_layer") and embedding.base_layer.weight is output.weight:
         raise ValueError(
             "lora.target_modules names the embedding, which is the language-model head of this model as well (tied "
@@ -91,7 +92,7 @@ def head_of(model: nn.Module) -> Head:
         )
     if not isinstance(output, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear language-model head (found {type(output).__name__})")
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # pyright: ignore
+    config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))
 
@@ -265,7 +266,7 @@ def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> T
 
 
 def log_softmax(states: Tensor, head: Head, temperature: float) -> Tensor:
-    """Compute float32 log-probabilities (N, V) of the next token from states (N, H); in float64 where those are."""
+    """Compute log-probabilities (N, V) of the next token from states (N, H), in the dtype of the head's logits."""
     z = head.logits(states)
     return (z if temperature == 1.0 else z / temperature).log_softmax(-1)
 

@@ -22,6 +22,7 @@ from transformers import (
 
 from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.checks import check_head, few_tokens
+from tinyrl.models.device import move_to_device
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
@@ -52,7 +53,7 @@ class SequenceRewardModel:
         label: int | str | None,
         device: torch.device,
     ) -> None:
-        self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
+        self.model = move_to_device(model, device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device = device
         self.label = find_label(model.config, label)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 LARGEST = 1e100
 PROMPT_CHARACTERS = 500  # of samples and tokens, what a page shows
@@ -113,14 +113,14 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
 
 
-def subsample(items: list[Item], most: int) -> list[Item]:
+def subsample(items: list[T], most: int) -> list[T]:
     """Subsample to at most `most` items, the first and the last among them; [] where two are too many."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
-def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
+def _without_middle(items: list[T], most: int) -> tuple[list[T], int]:
     """Return at most so many items (an even number) from both ends, and the number left out."""
     omitted = max(0, len(items) - most)
     return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
