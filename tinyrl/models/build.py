@@ -185,7 +185,7 @@ def attach_reward_adapter(policy: Policy, path: str) -> None:
     _add_frozen_adapter(policy, "reward", folder, setting=f"reward.model={path}")
     head = ValueHead(policy.hidden_size("policy"))
     load_weights(head, folder / SCORE_HEAD)
-    policy.score_head = head.to(policy.device).requires_grad_(False)
+    policy.add_score_head(head)
 
 
 # ---- critic ----

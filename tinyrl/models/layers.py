@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -313,6 +313,36 @@ def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple
 # ---- the decoder ----
 
 
+class Gain(Protocol):
+    """A norm, as far as it is read here."""
+
+    weight: Tensor
+
+
+class Attention(Protocol):
+    """The attention of a layer; Qwen3's has `q_norm` and `k_norm` as well."""
+
+    head_dim: int
+    scaling: float
+
+
+class DecoderLayer(Protocol):
+    """A layer of a decoder built like Llama's. Its projections are found by their names."""
+
+    self_attn: Attention
+    input_layernorm: Gain
+    post_attention_layernorm: Gain
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+class LinearLayers(NamedTuple):
+    """The tensors of linear layers in a row, EACH of every layer, and LoRA's scale of each layer."""
+
+    tensors: list[Tensor | None]
+    scales: list[float]
+
+
 def reads_like_llama(backbone: Any) -> bool:
     """Return whether the decoder has the parts of Llama's; checks.py compares their numbers, at early positions."""
     if not all(hasattr(backbone, name) for name in ("layers", "embed_tokens", "norm", "rotary_emb")):
@@ -366,22 +396,34 @@ def fused_states(backbone: Any, batch: Batch) -> Tensor:
 
 
 def _layer(
-    x: Tensor, layer: Any, tensors: Any, cos: Tensor, sin: Tensor, packing: Packing, eps: float, dtype: torch.dtype
+    x: Tensor,
+    layer: DecoderLayer,
+    linear: LinearLayers,
+    cos: Tensor,
+    sin: Tensor,
+    packing: Packing,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    attention, (layers, scales), first = layer.self_attn, tensors, 3 * EACH
-    qkv: Any = NormedLinears.apply(x, layer.input_layernorm.weight, eps, dtype, scales[:3], *layers[:first])
+    attention = layer.self_attn
+    layers, scales = linear
+    first = 3 * EACH  # queries, keys and values
+    weight = layer.input_layernorm.weight
+    qkv: tuple[Tensor, ...] = NormedLinears.apply(x, weight, eps, dtype, scales[:3], *layers[:first])
     q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
-    if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
-        q = Norm.apply(q, attention.q_norm.weight, eps)
-        k = Norm.apply(k, attention.k_norm.weight, eps)
-    q = Rope.apply(q, cos, sin)
-    k = Rope.apply(k, cos, sin)
-    attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
+    q_norm: Gain | None = getattr(attention, "q_norm", None)
+    k_norm: Gain | None = getattr(attention, "k_norm", None)
+    if q_norm is not None and k_norm is not None:  # Qwen3: over each head
+        q = Norm.apply(q, q_norm.weight, eps)
+        k = Norm.apply(k, k_norm.weight, eps)
+    rotated_q: Tensor = Rope.apply(q, cos, sin)
+    rotated_k: Tensor = Rope.apply(k, cos, sin)
+    attended = attend(rotated_q, rotated_k, v, packing, attention.scaling).flatten(1)
     weight = layer.post_attention_layernorm.weight
     return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])
 
 
-def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
+def _tensors(layer: DecoderLayer) -> LinearLayers:
     """Collect the tensors of a layer's projections, and LoRA's scale of each under the acting adapter."""
     tensors: list[Tensor | None] = []
     scales: list[float] = []
@@ -393,10 +435,10 @@ def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
         a, b = (None, None) if adapter is None else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
         tensors += [base.weight, base.bias, a, b]
         scales.append(0.0 if adapter is None else module.scaling[adapter])
-    return tensors, scales
+    return LinearLayers(tensors, scales)
 
 
-def _projections(layer: Any) -> list[Any]:
+def _projections(layer: DecoderLayer) -> list[Any]:
     return [layer.get_submodule(name) for name in PROJECTIONS]
 
 

@@ -84,14 +84,14 @@ def head_of(model: PreTrainedModel) -> Head:
     output = model.get_output_embeddings()
     if hasattr(output, "base_layer"):
         raise ValueError("lora.target_modules names the language-model head, which has to stay as it is; leave it out")
-    embedding = model.get_input_embeddings()
-    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is output.weight:
+    if not isinstance(output, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear language-model head (found {type(output).__name__})")
+    inside_adapter = getattr(model.get_input_embeddings(), "base_layer", None)
+    if inside_adapter is not None and inside_adapter.weight is output.weight:
         raise ValueError(
             "lora.target_modules names the embedding, which is the language-model head of this model as well (tied "
             "weights), so the adapter could not be merged; leave it out"
         )
-    if not isinstance(output, nn.Linear):
-        raise ValueError(f"{type(model).__name__} has no linear language-model head (found {type(output).__name__})")
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))

@@ -37,7 +37,11 @@ CHANGES_BASE = {
 def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
     """Configure LoRA (2106.09685): W + (alpha / r) B A on `target_modules`; `all-linear` leaves the head out."""
     return LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type=TaskType.CAUSAL_LM
+        r=r,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  fractions, too
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        task_type=TaskType.CAUSAL_LM,
     )
 
 

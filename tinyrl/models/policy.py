@@ -194,6 +194,10 @@ class Policy:
         check_head(self.teacher_model, self.head("teacher"), self.backbone("teacher"))
         self.packs = self.packs and packs_exactly(self.backbone("teacher"))
 
+    def add_score_head(self, head: ValueHead) -> None:
+        """Add a frozen score head, on the states of adapter `reward`."""
+        self.score_head = head.to(self.device).requires_grad_(False)
+
     def train_score_head(self, *, bias: bool = True) -> None:
         """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model). In
         a difference of two scores the bias has no gradient but rounding's, and can be left at 0.

@@ -327,6 +327,12 @@ class JudgeReward:
     def _gone(self, why: str) -> JudgeGone:
         return JudgeGone(f"reward.functions: judge at {mask_url(self.config.url or '')} {why}")
 
+    def take_usage(self) -> dict[str, float]:
+        """Return `usage`, which begins anew."""
+        taken = self.usage
+        self.usage = dict.fromkeys(taken, 0)
+        return taken
+
     def read_scores(self, reply: str | Refusal, count: int) -> list[float]:
         """Return a score from 0 to 1 of each of `count` answers as shown, from the first JSON object that has one; NaN
         where there is nothing to compare with. Raises ValueError for a reply without.

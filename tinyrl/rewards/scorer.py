@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
-from tinyrl.environments.environment import NONSENSE, Episode, episode_text
+from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.batch import Example
@@ -73,7 +73,7 @@ class Scorer:
         policy_format: TextFormat,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
-        environment: Any = None,
+        environment: Environment | None = None,
         needed: bool = True,
     ) -> None:
         self.task = task
@@ -149,9 +149,8 @@ class Scorer:
         if self._completions:
             out["completion/whitespace_duplicates"] = self._respaced / self._completions
         for judge in self._judges():
-            for name, spent in judge.usage.items():
+            for name, spent in judge.take_usage().items():
                 out[f"judge/{name}"] = out.get(f"judge/{name}", 0) + spent
-            judge.usage = dict.fromkeys(judge.usage, 0)
         self.forget()
         return out
 

@@ -16,10 +16,12 @@ from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
+from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.sample import Sample
 from tinyrl.tasks import Task, answers
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
+from tinyrl.workers.calls import WorkerFunction
 
 Runner = EpisodeRunner | AgentRunner
 
@@ -93,7 +95,7 @@ class Collector:
         return self.policy.describe_memory(reward_model=model, sampling_copy=self.engine.copy_bytes)
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[WorkerFunction | JudgeReward]:
         """The functions of rewards and of the environment."""
         return [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]
 

@@ -22,6 +22,7 @@ from tinyrl.rollout.collect import Collector
 from tinyrl.runs.findings import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import format_bytes, format_seconds
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.policy import Trial
@@ -116,14 +117,16 @@ def train_one_step(method: OnPolicy | RowMethod, config: Config) -> dict[str, fl
 class HalfRewarded(Scorer):
     """A scorer that rewards half of each group, so that there is a gradient; only a reward model is asked."""
 
-    def __call__(self, prompts: Any, completions: Any, *, group_size: int | None = None, **_: Any) -> Scores:
+    def __call__(
+        self, prompts: list[PreparedPrompt], completions: list[list[int]], *, group_size: int | None = None, **_: Any
+    ) -> Scores:
         if self.has_model:
             self._model_scores(prompts, completions, None, ALONE)
         half = max(1, (group_size or 2) // 2)
         rewards = (torch.arange(len(prompts)) // half % 2).float()
         return Scores(rewards.unsqueeze(1).expand(-1, len(self.names)).clone(), rewards)
 
-    def verify(self, prompts: Any, completions: Any, **_: Any) -> RowResults:
+    def verify(self, prompts: list[PreparedPrompt], completions: list[list[int]], **_: Any) -> RowResults:
         return RowResults([1.0] * len(prompts))
 
 
