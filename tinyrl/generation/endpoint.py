@@ -632,6 +632,8 @@ class Listening:
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
         self._thread.start()
         while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the endpoint at {self.url} did not start")
             time.sleep(0.01)
 
     def stop(self) -> None:

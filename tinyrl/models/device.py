@@ -43,10 +43,6 @@ class Device:
     device: torch.device
     dtype: torch.dtype
 
-    @property
-    def mixed_precision(self) -> str:
-        return {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 

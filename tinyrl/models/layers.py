@@ -307,7 +307,9 @@ def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple
     """Return x + the layer's output for h, in the dtype of x, and A h."""
     inside = x.dtype == h.dtype and x.dtype in HALVES  # x is added inside the product, which is rounded once
     (out,), low = linears(h, layer, [scale], residual=x if inside else None)
-    return (out if inside else out.add_(x) if x.dtype == h.dtype else x + out), low
+    if inside:
+        return out, low
+    return (out.add_(x) if x.dtype == h.dtype else x + out), low
 
 
 # ---- the decoder ----

@@ -92,7 +92,8 @@ def positions_of(config: Any) -> int:
     most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # of all layers, or by their types
-    return min(most, *(k["original_max_position_embeddings"] for k in kinds if k.get("rope_type") == "longrope"), most)
+    originals = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min([most, *originals])
 
 
 def classifier_max_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:

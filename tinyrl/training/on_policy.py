@@ -111,7 +111,7 @@ class OnPolicy(Method):
         """Return whether the engine's log-probabilities equal a training pass's, up to rounding: the engine says so,
         training is in float32, and no step has measured otherwise.
         """
-        in_float32 = self.policy.run_device.mixed_precision == "no"
+        in_float32 = self.policy.run_device.dtype == torch.float32
         return self.collector.engine.exact and in_float32 and not run.state.controllers.inexact_sampling
 
     def measures_gap(self, run: Run) -> bool:

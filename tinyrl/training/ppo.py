@@ -100,7 +100,8 @@ class Ppo(OnPolicy):
             with run.timed("values"):
                 self.predict_values(samples)
             taught = self.ask_teacher(run, samples)
-            metrics = self.metrics(samples) | measured | taught | self.record_prompts(run, step)
+            recorded = self.record_prompts(run, step)
+            metrics = self.metrics(samples) | measured | taught | recorded
             metrics["objective/kl_coef"] = kl_coef
             run.start_update(**rewards_by_name, **metrics)
             # 3. One reward for each token.

@@ -42,7 +42,7 @@ class Updater:
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        in_float16 = self.policy.run_device.mixed_precision == "fp16"
+        in_float16 = self.policy.run_device.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=in_float16)
 
     def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
