@@ -144,10 +144,10 @@ class Work(NamedTuple):
 class MicroBatches:
     """The token budget of every pass through a model, and the one rule for when memory runs out.
 
-    Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
-    halves when memory runs out. On a GPU `auto` is set by the memory that the first forward and backward pass takes,
-    which is that of the longest rows (`fit`). What other phases keep is freed first (`when_full`); as they will keep it
-    again, the second time this halves, too.
+    Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens. On
+    a GPU `auto` is set by the memory that the first forward and backward pass takes, which is that of the longest rows
+    (`fit`). When memory runs out, what other phases keep is freed first (`when_full`); the next time `tokens` is halved
+    as well, since those phases will keep as much again.
     """
 
     def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
