@@ -103,7 +103,7 @@ class JudgeReward:
         self.timeout_s = timeout_s
         self.name = "judge"
         self.printed = Printed(self.name)
-        self.usage = {"requests": 0, "cached": 0, "tokens": 0, "seconds": 0.0}
+        self.usage: dict[str, float] = {"requests": 0, "cached": 0, "tokens": 0, "seconds": 0.0}
         try:
             self.rubric = Path(config.rubric).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -330,7 +330,7 @@ class JudgeReward:
     def take_usage(self) -> dict[str, float]:
         """Return `usage`, which begins anew."""
         taken = self.usage
-        self.usage = dict.fromkeys(taken, 0)
+        self.usage = {name: 0 for name in taken}
         return taken
 
     def read_scores(self, reply: str | Refusal, count: int) -> list[float]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
+from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.errors import ExplainedByCheck
@@ -73,7 +74,7 @@ class Scorer:
         policy_format: TextFormat,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
-        environment: Environment | None = None,
+        environment: Environment | Agents | None = None,
         needed: bool = True,
     ) -> None:
         self.task = task
