@@ -22,7 +22,7 @@ from tinyrl.config.recipe import (
     method_of,
     packaged_recipes,
 )
-from tinyrl.config.removed import RENAMED
+from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
@@ -153,7 +153,7 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         ("grpo", "num_steps=3", "`run.num_steps`"),
         ("grpo", "reward.functions=[{use: 'a.py:f', wait: 2}]", "`reward.functions[0].weight`"),
         # wrong values, with what is allowed
-        ("grpo", "run.micro_batch_tokens=0", "must be auto or a whole number of at least 1"),
+        ("grpo", "run.micro_batch_tokens=0", "must be auto or a whole number from 1"),
         ("grpo", "lora.target_modules=[1]", "all-linear or a list of text"),
         ("grpo", "lora.dropout=2", "at least 0 and below 1"),
         ("grpo", "reward.functions=[{}]", "`reward.functions[0].use` is missing"),
@@ -280,6 +280,14 @@ def test_an_old_name_is_answered_with_the_new_one(old: str, new: str):
     assert refused(method, None, "task.name=sort", f"{old}=1") == f"override '{old}=1': `{old}` is `{new}` now"
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_removed_setting_is_answered_with_what_replaced_it_whatever_is_trained(method: str):
+    instead = REMOVED["distill.objective"].instead
+    assert refused(method, None, "distill.objective=sampled").endswith(instead)
+    if method != "distill":  # one that there is, of a section that the method lacks
+        assert instead not in refused(method, None, "distill.on_policy_fraction=1")
+
+
 def test_an_old_name_in_a_run_s_config_yaml_is_read(recipe: Callable[..., str]):
     """But a recipe is somebody's, and is told."""
     old = "method: grpo\ngrpo: {refill_rounds: 2}\nenvironment: {use: python}\n"
@@ -317,6 +325,12 @@ def test_the_page_is_a_recipe_with_every_default() -> None:
         assert Config.model_validate({"method": method, **values}) == Config.model_validate({"method": method})
     with pytest.raises(ValueError, match=r"no section 'gpro'.*`grpo`"):
         describe_settings("gpro")
+
+
+def test_the_page_in_narrow_lines_has_the_same_values() -> None:
+    narrow = describe_settings(columns=80)
+    assert parse_plain(narrow, "page") == parse_plain(describe_settings(), "page")
+    assert [line for line in narrow.splitlines() if len(line) > 80 and "#" in line[40:]] == []
 
 
 # ---- config.yaml gives the same object ----
@@ -400,3 +414,10 @@ def test_the_page_leaves_out_limits_that_only_keep_out_nonsense():
     assert allowed(of_any_size, brief=True) == "a number"
     assert allowed(above_zero, brief=True) == "a number above 0"
     assert allowed(above_zero) == "a number above 0 and of at most 1000000"
+
+
+def test_a_range_and_a_list_are_named_in_plain_words() -> None:
+    rank = {"type": "integer", "minimum": 1, "maximum": 16384}
+    assert allowed(rank) == "a whole number from 1 to 16384"
+    assert allowed({"type": "array", "items": rank}) == "a list of whole numbers from 1 to 16384"
+    assert allowed({"type": "array", "items": {"type": "string"}}) == "a list of text"

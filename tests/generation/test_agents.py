@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -19,13 +20,12 @@ from tests.generation.conftest import listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
-from tinyrl.environments.environment import Episode
+from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation.agent_episode import AgentEpisode, Given
 from tinyrl.generation.endpoint import Listening
-from tinyrl.generation.engine import Completion, SamplingParams
-from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.generation.scoring import score
-from tinyrl.rollout.sample import (
+from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.sample import (
+    FinishReason,
     Sample,
     apply_length_rules,
     conversations,
@@ -38,11 +38,22 @@ from tinyrl.rollout.sample import (
     padded,
     token_rewards_of,
 )
+from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.scoring import score
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
 MORE: Any = {"role": "user", "content": "and?"}
+
+
+def sampled(sequence: Sequence, tokens: list[int], finish: FinishReason) -> Sequence:
+    """Let a sequence end with these tokens."""
+    sequence.tokens = tokens
+    sequence.logprobs = [-1.0] * len(tokens)
+    sequence.finish_reason = finish
+    return sequence
 
 
 class Running:
@@ -53,7 +64,7 @@ class Running:
         self.episode = self.open()
 
     def open(self, *, left: int = 64, calls: int = 8) -> AgentEpisode:
-        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, self.tokenizer, 512)
+        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, self.tokenizer, 512, 0)
         self.endpoint.episodes = {"key": self.episode}
         return self.episode
 
@@ -66,7 +77,7 @@ class Running:
     @property
     def answers(self) -> list[int]:
         """How many answers each conversation has: stretches of tokens that the policy chose."""
-        return [sum(chosen for chosen, _ in groupby(c.action_mask or [])) for _, c in self.episode.rows()]
+        return [sum(chosen for chosen, _ in groupby(each.mask)) for each in self.episode.samples()]
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +99,15 @@ def test_a_conversation_that_continues_is_one_row_of_what_was_sampled(server: Ru
     first = server.say(USER)
     second = server.say(USER, first, MORE)
     server.say(USER, first, MORE, second, USER)
-    [(prompt, row)] = server.episode.rows()
+    [row] = server.episode.samples()
     assert server.answers == [3]
-    mask = row.action_mask or []
-    chosen, read = ([t for t, kept in zip(row.tokens, mask, strict=True) if kept is wanted] for wanted in (True, False))
+    chosen = [token for token, kept in zip(row.response, row.mask, strict=True) if kept]
+    read = [token for token, kept in zip(row.response, row.mask, strict=True) if not kept]
     assert str(live.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
     assert "<user>and?" in live.tokenizer.decode(read)
-    whole = score(live.engine.policy, [*prompt, *row.tokens], role="policy", temperature=1.0)[0][len(prompt) :]
-    ours, theirs = ([p for p, kept in zip(each, mask, strict=True) if kept] for each in (row.logprobs, whole))
+    whole = score(live.engine.policy, [*row.prompt, *row.response], role="policy", temperature=1.0)[0]
+    scored = whole[len(row.prompt) :]
+    ours, theirs = ([p for p, kept in zip(each, row.mask, strict=True) if kept] for each in (row.logprobs, scored))
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
@@ -109,8 +121,8 @@ def test_a_text_that_continues_is_one_row(server: Running, *, as_tokens: bool) -
         prompt = prompt + ((choice.model_extra or {})["token_ids"] if as_tokens else choice.text)
         prompt = prompt + ([70, 71] if as_tokens else " and")
     assert server.answers == [2]
-    [(_, row)] = server.episode.rows()
-    read = [token for token, chosen in zip(row.tokens, row.action_mask or [], strict=True) if not chosen]
+    [row] = server.episode.samples()
+    read = [token for token, chosen in zip(row.response, row.mask, strict=True) if not chosen]
     assert read == ([70, 71] if as_tokens else server.tokenizer(" and", add_special_tokens=False)["input_ids"])
 
 
@@ -122,8 +134,8 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     tokenizer = make()
     prompt, target = render_answer(tokenizer, CHAT[:1], CHAT[1:2], chat="auto", system_prompt=None, variables={})
     answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
-    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512)
-    last = Completion(answer, [-1.0] * len(answer), "eos")
+    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512, 0)
+    last = sampled(Sequence(prompt, SamplingParams(), np.uint64(0), 64), answer, "eos")
     added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
     whole = rendered_by_the_library(tokenizer, CHAT)
     extra = answer[-1:] if end == "<eos>" else []  # which this template does not write
@@ -151,6 +163,59 @@ def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Runnin
     assert [server.say(USER, temperature=0.0, top_p=0.1)["content"] for _ in range(2)] == said
 
 
+# ---- what was said ----
+
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+
+
+def test_what_a_conversation_said_is_kept_with_its_system_prompt_in_order(server: Running) -> None:
+    system: Any = {"role": "system", "content": "be brief"}
+    first = server.say(system, USER)
+    second = server.say(system, USER, first, MORE)
+    [said] = server.episode.dialogues()
+    assert said == Dialogue([system, USER, first, MORE, second], [])
+
+
+def test_calls_of_tools_and_their_results_are_kept_with_the_tools(server: Running) -> None:
+    """And nothing of a call under way, or of one that was given up."""
+    called = {"id": "a", "type": "function", "function": {"name": "find", "arguments": '{"title": "Emma"}'}}
+    result = {"role": "tool", "content": "Austen", "tool_call_id": "a"}
+    asked = {"role": "assistant", "content": "", "tool_calls": [called]}
+    variables = {"tools": TOOLS, "mood": "x"}
+    calls = [server.episode.call([5, n], Given([USER, asked, result], variables), limit=4, stop=[]) for n in (6, 7, 8)]
+    sampled(calls[0].sequence, [40], "stop")
+    calls[0].answered({"content": None, "tool_calls": [called]})
+    calls[1].give_up()
+    again = {**called, "function": {"name": "find", "arguments": {"title": "Emma"}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [again]}
+    assert server.episode.dialogues() == [Dialogue([USER, asked, result, answer], TOOLS)]
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_text_that_is_no_chat_is_kept_piece_by_piece(server: Running, *, as_tokens: bool) -> None:
+    client = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
+    tokens = {text: server.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("hello", " and")}
+    prompt: Any = tokens["hello"] if as_tokens else "hello"
+    said = []
+    for _ in range(2):
+        ask: Any = {"model": "policy", "max_tokens": 6, "extra_body": {"return_token_ids": True}}
+        [choice] = client.completions.create(prompt=prompt, **ask).choices
+        said.append(choice.text)
+        own = (choice.model_extra or {})["token_ids"] if as_tokens else choice.text
+        prompt = prompt + own + (tokens[" and"] if as_tokens else " and")
+    messages = server.episode.dialogues()[0].messages
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert [message["content"] for message in messages] == ["hello", said[0], " and", said[1]]
+
+
+def test_another_history_is_a_conversation_of_its_own_in_the_record_too(server: Running) -> None:
+    first = server.say(USER)
+    edited = {**first, "content": f"{first['content']} edited"}
+    second = server.say(USER, edited, MORE)
+    kept = [dialogue.messages for dialogue in server.episode.dialogues()]
+    assert kept == [[USER, first], [USER, edited, MORE, second]]
+
+
 # ---- limits ----
 
 
@@ -160,8 +225,9 @@ def test_calls_side_by_side_have_what_the_episode_has_left(server: Running) -> N
     calls = [session.call([5, 6], Given(), limit=None, stop=[]) for _ in range(2)]
     assert [one.sequence.limit for one in calls] == [16, 16]
     for one in calls:
-        one.answered(Completion([40, 41, 42], [-1.0] * 3, "stop"), {"content": "x"})
-    assert (session.left, len(session.rows())) == (16 - 2 * 3, 2)
+        sampled(one.sequence, [40, 41, 42], "stop")
+        one.answered({"content": "x"})
+    assert (session.left, len(session.samples())) == (16 - 2 * 3, 2)
 
 
 def settled(episode: AgentEpisode) -> None:
@@ -179,7 +245,7 @@ def give_up(server: Running, *messages: Any) -> None:
     settled(server.episode)
     [sequence] = waiting
     if not sequence.cancelled:
-        sequence.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
+        sampled(sequence, [40, 41, 42], "stop").on_end(None)
     settled(server.episode)
 
 
@@ -212,7 +278,7 @@ def test_a_stream_that_is_left_gives_its_turn_back(server: Running) -> None:
     with client.chat.completions.create(**ask, max_tokens=300) as stream:
         next(iter(stream))
     settled(server.episode)
-    assert (server.episode.left, server.episode.calls_left, server.episode.rows()) == (400, 3, [])
+    assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (400, 3, [])
     with client.chat.completions.create(**ask, max_tokens=4) as stream:
         assert len(list(stream)) > 1
     assert (server.episode.left, server.episode.calls_left, server.answers) == (396, 2, [1])
@@ -227,7 +293,7 @@ def test_a_call_whose_sampling_fails_leaves_nothing(server: Running) -> None:
     ):
         server.say(USER)
     settled(server.episode)
-    assert (server.episode.left, server.episode.calls_left, server.episode.rows()) == (12, 2, [])
+    assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (12, 2, [])
 
 
 def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(server: Running) -> None:
@@ -242,7 +308,8 @@ def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(
     with pytest.raises(openai.BadRequestError, match="max_turns"):
         server.say(USER)
     server.episode.end()
-    call.answered(Completion([40], [-1.0], "stop"), {"content": "x"})
+    sampled(call.sequence, [40], "stop")
+    call.answered({"content": "x"})
     assert call.sequence.cancelled
     with pytest.raises(openai.AuthenticationError):
         server.say(USER)
@@ -323,6 +390,16 @@ def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None
     assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 
+def assert_conversations_are_recorded(run: RunDir) -> None:
+    """In training and evaluation: both calls of each episode, of which the agent returned the first answer."""
+    lines = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {"train", "eval", "eval-greedy"}
+    for line in lines:
+        first, second = (one["messages"] for one in line["conversations"])
+        assert [first[0]["content"], second[0]["content"]] == [line["prompt"], "another conversation"]
+        assert first[1] == {"role": "assistant", "content": line["completion"]} == line["episode"][0]
+
+
 def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
     environment = {"agent": f"{tmp_path / 'agents.py'}:play", "max_concurrency": 2}
@@ -332,6 +409,7 @@ def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, t
     last = running.metrics(run)[-1]
     assert last["environment/turns"] == 2
     assert last["policy/sampling_gap"] < 1e-5
+    assert_conversations_are_recorded(run)
     code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks // 2)
     assert code == 75
     assert running.go_on(stopped) == 0

@@ -22,11 +22,14 @@ from tests.training.test_resume import assert_same
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.data.rows import with_num_steps
 from tinyrl.errors import ExplainedByCheck
+from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
+from tinyrl.training.load import load_method
 
 QUICK: dict[str, Any] = {"options": Options(device="cpu"), "quick": True}
 ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
@@ -395,6 +398,33 @@ def test_too_many_requests_are_refused_before_a_run(tmp_path: Path) -> None:
     values["reward"] = {"functions": [{**judge, "max_requests": most - 1}]}
     with pytest.raises(ValueError, match=f"{most:,}"):
         check_before_loading(Config.model_validate(values))
+
+
+def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> None:
+    """20 steps of 32 x 8, five evaluations of 64 prompts, sampled and greedy, and 44 gold answers before step 1."""
+    (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
+    judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
+    values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "run": {"epochs": 2, "eval_every": 5}}
+    most = 20 * 32 * 8 + 5 * 64 * 2 + 44
+    for allowed in (most, most - 1):
+        values["reward"] = {"functions": [{**judge, "max_requests": allowed}]}
+        settings = Config.model_validate(values)
+        check_before_loading(settings)  # steps are not known yet
+        config = with_num_steps(settings, rows=320, of_step=32)
+        if allowed == most:
+            check_judge_budgets(config)
+        else:
+            with pytest.raises(ValueError, match=f"{most:,}"):
+                check_judge_budgets(config)
+
+
+def test_requests_of_epochs_are_counted_once_rows_are_read(tiny: TinyModels, tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
+    judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
+    reward = {"functions": [{**judge, "max_requests": 1}]}
+    settings = running.config("grpo", tiny("llama"), reward=reward, run={"epochs": 1})
+    with pytest.raises(ValueError, match="max_requests"):
+        load_method(settings, options=Options(device="cpu"))
 
 
 def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:

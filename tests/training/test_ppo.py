@@ -16,6 +16,7 @@ from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
+from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.policy import Policy
@@ -23,7 +24,6 @@ from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.states import last_states
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.rollout.sample import Sample
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
@@ -106,13 +106,14 @@ def test_a2c_is_the_gradient_of_a2c(model: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_neither_the_weight_of_the_kl_nor_text_moves_while_the_critic_warms_up(model: Path, tmp_path: Path) -> None:
-    """The policy does not move, so its KL of 0 says nothing of the weight."""
+    """The policy does not move, so its KL of 0 says nothing of the weight, and no time goes into its gradient."""
     own = with_text(target_kl=6.0)
     run = trained(running.config("ppo", model, critic={"warmup_steps": 2}, run={"num_steps": 4}, **own), tmp_path)
     lines = running.metrics(run)[1:]
     assert [line["objective/kl_coef"] for line in lines][:3] == [0.05] * 3
     assert lines[3]["objective/kl_coef"] != 0.05
     assert ["policy/ptx_loss" in line for line in lines] == [False, False, True, True]
+    assert ["policy/loss" in line for line in lines] == [False, False, True, True]
 
 
 TEXT = Path(__file__).parents[1] / "text_rows.jsonl"  # ten rows, of `text` and of `prompt` and `completion`

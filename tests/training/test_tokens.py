@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,7 @@ from tests import running
 from tests.training.rows import trained
 from tests.training.test_on_policy import samples_of
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Completion
-from tinyrl.rollout.records import pieces, shown_samples, token_lines
-from tinyrl.rollout.sample import (
+from tinyrl.generation.sample import (
     Sample,
     environment_metrics,
     fill,
@@ -24,7 +23,9 @@ from tinyrl.rollout.sample import (
     loss_mask,
     token_rewards_of,
 )
+from tinyrl.rollout.records import pieces, shown_samples, token_lines
 from tinyrl.training.policy_loss import Counts
+from tinyrl.training.ppo import adapted_kl_coef
 
 # By hand: two episodes, [chose 2, read 3, chose 1] that ended and [chose 4] that was cut off
 
@@ -33,11 +34,14 @@ MASK = [[True, True, False, False, False, True], [True, True, True, True, False,
 
 def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     """Rewards of turns are on their last tokens, and the rest on the last."""
-    first = Completion([5, 6, 7, 8, 9, 5], [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0], "stop", MASK[0])
-    second = Completion([5, 6, 7, 8], [-1.0] * 4, "length", [True] * 4)
     turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25], cut=1), Episode(turn_ends=[3], turn_rewards=[None])]
-    two = [Sample.of([4], first, row=0, reward=1.75, played=turns[0])]
-    two.append(Sample.of([4], second, row=0, episode=1, reward=3.0, played=turns[1]))
+    first = Sample([4], [5, 6, 7, 8, 9, 5], MASK[0], [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0], row=0, finish="stop")
+    second = Sample([4], [5, 6, 7, 8], [True] * 4, [-1.0] * 4, row=0, episode=1, finish="length")
+    first.reward = 1.75
+    first.played = turns[0]
+    second.reward = 3.0
+    second.played = turns[1]
+    two = [first, second]
     fill(two, "ref", torch.full((2, 6), -1.5))
     assert loss_mask(two).tolist() == MASK
     counts = Counts.of(two)
@@ -54,6 +58,13 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     }
     shaped = token_rewards_of(two, torch.zeros(2, 6), kl_coef=0.0)
     assert shaped.tolist() == [[0, 0.5, 0, 0, 0, 0.25 + 1.0], [0, 0, 0, 3.0, 0, 0]]
+
+
+@pytest.mark.parametrize(("ref", "moves"), [(-2.0, True), (-math.inf, False), (math.nan, False)])
+def test_a_kl_that_is_not_finite_leaves_its_weight(*, ref: float, moves: bool) -> None:
+    """Such a rollout changes no weight of the policy either."""
+    sample = Sample([4], [5], [True], [-1.0], row=0, reward=1.0, ref=torch.tensor([ref]))
+    assert (adapted_kl_coef([sample], 6.0, kl_coef=0.5) != 0.5) is moves
 
 
 NAN = float("nan")

@@ -43,7 +43,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinyrl.data.messages import Message, messages_of, tools_of
 from tinyrl.generation.agent_episode import AgentEpisode, Call, Given, Refused
-from tinyrl.generation.engine import Completion, SampledRole, SamplingParams, Sequence, sample_keys
+from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler
 from tinyrl.generation.scoring import score
 from tinyrl.tasks.answers import hidden_ids
@@ -125,7 +125,7 @@ class Body(BaseModel):
 @dataclass
 class Choice:
     """One completion on its way: its text so far, how much of it is certain, and how it ended. stop: strings that are
-    not shown; call: that of an agent's episode.
+    not shown; call: that of an agent's episode; ended: its last tokens have come.
     """
 
     index: int
@@ -136,18 +136,18 @@ class Choice:
     call: Call | None = None
     shown: int = 0
     cut: bool = False
-    completion: Completion | None = None
+    ended: bool = False
 
-    def add(self, tokens: list[int], *, ended: bool = False) -> str:
+    def add(self, tokens: list[int]) -> str:
         """Add tokens; return the text that is certain now: none that may become a stop string, or follow one."""
         if not self.cut:
-            self.text += self.detokenizer.add(tokens, at_end=ended)
+            self.text += self.detokenizer.add(tokens, at_end=self.ended)
         ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
         if ends:
             self.text = self.text[: min(ends)]
             self.cut = True
         certain = len(self.text)
-        if not ended and not self.cut:  # the longest beginning of a stop string that it ends with
+        if not self.ended and not self.cut:  # the longest beginning of a stop string that it ends with
             held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
             certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
         piece = self.text[self.shown : max(certain, self.shown)]
@@ -157,8 +157,7 @@ class Choice:
     def record(self, message: Message) -> None:
         """Record in an agent's episode that the completion is sent, as this message."""
         if self.call is not None:
-            assert self.completion is not None
-            self.call.answered(self.completion, message)
+            self.call.answered(message)
 
 
 class LiveRequest:
@@ -179,10 +178,11 @@ class LiveRequest:
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices = list[Choice]()
         self.loop = asyncio.get_running_loop()
-        self.events = asyncio.Queue[tuple[Choice, list[int] | Completion | Exception] | None]()  # None: no client
+        self.events = asyncio.Queue[tuple[Choice, list[int] | Exception | None] | None]()  # None: no client
         self.client_has_gone = False
 
-    def put(self, choice: Choice, event: list[int] | Completion | Exception) -> None:
+    def put(self, choice: Choice, event: list[int] | Exception | None) -> None:
+        """Add new tokens of a choice, its end (None) or the error that ended it."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, (choice, event))
 
     async def watch(self, request: HttpRequest) -> None:
@@ -193,7 +193,7 @@ class LiveRequest:
         self.events.put_nowait(None)
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, str]]:
-        """Yield the text of all choices as it comes; the last piece of a choice comes with its completion. Raises
+        """Yield the text of all choices as it comes; the last piece of a choice comes with its end. Raises
         Refused if one failed, and ClientDisconnect if the client is watched and has gone.
         """
         running = len(self.choices)
@@ -208,11 +208,10 @@ class LiveRequest:
             choice, result = event
             if isinstance(result, Exception):
                 raise Refused(500, f"sampling failed: {type(result).__name__}: {result}")
-            if isinstance(result, Completion):
-                choice.completion = result
+            if result is None:
+                choice.ended = True
                 running -= 1
-            new = [] if isinstance(result, Completion) else result
-            yield choice, choice.add(new, ended=choice.completion is not None)
+            yield choice, choice.add(result or [])
 
     def give_up(self) -> None:
         """End what is still sampled, and the calls of an agent whose answers were not sent."""
@@ -226,7 +225,7 @@ class LiveRequest:
         whole = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
         if usage:
             prompts = sum(map(len, {tuple(choice.sequence.prompt) for choice in self.choices}))
-            written = sum(len(choice.completion.tokens) for choice in self.choices if choice.completion is not None)
+            written = sum(len(choice.sequence.tokens) for choice in self.choices)
             counts = {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
             whole["usage"] = counts
         return whole
@@ -524,7 +523,7 @@ class Endpoint:
             async for choice, piece in answer.pieces():
                 if piece and not answer.reads_calls:
                     yield chunk(choice, {"content": piece})
-                if choice.completion is not None:
+                if choice.ended:
                     message, ended = await self._end(answer, choice)
                     if answer.reads_calls and message["content"]:
                         yield chunk(choice, {"content": message["content"]})
@@ -542,15 +541,14 @@ class Endpoint:
         """Return content and calls of an answer that has ended; why it did, its log-probabilities and its tokens. A
         call that cannot be parsed stays text.
         """
-        completion = choice.completion
+        sequence = choice.sequence
         body = answer.body
-        prompt = choice.sequence.prompt
-        assert completion is not None
+        prompt = sequence.prompt
         message = dict[str, Any](content=choice.text)
         shown = None
-        reason = "length" if completion.finish_reason == "length" else "stop"
-        tokens = completion.tokens
-        logprobs = list[float | None](completion.logprobs)
+        reason = "length" if sequence.finish_reason == "length" else "stop"
+        tokens = sequence.tokens
+        logprobs = list[float | None](sequence.logprobs)
         tops = list[list[tuple[int, float]]]([[] for _ in tokens])
         if answer.reads_calls and self.form is not None:
             content, calls = self.form.read(choice.text, tokens, tools=body.tools, opened=answer.text)
@@ -561,7 +559,7 @@ class Endpoint:
                 reason = "tool_calls"
         echoes = body.echo and not answer.is_chat
         if answer.likeliest or (echoes and body.logprobs is not None):
-            how: Any = {"temperature": choice.sequence.params.temperature, "likeliest": max(1, answer.likeliest)}
+            how: Any = {"temperature": sequence.params.temperature, "likeliest": max(1, answer.likeliest)}
             job = partial(score, self.scheduler.engine.policy, [*prompt, *tokens], role=self.models[body.model], **how)
             try:
                 before, tops = await run_sync(partial(self.scheduler.run, job), abandon_on_cancel=True)
@@ -592,7 +590,7 @@ class Endpoint:
             each = zip(tokens, logprobs, tops, strict=True)
             entries = [{**entry(t, p), "top_logprobs": [entry(*one) for one in top]} for t, p, top in each]
             shown = {"content": entries, "refusal": None}
-        ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens} if body.return_token_ids else {}
+        ids = {"prompt_token_ids": prompt, "token_ids": sequence.tokens} if body.return_token_ids else {}
         return message, {"finish_reason": reason, "logprobs": shown, **ids}
 
     def _spelt(self, token: int) -> str:

@@ -22,6 +22,7 @@ from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokeniz
 from tinyrl.models.parallel import world
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
+from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
@@ -116,6 +117,8 @@ def load_collector(
         scorer = judge.with_tokenizer(policy.tokenizer)
     if config.samples:
         config = with_num_steps(config, rows=len(train_prompts), of_step=config.on_policy.num_prompts)
+    if teacher and config.run.epochs is not None:  # else it is checked before anything is loaded
+        check_judge_budgets(config)
     if seed is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     engine, engine_reason = load_engine(policy, runner, train_prompts + eval_prompts)

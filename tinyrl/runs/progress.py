@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from tinyrl.runs.metrics import TABLE
-from tinyrl.runs.records import messages_of, to_float
+from tinyrl.runs.records import MOST_MESSAGES, to_float, turns_of, without_middle
 from tinyrl.text import escape_control, format_clock, format_short, mask_url, one_line
 
 CLEAR = "\r\x1b[K"  # the line that the cursor is in
@@ -51,30 +51,37 @@ class Display:
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.silent
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Print the line of a finished step, without metrics that are unknown; pass@1 is left out where it equals the
-        held-out reward.
+        """Print the line of a finished step, without metrics that are unknown, and in a terminal without the last ones
+        where it is too narrow; pass@1 is left out where it equals the held-out reward.
         """
         found = {metric.column: to_float(metrics.get(metric.key)) for metric in TABLE if metric.column}
         columns = {column: value for column, value in found.items() if math.isfinite(value)}
         if columns.get("pass@1") == columns.get("held-out"):
             columns.pop("pass@1", None)
-        parts = [f"step {step}/{self.num_steps}"]
-        parts += [f"{column} {format_short(value)}" for column, value in columns.items()]
+        place = f"step {step}/{self.num_steps}"
+        known = [f"{column} {format_short(value)}" for column, value in columns.items()]
+        left = list[str]()
         if step > self._first:
             seconds = int((time.monotonic() - self._started) / (step - self._first) * (self.num_steps - step))
-            parts.append(f"{format_clock(seconds)} left")
+            left.append(f"{format_clock(seconds)} left")
         self._step = step
-        self.note(" · ".join(parts))
+        room = shutil.get_terminal_size().columns if self._live else math.inf
+        while known and len(" · ".join([place, *known, *left])) > room:
+            known.pop()
+        self.note(" · ".join([place, *known, *left]))
 
     def sample(self, samples: list[dict[str, Any]]) -> None:
         """In a terminal, print an evaluation's greedy sample to the first prompt, with its reward."""
         shown = next((line for line in samples if line.get("kind") == "eval-greedy"), next(iter(samples), None))
         if not self._live or shown is None:
             return
-        turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
-        turns[-1] = (f"{turns[-1][0]} (reward {format_short(to_float(shown.get('reward')))})", turns[-1][1])
+        turns, omitted = without_middle(turns_of(shown), MOST_MESSAGES)
+        named = [("prompt", str(shown.get("prompt", ""))), *((turn.speaker, turn.text) for turn in turns)]
+        if omitted:
+            named.insert(1 + len(turns) // 2, ("...", f"{omitted} messages left out"))
+        named[-1] = (f"{named[-1][0]} (reward {format_short(to_float(shown.get('reward')))})", named[-1][1])
         width = shutil.get_terminal_size().columns
-        self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
+        self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in named))
 
     def phase(self, name: str) -> None:
         """Name the current part of a long step in the status line; without one, in a line of its own, the first."""

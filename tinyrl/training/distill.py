@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.algorithms.losses import Metrics
+from tinyrl.generation.sample import Sample, conversations, fill, loss_mask, sampled_rows
 from tinyrl.models.batch import Batch, padded
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.sample import Sample, conversations, fill, loss_mask, sampled_rows
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -58,7 +58,7 @@ class Distill(OnPolicy):
                     passes = [Pass("policy", minibatch, partial(self.loss, counts=counts))] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
             self.record(run, samples, advantages, step)
-            run.end_step(**self.update_controllers(run))
+            run.end_step(**self.update_controllers(run, samples))
 
     def loss(self, batch: Batch, *, counts: Counts) -> tuple[Tensor, Metrics]:
         """Compute the distance of a micro-batch to the teacher; the policy must be acting."""

@@ -44,11 +44,11 @@ from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.generation.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
 from tinyrl.models.batch import Batch, Example, padded
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
 from tinyrl.runs.signals import watched
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
@@ -125,7 +125,7 @@ class Ppo(OnPolicy):
             if config.target_kl is not None and samples[0].ref is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
             self.record(run, samples, advantages, step, rewards=rewards)
-            ended = self.update_controllers(run)
+            ended = self.update_controllers(run, samples)
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(values, returns, mask)
             run.end_step(**ended)

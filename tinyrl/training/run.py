@@ -28,10 +28,10 @@ from torch import Tensor
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.records import room_for_samples
-from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST
@@ -80,6 +80,7 @@ class Controllers(BaseModel):
     pass_rates: dict[str, list[float]] = {}  # of rows by fingerprint: completions right, wrong, in which step
     failing_batches: int = 0  # in a row, whose rewards failed
     flat_steps: int = 0  # without a gradient of the policy
+    unrewarded_steps: int = 0  # without a sample that has a reward
     inexact_sampling: bool = False  # measured, though the engine's numbers should be those of training
 
 
@@ -242,6 +243,8 @@ class Run:
                 self.method.train(self)
                 if not self.finished and self._saved_step != self.state.step:
                     self.save()
+                if self.finished:
+                    self.method.check_end(self)
             return None
         except Interrupted as reason:
             self._interrupted(reason)
