@@ -86,8 +86,16 @@ def train(
         from tinyrl.training.launch import start  # with torch
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
-        launch = start(config, options=options, output_dir=folder, name=name, overwrite=overwrite, command=command)
-        return OpenedRun(launch.folder, exit_code=launch.go(report=write_report, on_step=on_step))
+        launch = start(
+            config,
+            options=options,
+            output_dir=folder,
+            name=name,
+            overwrite=overwrite,
+            command=command,
+            on_step=on_step,
+        )
+        return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
 
 
 def evaluate(
@@ -113,7 +121,7 @@ def evaluate(
     options = Options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
-        from tinyrl.evaluation.compare import evaluate_target  # with torch
+        from tinyrl.tools.compare import evaluate_target  # with torch
 
         return json_safe(evaluate_target(path, asked, vs=other, options=options))
 
@@ -174,8 +182,14 @@ class OpenedRun:
             check_before_loading(config)
             from tinyrl.training.launch import resume  # with torch
 
-            launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
-            self.exit_code = 0 if launch is None else launch.go(report=write_report, on_step=on_step)
+            launch = resume(
+                self._folder,
+                options=options,
+                config=config,
+                allow_config_change=allow_config_change,
+                on_step=on_step,
+            )
+            self.exit_code = 0 if launch is None else launch.go(report=write_report)
         return self
 
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> ChatSession:

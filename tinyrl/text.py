@@ -235,6 +235,7 @@ def mask_url(text: str) -> str:
 
 
 def is_address(url: str) -> bool:
+    """Return whether a text is an http or https address with a host."""
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -2,7 +2,17 @@
 
 from collections import Counter
 
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, seeded_permutation, train_eval_split
+import pytest
+
+from tinyrl.config.schema import Config
+from tinyrl.data.rows import (
+    batch_indices,
+    few_held_out,
+    fingerprint,
+    seeded_permutation,
+    train_eval_split,
+    with_num_steps,
+)
 
 
 def test_a_fingerprint_is_of_the_content_and_the_order_of_rows():
@@ -53,3 +63,11 @@ def test_at_most_512_rows_are_held_out_and_fewer_than_ten_prompts_are_trained_on
     assert [row["q"] for row in held] == list(range(9))
     assert train_eval_split(rows, prompt=lambda row: row["q"], seed=0, repeat=True) == (rows, rows)
     assert [len(few_held_out(range(count))) for count in (3, 30)] == [1, 0]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (2, 5), (0.1, 1), (None, 7)])
+def test_epochs_are_rounded_up_to_whole_steps(epochs: float | None, steps: int) -> None:
+    """10 rows, 4 of them a step: an epoch is 2.5 steps."""
+    run = {"num_steps": 7} if epochs is None else {"epochs": epochs}
+    config = Config.model_validate({"method": "grpo", "run": run})
+    assert with_num_steps(config, rows=10, of_step=4).run.num_steps == steps

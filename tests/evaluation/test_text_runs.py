@@ -12,12 +12,12 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
-from tinyrl.evaluation.compare import _trained_on, evaluate_target
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
+from tinyrl.tools.compare import _trained_on, evaluate_target
 
 OPTIONS = Options(device="cpu")
 LETTERS = "abcdefghij"

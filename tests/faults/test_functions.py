@@ -159,8 +159,8 @@ def test_a_run_in_which_no_reward_applies_exits_3_at_its_end(model: Path, tmp_pa
     settings = rewarded(model, tmp_path, "def score(prompts, **_):\n    return [None] * len(prompts)\n", run=NEVER)
     options = Options(device="cpu")
     how: dict[str, Any] = {"options": options, "output_dir": str(tmp_path), "name": None, "overwrite": False}
-    run = start(settings, command=["test"], **how)
-    assert run.go(report=running.report, until=1) == 0
+    run = start(settings, command=["test"], until=1, **how)
+    assert run.go(report=running.report) == 0
     assert running.go_on(run.folder) == 3
     assert len(running.metrics(run.folder)) == 3
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.policies import policy_of
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.engine import Request, SamplingEngine
 from tinyrl.generation.engines import FusedEngine, HfEngine
@@ -15,7 +16,6 @@ from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.policy import Policy
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
@@ -40,7 +40,8 @@ def make_engine(
         torch.manual_seed(0)  # A is drawn: two engines with the same arguments have the same weights
         model = wrap_in_lora(model, lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"))
     settings = GenerationConfig.model_validate({"max_new_tokens": 20} | options)
-    policy, tokenizer = Policy(model, device=device, reference=reference), load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
+    policy = policy_of(model, device=device, reference=reference, tokenizer=tokenizer)
     if name == "fused":
         layout = "merged" if dtype == torch.float32 else "separate_lora"
         return FusedEngine(policy, tokenizer, settings, layout=layout)

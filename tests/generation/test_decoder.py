@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from tests.generation.sampling import CPU
+from tests.policies import policy_of
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder, attended, join_linear, tensors
 from tinyrl.models.loading import load_causal_lm
@@ -19,7 +19,7 @@ RATE = 5e-5
 
 def in_lora(model: Any) -> Policy:
     config = lora_config(r=16, alpha=32, dropout=0.0, target_modules="all-linear")
-    return Policy(wrap_in_lora(model, config), device=CPU, reference=False)
+    return policy_of(wrap_in_lora(model, config))
 
 
 def adam_step(parameters: dict[str, nn.Parameter], *, seed: int) -> None:

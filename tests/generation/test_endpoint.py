@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+import uvicorn
 
 from tests.generation.conftest import listening_to
 from tests.generation.sampling import TEMPLATE, stir
@@ -360,3 +361,9 @@ def test_an_answer_that_fails_is_an_error_and_not_silence() -> None:
     with listening_to(failing) as server, pytest.raises(openai.APIStatusError) as caught:
         client_of(server).chat.completions.create(model="policy", messages=HELLO)
     assert caught.value.status_code == 500
+
+
+def test_a_server_that_ends_before_it_listens_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+    with pytest.raises(RuntimeError), listening_to(Scripted("x")):
+        pass

@@ -16,7 +16,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tests.generation.sampling import CPU, PROMPTS, assert_same, make_engine, requests, sample, scored, stir, tokens_of
+from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, scored, stir, tokens_of
+from tests.policies import policy_of
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation import engines
@@ -39,7 +40,7 @@ SHAPE = {
 
 def in_lora(model: Any, **changes: Any) -> Policy:
     config = replace(lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"), **changes)
-    return Policy(wrap_in_lora(model, config), device=CPU, reference=False)
+    return policy_of(wrap_in_lora(model, config))
 
 
 # ---- samples ----
@@ -203,7 +204,7 @@ def test_numbers_that_go_wrong_late_rule_the_fused_engine_out(tiny: TinyModels, 
 
 def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(tiny: TinyModels):
     made, config = make_engine(tiny("llama")), MistralConfig(**{**SHAPE, "sliding_window": 40})  # pyright: ignore
-    made.policy = Policy(MistralForCausalLM(config).eval(), device=CPU, reference=False)
+    made.policy = policy_of(MistralForCausalLM(config).eval())
     assert choose(made, longest=40)[0].name == "fused"
     assert choose(made, longest=41)[0].name == "hf"
 
@@ -220,7 +221,7 @@ def scaled_queries(made: Any) -> None:
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     }  # fmt: skip
     shape: dict[str, Any] = {**SHAPE, "head_dim": 8, "rope_parameters": rope}
-    made.policy = Policy(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
+    made.policy = policy_of(Ministral3ForCausalLM(Ministral3Config(**shape)).eval())
     assert not supports_fused_layers(made.policy.backbone("policy"))
 
 

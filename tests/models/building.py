@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.policies import policy_of
 from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
@@ -36,13 +37,13 @@ def lora_roles(
     device: torch.device = CPU,
 ) -> Policy:
     model = wrap_in_lora(load_causal_lm(str(folder), dtype=dtype), lora(targets, dropout=dropout))
-    return Policy(model, device=device, reference=reference)
+    return policy_of(model, device=device, reference=reference)
 
 
 def full_roles(
     folder: Path, *, dtype: torch.dtype = torch.float32, reference: bool = True, device: torch.device = CPU
 ) -> Policy:
-    return Policy(load_causal_lm(str(folder), dtype=dtype), device=device, reference=reference)
+    return policy_of(load_causal_lm(str(folder), dtype=dtype), device=device, reference=reference)
 
 
 def roles_with_critic(folder: Path, *, with_lora: bool, kind: CriticKind, dtype: torch.dtype = torch.float32) -> Policy:

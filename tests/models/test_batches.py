@@ -1,5 +1,6 @@
 """The layout of a micro-batch; that padding changes nothing; which rows go through the model together."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,6 +160,26 @@ def test_out_of_memory_starts_over_with_smaller_micro_batches():
 
     with pytest.raises(OutOfRoom, match="one sequence of 10 tokens"):
         micro_batches.run(Work(sizes, never))
+
+
+@pytest.mark.parametrize(("freed", "tokens"), [((True, False), 100), ((False, False), 25)])
+def test_all_that_keep_memory_are_asked_before_the_budget_halves(freed: tuple[bool, bool], tokens: int) -> None:
+    micro_batches = MicroBatches(CPU, 100)
+    asked: list[int] = []
+
+    def free(place: int) -> bool:
+        asked.append(place)
+        return freed[place]
+
+    def run(rows: list[int]) -> None:
+        if len(rows) > 2 and True not in (freed[place] for place in asked):
+            raise torch.OutOfMemoryError("full")
+
+    for place in range(2):
+        micro_batches.when_full(partial(free, place))
+    micro_batches.run(Work(lengths([[i] for i in range(5)], [9] * 5), run))
+    assert asked[:2] == [0, 1]
+    assert micro_batches.tokens == tokens
 
 
 def test_the_first_micro_batch_on_a_gpu_sets_the_budget() -> None:

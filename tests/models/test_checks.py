@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from tests.models.building import CPU, lora, lora_roles, stir
+from tests.models.building import lora, lora_roles, stir
+from tests.policies import policy_of
 from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import layers, packing
 from tinyrl.models.batch import examples
@@ -17,7 +18,6 @@ from tinyrl.models.checks import check_head, in_float32, packs_exactly, supports
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import wrap_in_lora
-from tinyrl.models.policy import Policy
 from tinyrl.models.states import all_states, backbone_of
 
 IDS = torch.tensor([[30, 31, 90, 7, 120, 55]])
@@ -163,7 +163,7 @@ def test_adapters_of_more_than_two_matrices_and_dropout_are_left_to_the_library(
     assert supports_fused_layers(backbone_of(model))
     config.use_dora = True
     wrapped = wrap_in_lora(model, config)
-    assert not supports_fused_layers(Policy(wrapped, device=CPU, reference=False).backbone("policy"))
+    assert not supports_fused_layers(policy_of(wrapped).backbone("policy"))
     roles = lora_roles(tiny("llama"), dropout=0.5)
     roles.lora_dropout = True
     with roles.acting("policy"):

@@ -19,6 +19,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.models.batch import examples
 from tinyrl.models.build import build_policy, build_reward_model
+from tinyrl.models.device import Device
 from tinyrl.models.loading import check_vocabulary, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import save_adapter
@@ -129,7 +130,7 @@ def use(role: str, folder: Path, base: Path) -> None:
     settings = {"method": "ppo", "model": {"path": str(base)}, "critic": {"kind": "shared"}, "reward": reward}
     config = Config.model_validate(settings | sections.get(role, {}))
     tokenizer = load_tokenizer(config.model.path)
-    roles = build_policy(config, device=CPU, dtype=torch.float32)
+    roles = build_policy(config, tokenizer=tokenizer, device=Device(CPU, torch.float32))
     model = build_reward_model(config, roles, dtype=torch.float32)
     check_vocabulary(tokenizer, roles.causal, path=config.model.path)
     if model is not None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tests.models.building import CPU, full_roles, lora, lora_roles, stir
+from tests.models.building import full_roles, lora, lora_roles, stir
 from tests.models.live_bytes import LiveBytes
 from tests.models.test_packing import PROMPTS, RESPONSES
+from tests.policies import policy_of
 from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import layers
 from tinyrl.models.batch import examples
@@ -125,7 +126,7 @@ def test_a_micro_batch_keeps_less_than_the_librarys_and_recomputed_only_inputs_o
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    roles = Policy(wrap_in_lora(model, lora()), device=CPU, reference=False)
+    roles = policy_of(wrap_in_lora(model, lora()))
     batch, backbone = roles.batch_of(examples([[1] * 8] * 4, [[2] * 16] * 4)), roles.backbone("policy")
     assert supports_fused_layers(backbone)
 

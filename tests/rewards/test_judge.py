@@ -12,7 +12,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +22,14 @@ from tests.training.test_resume import assert_same
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.data.rows import with_num_steps
 from tinyrl.errors import ExplainedByCheck
+from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
-from tinyrl.training.method import Method
+from tinyrl.training.load import load_method
 
 QUICK: dict[str, Any] = {"options": Options(device="cpu"), "quick": True}
 ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
@@ -119,18 +120,18 @@ def by_length(system: str, answers: list[str]) -> str:
 
 def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
     score, rank = (reward("http://127.0.0.1:1", tmp_path, mode=mode) for mode in ("score", "rank"))
-    assert score.scores('so so. {"score": 2.5}', 1) == [0.25]
-    assert score.scores('{"score": "8"}', 1) == [0.8]
-    assert score.scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
-    assert rank.scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
-    assert rank.scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
+    assert score.read_scores('so so. {"score": 2.5}', 1) == [0.25]
+    assert score.read_scores('{"score": "8"}', 1) == [0.8]
+    assert score.read_scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
+    assert rank.read_scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
+    assert rank.read_scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
     for judge, count, replies in (
         (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"8/10"', "true", "NaN", "[5]"))]),
         (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]"))]),
     ):
         for reply in replies:
             with pytest.raises(ValueError, match="gave no"):
-                judge.scores(reply, count)
+                judge.read_scores(reply, count)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +158,9 @@ def test_the_first_whole_object_with_a_score_behind_the_thoughts_counts(
     judge = reward("http://127.0.0.1:1", tmp_path)
     if wanted is None:
         with pytest.raises(ValueError, match="gave no"):
-            judge.scores(reply, 1)
+            judge.read_scores(reply, 1)
     else:
-        assert judge.scores(reply, 1) == pytest.approx([wanted])
+        assert judge.read_scores(reply, 1) == pytest.approx([wanted])
 
 
 @pytest.mark.parametrize("mode", ["score", "rank"])
@@ -406,14 +407,6 @@ def test_too_many_requests_are_refused_before_a_run(mode: str, most: int, tmp_pa
         check_before_loading(Config.model_validate(values))
 
 
-class OfTenSteps(Method):
-    """A method whose epoch is ten steps of 32 prompts."""
-
-    @property
-    def rows_of_epoch(self) -> tuple[int, int]:
-        return 320, 32
-
-
 def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> None:
     """20 steps of 32 x 8, five evaluations of 64 prompts, sampled and greedy, and 44 gold answers before step 1."""
     (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
@@ -424,14 +417,21 @@ def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> No
         values["reward"] = {"functions": [{**judge, "max_requests": allowed}]}
         settings = Config.model_validate(values)
         check_before_loading(settings)  # steps are not known yet
-        policy: Any = SimpleNamespace(config=settings, world=None)
-        method = OfTenSteps(policy)
+        config = with_num_steps(settings, rows=320, of_step=32)
         if allowed == most:
-            method.resolve_epochs()
-            assert method.config.run.num_steps == 20
+            check_judge_budgets(config)
         else:
             with pytest.raises(ValueError, match=f"{most:,}"):
-                method.resolve_epochs()
+                check_judge_budgets(config)
+
+
+def test_requests_of_epochs_are_counted_once_rows_are_read(tiny: TinyModels, tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
+    judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
+    reward = {"functions": [{**judge, "max_requests": 1}]}
+    settings = running.config("grpo", tiny("llama"), reward=reward, run={"epochs": 1})
+    with pytest.raises(ValueError, match="max_requests"):
+        load_method(settings, options=Options(device="cpu"))
 
 
 def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:

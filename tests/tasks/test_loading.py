@@ -13,11 +13,11 @@ from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.rewards.functions import verifier_of
-from tinyrl.rollout.load import load_method
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_task, text_in
 from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.training.load import load_method
 
 TASK = Task(
     name="toy",

@@ -12,6 +12,7 @@ from tinyrl.data.writers import write_rows
 from tinyrl.rollout import load
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
+from tinyrl.training.load import load_method
 
 WORDS: list[Row] = [
     {"prompt": "sort: cat =", "word": "cat", "vowels": 1},
@@ -94,4 +95,4 @@ def test_a_run_is_refused_before_its_model_is_loaded(
     rows = write_rows(tmp_path / "rows.jsonl", WORDS)
     given = config(method, task={"data": str(rows)}, **sections)
     with pytest.raises(ValueError, match=named):
-        load.load_method(given, options=running.Options(device="cpu"))
+        load_method(given, options=running.Options(device="cpu"))

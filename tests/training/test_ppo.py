@@ -204,7 +204,7 @@ def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
         return updater.policy.parameters.items()
 
     monkeypatch.setattr(Updater, "_accumulate", noted)
-    monkeypatch.setattr("tinyrl.training.ppo.Ppo", lambda *a: method.append(Ppo(*a)) or method[0])
+    monkeypatch.setattr("tinyrl.training.load.Ppo", lambda *a: method.append(Ppo(*a)) or method[0])
     own: dict[str, Any] = {**with_text(num_epochs=1), "critic": {"kind": kind, "warmup_steps": 0}}
     steps = {"num_steps": 2, "micro_batch_tokens": micro_batch_tokens, "eval_prompts": 0}
     run = trained(running.config("ppo", model, run=steps, **own), tmp_path)

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from tests import running
+from tests.policies import policy_of
 from tests.tiny_models import sharp_model, tiny_model
 from tests.training.rows import trained
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batch import Batch, Example
-from tinyrl.models.device import make_device
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import World, sum_step
-from tinyrl.models.policy import Policy
 from tinyrl.training.step import (
     Pass,
     RoleOptimizer,
@@ -121,14 +119,11 @@ def test_a_warm_up_that_outlasts_the_run_is_said(warmup: int, said: bool):
 @pytest.fixture
 def updater(tmp_path: Path) -> Updater:
     torch.manual_seed(0)
-    run_device = make_device("cpu", dtype="float32")
     model = load_causal_lm(str(tiny_model(tmp_path, "llama")), dtype=torch.float32)
     lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
-    made = Policy(wrap_in_lora(model, lora), device=run_device.device)
+    made = policy_of(wrap_in_lora(model, lora), reference=True, run={"micro_batch_tokens": 10_000})
     made.packs = False
     optimizers = {role: RoleOptimizer(p, learning_rate=1e-2, weight_decay=0.0) for role, p in made.parameters.items()}
-    made.config = Config.model_validate({"method": "sft", "task": {"data": "rows.jsonl"}})
-    made.run_device, made.micro_batches = run_device, MicroBatches(run_device.device, 10_000)
     return Updater(made, optimizers, max_grad_norm=1.0)
 
 
@@ -210,7 +205,7 @@ def test_what_is_kept_anew_for_every_step_leads_to_smaller_micro_batches(updater
         kept.clear()
         return made_room[-1]
 
-    updater.policy.micro_batches.make_room = make_room
+    updater.policy.micro_batches.when_full(make_room)
     for _ in range(4):
         kept[:] = ["a cache"]
         updater.step([Pass("policy", EXAMPLES, tight)], train=["policy"])

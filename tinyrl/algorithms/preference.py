@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Metrics = dict[str, Tensor]
+from tinyrl.algorithms.losses import Metrics
 
 
 def dpo_loss(

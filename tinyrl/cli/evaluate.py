@@ -50,7 +50,7 @@ def evaluate(
     if len(targets) == 1:
         check_evaluation(targets[0], asked, vs=vs)
         announce_loading(targets)
-        from tinyrl.evaluation.compare import evaluate_target  # with torch
+        from tinyrl.tools.compare import evaluate_target  # with torch
 
         result = evaluate_target(targets[0], asked, vs=vs, options=options)
     else:
@@ -62,7 +62,7 @@ def evaluate(
         for target in targets:
             check_evaluation(target, asked, vs=targets[0])
         announce_loading(targets)
-        from tinyrl.evaluation.compare import compare  # with torch
+        from tinyrl.tools.compare import compare  # with torch
 
         result = compare(targets, asked, options=options)
     if launched().rank == 0:

@@ -41,7 +41,7 @@ def train(
     if overwrite:
         other.append("--overwrite")
     main = launched().rank == 0
-    how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]]}
+    how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
     of_a_new_run = bool(other) or name is not None or origin is not None or output_dir is not None
     if resume is not None and of_a_new_run:
         raise ValueError("--resume goes on with a run as it is: besides settings it takes nothing that is of a new run")
@@ -55,7 +55,9 @@ def train(
         check_before_loading(config)
         from tinyrl.training import launch  # with torch
 
-        run = launch.resume(opened, options=options, config=config, allow_config_change=allow_config_change)
+        run = launch.resume(
+            opened, options=options, config=config, allow_config_change=allow_config_change, until=until
+        )
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -80,7 +82,7 @@ def train(
             raise type(error)(f"{error}\n{advice}") from error
     from tinyrl.tools.report import write_report  # with jinja2
 
-    return partial(run.go, report=write_report, until=until)
+    return partial(run.go, report=write_report)
 
 
 def print_note(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The training methods: their sections of the configuration, their trainer, the rows they learn from."""
+"""The training methods: their sections of the configuration, the rows they learn from."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ MethodName = Literal["grpo", "ppo", "distill", "sft", "reward", "dpo"]
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """section: the one that only this method has; others: optional sections it reads too; trainer: its class; rows: the
-    kind of its rows; recipe: the default recipe; policy: whether it trains a policy; rewarded: whether it needs a
-    reward.
+    """section: the one that only this method has; others: optional sections it reads too; rows: the kind of its rows;
+    recipe: the default recipe; policy: whether it trains a policy; rewarded: whether it needs a reward.
     """
 
     section: str
     others: tuple[str, ...]
-    trainer: str
     rows: Literal["prompts", "text", "pairs", "judged"]
     recipe: str | None = None
     policy: bool = True
@@ -34,14 +32,12 @@ class MethodSpec:
 
 EPISODES = ("reference", "teacher", "reward", "environment", "generation")
 METHODS: dict[str, MethodSpec] = {
-    "grpo": MethodSpec("grpo", EPISODES, "tinyrl.training.grpo:Grpo", "prompts", "starter-grpo"),
-    "ppo": MethodSpec("ppo", ("critic", *EPISODES), "tinyrl.training.ppo:Ppo", "prompts", "starter-ppo"),
-    "distill": MethodSpec(
-        "distill", EPISODES, "tinyrl.training.distill:Distill", "prompts", "starter-distill", rewarded=False
-    ),
-    "sft": MethodSpec("sft", (), "tinyrl.training.sft:Sft", "text"),
-    "reward": MethodSpec("reward_model", (), "tinyrl.training.reward:RewardModel", "judged", policy=False),
-    "dpo": MethodSpec("dpo", ("reference",), "tinyrl.training.dpo:Dpo", "pairs"),
+    "grpo": MethodSpec("grpo", EPISODES, "prompts", "starter-grpo"),
+    "ppo": MethodSpec("ppo", ("critic", *EPISODES), "prompts", "starter-ppo"),
+    "distill": MethodSpec("distill", EPISODES, "prompts", "starter-distill", rewarded=False),
+    "sft": MethodSpec("sft", (), "text"),
+    "reward": MethodSpec("reward_model", (), "judged", policy=False),
+    "dpo": MethodSpec("dpo", ("reference",), "pairs"),
 }
 OPTIONAL_SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
 

@@ -334,6 +334,7 @@ def _shown(side: Side | None) -> str:
 
 
 def beginning(row: Row) -> str:
+    """Return the first characters of a row on one line, to quote it in an error."""
     return one_line(str(row)[:500], 100)
 
 

@@ -162,6 +162,7 @@ def as_completion(text: str, prompt: Prompt) -> str | list[Message]:
 
 
 def roles_of(messages: list[Message]) -> str:
+    """Join the roles of the first messages, to quote them in an error."""
     return join_truncated((message["role"] for message in messages), most=8)
 
 

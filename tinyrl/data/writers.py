@@ -8,6 +8,7 @@ from typing import Any
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as JSON lines; return the path. Folders above it are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

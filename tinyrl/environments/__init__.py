@@ -33,4 +33,5 @@ class Reply:
 
 
 def last_turn(transcript: Transcript) -> str:
+    """Return the text of the last message."""
     return transcript[-1]["content"]

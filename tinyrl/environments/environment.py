@@ -238,6 +238,7 @@ class Episode:
 
 
 def episode_text(transcript: Transcript) -> str:
+    """Join the texts of all messages of an episode, of the policy and of the environment."""
     return "".join(message["content"] for message in transcript)
 
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.special import stdtrit
@@ -20,14 +20,17 @@ from tinyrl.numbers import mean, numbers
 TAIL = 0.025  # beyond either end of a 95 % interval
 MANY = 50  # values from which on a percentile bootstrap covers its 95 %; with 3 values it covers 74 %, with 8 89 %
 FEWEST = 6  # differing prompts that can show a difference: all go one way by chance in 2 / 2^6 = 3 % of cases
+T = TypeVar("T")
 EQUAL = 1e-9  # relative difference up to which values are equal but for rounding
 
 
-def grouped(values: list[Any], size: int) -> list[list[Any]]:
+def grouped(values: list[T], size: int) -> list[list[T]]:
+    """Split values into groups of `size`, in order."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def all_equal(values: Sequence[float]) -> bool:
+    """Return whether values differ by no more than rounding, relative to the largest."""
     return max(values) - min(values) <= EQUAL * max(abs(value) for value in values)
 
 

@@ -157,6 +157,7 @@ def matrix_of(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
+    """List the tensors of weights, in the order of their fields; fields without one are left out."""
     values = [getattr(weights, field.name) for field in fields(weights)]
     nested = [tensors(v) if isinstance(v, Projection) else [v] for v in values]
     return [t for each in nested for t in each if isinstance(t, Tensor)]

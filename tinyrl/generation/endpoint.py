@@ -613,6 +613,7 @@ def count_characters(value: Any) -> int:
 
 
 def error_of(refused: Refused) -> dict[str, Any]:
+    """Return the body of an error as OpenAI's API has it."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.status}}
 
@@ -629,6 +630,8 @@ class Listening:
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
         self._thread.start()
         while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the endpoint at {self.url} did not start")
             time.sleep(0.01)
 
     def stop(self) -> None:

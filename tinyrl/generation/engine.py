@@ -42,12 +42,16 @@ Result = TypeVar("Result")
 
 
 class SampleOptions(TypedDict, total=False):
-    """Options of `sample`: (seed, step) key its random numbers; by default the policy samples, not greedily."""
+    """Options of `sample`: (seed, step) key its random numbers; by default the policy samples, not greedily. on_tokens,
+    on_reply: called with the tokens of every row as they come, and with those of a reply.
+    """
 
     seed: Required[int]
     step: Required[int]
     greedy: bool
     role: SampledRole
+    on_tokens: Callable[[list[int]], None] | None
+    on_reply: Callable[[list[int]], None] | None
 
 
 @dataclass(frozen=True)
@@ -191,8 +195,8 @@ class SamplingEngine:
     """Samples completions through a scheduler of at most `max_rows` rows (None: all that are asked for).
 
     exact: in float32 its log-probabilities are those of a training pass, to rounding; copy_bytes: size of its private
-    copy of weights, if any; overlaps: rows go on while others wait for their environment; on_tokens, on_reply: called
-    with the tokens of every row as they come, and with those of a reply. The base itself is never merged.
+    copy of weights, if any; overlaps: rows go on while others wait for their environment. The base itself is never
+    merged.
     """
 
     name: str
@@ -200,8 +204,6 @@ class SamplingEngine:
     copy_bytes = 0
     overlaps = False
     capacity: int | None = None  # rows that memory allowed at the last attempt
-    on_tokens: Callable[[list[int]], None] | None = None
-    on_reply: Callable[[list[int]], None] = staticmethod(lambda tokens: None)
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig) -> None:
         self.policy = policy
@@ -283,6 +285,8 @@ class SamplingEngine:
         rows holds its row meanwhile, and prefills the reply only.
         """
 
+        on_reply = options.get("on_reply")
+
         def attempt(rows: int) -> None:
             episodes.restart()
             turns = self.sequences(requests, samples_per_request, options)
@@ -307,7 +311,8 @@ class SamplingEngine:
                         if answer is None:
                             scheduler.drop(before)
                             continue
-                        self.on_reply(answer)
+                        if on_reply is not None:
+                            on_reply(answer)
                         [key] = advanced(np.array([first.key]), np.array([len(said)]))
                         turn = Sequence(
                             prompt=[*first.prompt, *said],
@@ -316,7 +321,7 @@ class SamplingEngine:
                             limit=episodes.limit(sample),
                             stop=first.stop,
                             after="held",
-                            on_tokens=self.on_tokens,
+                            on_tokens=first.on_tokens,
                             row=before.row,
                         )
                         turns[sample] = turn
@@ -334,13 +339,12 @@ class SamplingEngine:
     def sequences(self, requests: list[Request], group: int, options: SampleOptions) -> list[Sequence]:
         """Make `group` sequences for every request, in order, drawn by the settings of the run."""
         s = self.settings
+        on_tokens = options.get("on_tokens")
         params = SamplingParams(s.temperature, s.top_p, s.top_k, options.get("greedy", False))
         keys = row_keys(requests, group, seed=options["seed"], step=options["step"])
         rows = [request for request in requests for _ in range(group)]
         return [
-            Sequence(
-                r.prompt_tokens, params, key, r.max_new_tokens or s.max_new_tokens, s.stop, on_tokens=self.on_tokens
-            )
+            Sequence(r.prompt_tokens, params, key, r.max_new_tokens or s.max_new_tokens, s.stop, on_tokens=on_tokens)
             for r, key in zip(rows, keys, strict=True)
         ]
 

@@ -104,8 +104,7 @@ class FusedEngine(SamplingEngine):
                 shape = {"capacity": self.capacity, "width": width, "look_every": self.look_every}
                 kept = Scheduler(decoder, self.tokenizer, self.eos, **shape, by_graphs=self.by_graphs)
                 self._wanted = rows
-            kept.clear()
-            kept.admit_below = 1.0 if serving else ADMIT_BELOW
+            kept.clear(admit_below=1.0 if serving else ADMIT_BELOW)
             self.capacity = kept.capacity
             self._serves = role if serving else None
             self._kept = kept if serving or self.by_graphs else None
@@ -129,13 +128,24 @@ class FusedEngine(SamplingEngine):
 
 
 class HfEngine(SamplingEngine):
-    """Samples through the library's own modules and cache, with LoRA as branches, for models of any shape."""
+    """Samples through the library's own modules and cache, with LoRA as branches, for models of any shape. look_every:
+    tokens between two looks at which rows have ended; None: by the device.
+    """
 
     name = "hf"
 
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: GenerationConfig,
+        *,
+        look_every: int | None = None,
+    ) -> None:
         super().__init__(policy, tokenizer, settings)
         self.exact = policy.dtype == torch.float32
+        if look_every is not None:
+            self.look_every = look_every
 
     @contextmanager
     def scheduler(

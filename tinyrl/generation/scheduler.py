@@ -113,11 +113,8 @@ def row_of(sequence: Sequence) -> CachedRow:
 
 class Scheduler:
     """Rows of `width` tokens for at most `capacity` sequences. look_every: tokens between two looks at which rows have
-    ended. by_graphs: steps are replayed from CUDA graphs. admit_below: share of the rows in use up to which waiting
-    sequences are admitted.
+    ended. by_graphs: steps are replayed from CUDA graphs.
     """
-
-    admit_below = ADMIT_BELOW
 
     def __init__(
         self,
@@ -150,7 +147,11 @@ class Scheduler:
         self.graphs = StepGraphs(self._graph_step, state=state, side=decoder.side_stream) if by_graphs else None
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self, *, admit_below: float = ADMIT_BELOW) -> None:
+        """Drop all sequences and cached rows. admit_below: share of the rows in use up to which waiting sequences are
+        admitted from now on.
+        """
+        self.admit_below = admit_below
         self.live: list[Sequence] = []
         self.cached: list[CachedRow] = []  # the oldest first
         self.waiting: deque[Sequence] = deque()

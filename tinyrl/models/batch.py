@@ -150,12 +150,19 @@ def batch_of(
         ends = [i * width + len(row) - 1 for i, row in enumerate(rows)]
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
     row = [i for i, columns in enumerate(listed) for _ in columns]
-    lists = (row, list(chain(*listed)), state_index, targets, ends)
-    *fields, last_index = (to_device(torch.tensor(x, dtype=torch.long), device) for x in lists)
+
+    def on_device(numbers: list[int]) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.long), device)
+
     return Batch(
-        *(to_device(x, device) for x in (ids, mask, positions)),
-        *fields,
-        last_index=last_index if last_tokens or not packed else None,
+        input_ids=to_device(ids, device),
+        attention_mask=to_device(mask, device),
+        position_ids=to_device(positions, device),
+        row=on_device(row),
+        column=on_device(list(chain(*listed))),
+        state_index=on_device(state_index),
+        targets=on_device(targets),
+        last_index=on_device(ends) if last_tokens or not packed else None,
         num_rows=len(responses),
         num_columns=max(map(len, responses), default=0),
         packing=packing,

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.checks import few_tokens
+from tinyrl.models.device import Device
 from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_model_config, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
@@ -53,9 +54,15 @@ from tinyrl.text import truncate
 
 
 def build_policy(
-    config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False, teacher: bool = False
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    device: Device,
+    trust_remote_code: bool = False,
+    teacher: bool = False,
 ) -> Policy:
     """Load the base and put policy, reference, critic and teacher on it. LoRA's A is drawn from torch's generator."""
+    dtype = device.dtype
     if teacher and config.learns_from_teacher:
         _check_top_k(config, trust_remote_code)
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -63,7 +70,7 @@ def build_policy(
         model = load_start_adapter(model, config.model.adapter, dropout=config.lora.dropout)
     elif config.lora.enabled:
         model = wrap_in_lora(model, _fresh_adapter(config, dropout=config.lora.dropout))
-    policy = Policy(model, device=device, reference=config.has_reference)
+    policy = Policy(model, config=config, tokenizer=tokenizer, device=device)
     if config.model.adapter is not None and config.has_reference:
         policy.freeze_reference_adapter()
     if config.uses("critic"):
@@ -178,7 +185,7 @@ def attach_reward_adapter(policy: Policy, path: str) -> None:
     _add_frozen_adapter(policy, "reward", folder, setting=f"reward.model={path}")
     head = ValueHead(policy.hidden_size("policy"))
     load_weights(head, folder / SCORE_HEAD)
-    policy.score_head = head.to(policy.device).requires_grad_(False)
+    policy.add_score_head(head)
 
 
 # ---- critic ----

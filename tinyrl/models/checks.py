@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -248,8 +248,25 @@ def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn
 # ---- the sampler's decoder ----
 
 
+Cache = TypeVar("Cache")
+
+
+class SamplersDecoder(Protocol[Cache]):
+    """The decoder of generation/decoder.py, as far as it is compared here."""
+
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor
+
+    def new_cache(self, rows: int, width: int) -> Cache: ...
+
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: list[range]) -> Tensor: ...
+
+    def step(self, token: Tensor, position: Tensor, *, cache: Cache, width: int) -> Tensor: ...
+
+
 @torch.no_grad()
-def decodes_exactly(backbone: nn.Module, decoder: Any, *, longest: int) -> bool:
+def decodes_exactly(backbone: nn.Module, decoder: SamplersDecoder[Cache], *, longest: int) -> bool:
     """Return whether the decoder of generation/decoder.py computes the states of the library at the end of texts of
     different lengths, one of `longest` tokens (a scale of positions, a window or a mask may go wrong late). The last
     tokens are decoded one by one. Half precision is judged by more texts: rounding is much the same inside one.
@@ -303,6 +320,7 @@ def check_reference(
 
 
 def reference_of(policy: Policy) -> str:
+    """Describe what the reference is, for an error."""
     if policy.reference_model is not None:
         return "a frozen copy of the model"
     return f"adapter `{policy.reference_adapter}`" if policy.reference_adapter else "the base without adapters"

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinyrl.errors import MAY_BE_MEMORY, machine_memory, no_memory
 from tinyrl.models.parallel import join, world
@@ -33,6 +33,7 @@ MMAP_THRESHOLD = -3  # parameters of glibc's mallopt, from malloc.h
 KEPT_BYTES = 1 << 30  # a freed block below this size stays with the process
 LONG_TOKENS = 1536  # of a micro-batch, from which on freed blocks of MAPPED_BYTES do not
 MAPPED_BYTES = 1 << 20
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,6 @@ class Device:
 
     device: torch.device
     dtype: torch.dtype
-
-    @property
-    def mixed_precision(self) -> str:
-        return {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -63,6 +60,11 @@ def make_device(device: str, *, dtype: str) -> Device:
         return Device(torch.device("cpu"), resolve_dtype(dtype, on_cpu=True))
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans every shape anew, and packed shapes are nearly all new
     return Device(torch.device("cuda", torch.cuda.current_device()), resolve_dtype(dtype, on_cpu=False))
+
+
+def move_to_device(module: AnyModule, device: torch.device) -> AnyModule:
+    """Move a module to a device and return it. (The library's own `to` hides torch's signature.)"""
+    return module.to(device)
 
 
 def keep_freed_memory() -> None:
@@ -202,6 +204,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # which takes 32 bits
     torch.manual_seed(seed)
@@ -214,6 +217,7 @@ def torch_rng() -> dict[str, Tensor]:
 
 
 def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
+    """Restore what `torch_rng` gave; the state of a GPU only where there is one."""
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

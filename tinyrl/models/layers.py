@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.batch import Batch
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.lora import is_plain_lora
@@ -150,6 +150,7 @@ def _by_layer(joined: Tensor | None, layers: Tensors, *, dim: int = 1) -> list[T
 
 
 def upcast(x: Tensor) -> Tensor:
+    """Return x in float32 where it is in half precision, else x itself."""
     return x.float() if x.dtype in HALVES else x
 
 
@@ -193,14 +194,14 @@ class Norm(torch.autograd.Function):
     """RMS norm: apply(x, weight, eps), over the last dimension of (N, heads, d) as well."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float):
         h, r = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, r, weight)
         return h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dh: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dh: Tensor):
         x, r, weight = ctx.saved_tensors
         return *rms_norm_backward(dh.clone(), x, r, weight, needs_weight=ctx.needs_input_grad[1]), None
 
@@ -211,13 +212,13 @@ class Rope(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):
         ctx.save_for_backward(cos, sin)
         return apply_rope(x, cos, sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
         return apply_rope(grad, cos, sin.roll(sin.shape[-1] // 2, -1)).to(grad.dtype), None, None
 
@@ -231,7 +232,7 @@ class NormedLinears(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *layers: Tensor | None
     ):
         h, r = rms_norm(x, weight, eps, dtype=dtype)
@@ -243,7 +244,7 @@ class NormedLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, *grads: Tensor):
         x, r, weight, low, *layers = ctx.saved_tensors
         needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
         h = torch.mul(x, r).mul_(weight).to(ctx.dtype)
@@ -265,7 +266,7 @@ class AfterAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None
     ):
         z, low_out = residual_linear(x, attended, layers[:EACH], scales[0])
@@ -278,7 +279,7 @@ class AfterAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy: Tensor):
         attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
         scales = ctx.scales
@@ -306,10 +307,42 @@ def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple
     """Return x + the layer's output for h, in the dtype of x, and A h."""
     inside = x.dtype == h.dtype and x.dtype in HALVES  # x is added inside the product, which is rounded once
     (out,), low = linears(h, layer, [scale], residual=x if inside else None)
-    return (out if inside else out.add_(x) if x.dtype == h.dtype else x + out), low
+    if inside:
+        return out, low
+    return (out.add_(x) if x.dtype == h.dtype else x + out), low
 
 
 # ---- the decoder ----
+
+
+class Gain(Protocol):
+    """A norm, as far as it is read here."""
+
+    weight: Tensor
+
+
+class Attention(Protocol):
+    """The attention of a layer; Qwen3's has `q_norm` and `k_norm` as well."""
+
+    head_dim: int
+    scaling: float
+
+
+class DecoderLayer(Protocol):
+    """A layer of a decoder built like Llama's. Its projections are found by their names."""
+
+    self_attn: Attention
+    input_layernorm: Gain
+    post_attention_layernorm: Gain
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+class LinearLayers(NamedTuple):
+    """The tensors of linear layers in a row, EACH of every layer, and LoRA's scale of each layer."""
+
+    tensors: list[Tensor | None]
+    scales: list[float]
 
 
 def reads_like_llama(backbone: Any) -> bool:
@@ -361,26 +394,38 @@ def fused_states(backbone: Any, batch: Batch) -> Tensor:
         for layer in backbone.layers:
             arguments = layer, _tensors(layer), cos, sin, batch.packing, eps, dtype
             x = checkpoint(_layer, x, *arguments, use_reentrant=False) if recompute else _layer(x, *arguments)
-        return Norm.apply(x, backbone.norm.weight, eps)  # pyright: ignore
+        return Norm.apply(x, backbone.norm.weight, eps)
 
 
 def _layer(
-    x: Tensor, layer: Any, tensors: Any, cos: Tensor, sin: Tensor, packing: Packing, eps: float, dtype: torch.dtype
+    x: Tensor,
+    layer: DecoderLayer,
+    linear: LinearLayers,
+    cos: Tensor,
+    sin: Tensor,
+    packing: Packing,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    attention, (layers, scales), first = layer.self_attn, tensors, 3 * EACH
-    qkv: Any = NormedLinears.apply(x, layer.input_layernorm.weight, eps, dtype, scales[:3], *layers[:first])
+    attention = layer.self_attn
+    layers, scales = linear
+    first = 3 * EACH  # queries, keys and values
+    weight = layer.input_layernorm.weight
+    qkv: tuple[Tensor, ...] = NormedLinears.apply(x, weight, eps, dtype, scales[:3], *layers[:first])
     q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
-    if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
-        q = Norm.apply(q, attention.q_norm.weight, eps)
-        k = Norm.apply(k, attention.k_norm.weight, eps)
-    q = Rope.apply(q, cos, sin)
-    k = Rope.apply(k, cos, sin)
-    attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
+    q_norm: Gain | None = getattr(attention, "q_norm", None)
+    k_norm: Gain | None = getattr(attention, "k_norm", None)
+    if q_norm is not None and k_norm is not None:  # Qwen3: over each head
+        q = Norm.apply(q, q_norm.weight, eps)
+        k = Norm.apply(k, k_norm.weight, eps)
+    rotated_q: Tensor = Rope.apply(q, cos, sin)
+    rotated_k: Tensor = Rope.apply(k, cos, sin)
+    attended = attend(rotated_q, rotated_k, v, packing, attention.scaling).flatten(1)
     weight = layer.post_attention_layernorm.weight
-    return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])  # pyright: ignore
+    return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])
 
 
-def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
+def _tensors(layer: DecoderLayer) -> LinearLayers:
     """Collect the tensors of a layer's projections, and LoRA's scale of each under the acting adapter."""
     tensors: list[Tensor | None] = []
     scales: list[float] = []
@@ -392,10 +437,10 @@ def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float]]:
         a, b = (None, None) if adapter is None else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
         tensors += [base.weight, base.bias, a, b]
         scales.append(0.0 if adapter is None else module.scaling[adapter])
-    return tensors, scales
+    return LinearLayers(tensors, scales)
 
 
-def _projections(layer: Any) -> list[Any]:
+def _projections(layer: DecoderLayer) -> list[Any]:
     return [layer.get_submodule(name) for name in PROJECTIONS]
 
 

@@ -195,6 +195,7 @@ def load_causal_lm(
 
 
 def embedding_rows(model: PreTrainedModel | PeftModel) -> int:
+    """Return how many tokens have an embedding, which may be more than the tokenizer has."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 

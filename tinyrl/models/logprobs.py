@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from tinyrl.algorithms.distillation import LOWEST, jensen_shannon, mixture, top_bins
+from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.device import autocast_dtype, chunk_tokens
 
 WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
@@ -57,7 +58,7 @@ class HalfProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(states, weight)
         if weight.device.type == "cuda":
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
@@ -72,26 +73,26 @@ class HalfProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor):
         states, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         return grad @ weight, grad.t() @ states if ctx.needs_input_grad[1] else None
 
 
-def head_of(model: nn.Module) -> Head:
+def head_of(model: PreTrainedModel) -> Head:
     """Return a causal LM's head with its soft-cap (Gemma-2) or scale (Cohere, Granite)."""
-    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    output = model.get_output_embeddings()
     if hasattr(output, "base_layer"):
         raise ValueError("lora.target_modules names the language-model head, which has to stay as it is; leave it out")
-    embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is output.weight:
+    if not isinstance(output, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear language-model head (found {type(output).__name__})")
+    inside_adapter = getattr(model.get_input_embeddings(), "base_layer", None)
+    if inside_adapter is not None and inside_adapter.weight is output.weight:
         raise ValueError(
             "lora.target_modules names the embedding, which is the language-model head of this model as well (tied "
             "weights), so the adapter could not be merged; leave it out"
         )
-    if not isinstance(output, nn.Linear):
-        raise ValueError(f"{type(model).__name__} has no linear language-model head (found {type(output).__name__})")
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # pyright: ignore
+    config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))
 
@@ -103,7 +104,7 @@ def token_logprobs(
     (N, H); both (N,) float32. The entropy has a gradient only with entropy_grad.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
-        return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+        return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)
     logprobs, entropy = recomputed(dense_logprobs, states, head, targets, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
 
@@ -143,7 +144,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool):  # pyright: ignore
+    def forward(ctx, states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool):
         n, h = states.shape
         want = states.requires_grad
         logprobs = states.new_empty(n, dtype=torch.float32)
@@ -183,7 +184,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         d_logprobs, d_entropy = ctx.saved_tensors
         grad = grad_logprobs.unsqueeze(-1).to(d_logprobs.dtype) * d_logprobs
         if d_entropy is not None:
@@ -249,7 +250,7 @@ def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: flo
     states (N, H) of the student; both heads are of the same tokens. `beta`: algorithms/distillation.py.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
-        return Distance(*_FrozenHeadDistances.apply(states, head, teacher, temperature, beta))  # pyright: ignore
+        return Distance(*_FrozenHeadDistances.apply(states, head, teacher, temperature, beta))
     return Distance(*recomputed(dense_distances, states, head, teacher, temperature, beta))
 
 
@@ -265,6 +266,7 @@ def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> T
 
 
 def log_softmax(states: Tensor, head: Head, temperature: float) -> Tensor:
+    """Compute log-probabilities (N, V) of the next token from states (N, H), in the dtype of the head's logits."""
     z = head.logits(states)
     return (z if temperature == 1.0 else z / temperature).log_softmax(-1)
 
@@ -285,7 +287,7 @@ class _FrozenHeadDistances(torch.autograd.Function):
     """Forward saves d divergence / d state, formed chunk by chunk; backward is one product by row."""
 
     @staticmethod
-    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):  # pyright: ignore
+    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):
         n = len(states)
         vocabulary = head.weight.shape[0]
         want = states.requires_grad
@@ -317,7 +319,7 @@ class _FrozenHeadDistances(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, *_: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor, *_: Tensor):
         (d_states,) = ctx.saved_tensors
         return grad.unsqueeze(-1).to(d_states.dtype) * d_states, None, None, None, None
 

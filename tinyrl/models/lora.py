@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -36,7 +36,13 @@ CHANGES_BASE = {
 
 def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
     """Configure LoRA (2106.09685): W + (alpha / r) B A on `target_modules`; `all-linear` leaves the head out."""
-    return LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
+    return LoraConfig(
+        r=r,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  fractions, too
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        task_type=TaskType.CAUSAL_LM,
+    )
 
 
 def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
@@ -49,12 +55,28 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         config = replace(config, fan_in_fan_out=True)
     check_rank(model, config, what="lora.r")
     try:
-        return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
+        adapted = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
     except ValueError as error:
         there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name, _ in _linear_layers(model)}))
         targets: Any = config.target_modules
         wanted = targets if isinstance(targets, str) else sorted(targets)
         raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers: {there}") from error
+    assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the library's model inside PEFT's, if it has adapters."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+def config_of(model: PeftModel, adapter: str) -> LoraConfig:
+    """Return the configuration of an adapter."""
+    config = model.peft_config[adapter]
+    assert isinstance(config, LoraConfig)
+    return config
 
 
 def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None:
@@ -121,6 +143,7 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Read a safetensors file. Raises ValueError, naming the file, where it cannot be read."""
     with reading(f"cannot read {str(file)!r}"):
         return load_file(file)
 
@@ -182,6 +205,6 @@ def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
     """Return A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32; None where it has no branch."""
     if adapter is None or not isinstance(module, LoraLayer) or adapter not in module.lora_A:
         return None
-    a = module.lora_A[adapter].weight
-    b = module.lora_B[adapter].weight
-    return a.detach(), b.detach() * module.scaling[adapter]  # pyright: ignore
+    a = module.lora_A[adapter].get_parameter("weight")
+    b = module.lora_B[adapter].get_parameter("weight")
+    return a.detach(), b.detach() * module.scaling[adapter]

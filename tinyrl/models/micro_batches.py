@@ -144,18 +144,28 @@ class Work(NamedTuple):
 class MicroBatches:
     """The token budget of every pass through a model, and the one rule for when memory runs out.
 
-    Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
-    halves when memory runs out. On a GPU `auto` is set by the memory that the first forward and backward pass takes,
-    which is that of the longest rows (`fit`). `make_room` frees what other phases keep, and returns whether there was
-    anything; as they will keep it again, the second time this halves, too.
+    Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens. On
+    a GPU `auto` is set by the memory that the first forward and backward pass takes, which is that of the longest rows
+    (`fit`). When memory runs out, what other phases keep is freed first (`when_full`); the next time `tokens` is halved
+    as well, since those phases will keep as much again.
     """
 
     def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
         self.device = device
         self.tokens = MICRO_BATCH_TOKENS[device.type] if tokens == "auto" else tokens
         self.unmeasured = tokens == "auto" and device.type == "cuda"
-        self.make_room: Callable[[], bool] = lambda: False
+        self._when_full: list[Callable[[], bool]] = []
         self._made_room = False
+
+    def when_full(self, free: Callable[[], bool]) -> None:
+        """Call `free` when memory runs out, before `tokens` is halved: it frees what another phase keeps, and returns
+        whether there was anything.
+        """
+        self._when_full.append(free)
+
+    def restore(self, tokens: int) -> None:
+        """Go on with the budget of a checkpoint."""
+        self.tokens = tokens
 
     def run(self, *passes: Work, world: World = ALONE, restart: Callable[[], None] = lambda: None) -> None:
         """Do all the work, a micro-batch at a time; the processes of `world` share it out by tokens.
@@ -181,7 +191,7 @@ class MicroBatches:
                 return
             except torch.OutOfMemoryError as error:
                 again = self._made_room
-                freed = self.make_room()
+                freed = any([free() for free in self._when_full])
                 self._made_room = again or freed
                 if again or not freed:
                     budgets = [lengths.smaller(plan) for (lengths, _), plan in zip(passes, plans, strict=True)]

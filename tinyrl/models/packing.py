@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.device import to_device
 
 ATTENTION = "tinyrl_packed"
@@ -156,14 +156,14 @@ class _Read(torch.autograd.Function):
     """blocks[slots]. No slot is read twice, so backward writes instead of summing: faster, and deterministic."""
 
     @staticmethod
-    def forward(ctx, blocks: Tensor, slots: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, blocks: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.num_slots = len(blocks)
         return blocks.index_select(0, slots)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor):
         (slots,) = ctx.saved_tensors
         return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
@@ -216,7 +216,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
         else:
             attended = attend_by_blocks(q, k, v, mask=packing.mask(i, q.dtype), **options)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
+    return _Read.apply(torch.cat(outputs), packing.slots)
 
 
 def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, **options: Any) -> Tensor:

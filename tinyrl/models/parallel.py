@@ -37,7 +37,7 @@ MAIN_LEFT = "tinyrl/main_left"  # keys of the store
 BUCKET_BYTES = 1 << 26  # gradients are summed in buffers of this size, not copied all at once
 CHECK_EVERY = 25  # steps between comparisons of the ranks' weights
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 class World:
@@ -57,20 +57,21 @@ class World:
         if store is not None:
             threading.Thread(target=self._watch, args=(store.clone(),), daemon=True).start()  # pyright: ignore
 
-    def own(self, items: Sequence[Item]) -> list[Item]:
+    def own(self, items: Sequence[T]) -> list[T]:
         """Return this rank's share of items of similar cost: every size-th."""
         return list(items[self.rank :: self.size])
 
-    def merge(self, own: list[Item]) -> list[Item]:
+    def merge(self, own: list[T]) -> list[T]:
         """Put the results of all ranks' `own` items together, in order."""
         each = self.gather(own)
         return [each[i % self.size][i // self.size] for i in range(sum(map(len, each)))]
 
-    def on_main(self, compute: Callable[[], Item]) -> Item:
+    def on_main(self, compute: Callable[[], T]) -> T:
         """Compute a value on rank 0 and return it on every rank."""
-        return self.gather(compute() if self.is_main else None)[0]  # pyright: ignore[reportReturnType]
+        computed = [compute()] if self.is_main else []
+        return self.gather(computed)[0][0]
 
-    def gather(self, value: Item) -> list[Item]:
+    def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]

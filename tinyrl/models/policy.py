@@ -44,12 +44,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinyrl.config.schema import Config
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly
-from tinyrl.models.device import Device, autocast_dtype, to_device
+from tinyrl.models.device import Device, autocast_dtype, move_to_device, to_device
 from tinyrl.models.loading import embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
     POLICY_ADAPTER,
+    base_of,
+    config_of,
     load_adapter_weights,
     read_finite,
     read_tensors,
@@ -71,22 +73,31 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 
 class Policy:
     """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
-    role by name, whether batches are packed (rows end to end behind shared prompts) or padded. `load_policy`
-    (rollout/load.py) adds the rest: the configuration with the date of the run, tokenizer, device and dtype,
+    role by name, whether batches are packed (rows end to end behind shared prompts) or padded, the token budget of
     micro-batches.
+
+    config: the settings that the models were loaded by, with the date of the run. lora_dropout: whether LoRA's dropout
+    is on in passes with a gradient, as in supervised and preference training; no other dropout ever is.
     """
 
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    run_device: Device
-    micro_batches: MicroBatches
-
-    def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        device: Device,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.run_device = device
+        self.device = device.device
+        self.micro_batches = MicroBatches(device.device, config.run.micro_batch_tokens)
+        self.revision = config.model.revision  # of the base on the hub
+        self.has_reference = config.has_reference
+        self.lora_dropout = not config.samples
         self.peft = model if isinstance(model, PeftModel) else None
-        self.causal: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model  # pyright: ignore
-        self.device = device
-        self.has_reference = reference
-        self.revision: str | None = None  # of the base on the hub
+        self.causal = base_of(model)
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -94,11 +105,10 @@ class Policy:
         self.teacher_model: PreTrainedModel | None = None
         self.value_head: ValueHead | None = None
         self.score_head: ValueHead | None = None
-        self.lora_dropout = False  # on in training passes (supervised and preference training); no other ever is
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
         if self.peft is None:
-            if reference:
+            if self.has_reference:
                 self.reference_model = self._frozen_copy()
             self.causal.float()
         self._collect_adapters()
@@ -114,7 +124,7 @@ class Policy:
         """Copy the model in the dtype that it has now, never to be trained. Under autocast it computes what the model
         will with float32 weights: embeddings are read in float32, so the sums between layers are too.
         """
-        copied: Any = copy.deepcopy(self.causal).requires_grad_(False).to(self.device).eval()  # pyright: ignore
+        copied = move_to_device(copy.deepcopy(self.causal), self.device).requires_grad_(False).eval()
         if copied.dtype != torch.float32:
             copied.get_input_embeddings().register_forward_hook(
                 lambda _layer, _ids, embedded: embedded.float() if autocast_dtype(embedded.device.type) else embedded
@@ -131,7 +141,7 @@ class Policy:
     def freeze_reference_adapter(self) -> None:
         """Make the reference a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
         assert self.peft is not None
-        self.add_adapter("reference", config=self.peft.peft_config[POLICY_ADAPTER])  # pyright: ignore[reportArgumentType]
+        self.add_adapter("reference", config=config_of(self.peft, POLICY_ADAPTER))
         frozen, policy = (self.adapter_parameters(name).values() for name in ("reference", POLICY_ADAPTER))
         with torch.no_grad():
             for copied, parameter in zip(frozen, policy, strict=True):
@@ -142,8 +152,7 @@ class Policy:
         """Add an adapter to the same base; which roles train is decided by `self.parameters`."""
         assert self.peft is not None
         fresh = copy.deepcopy(config)
-        policy = self.peft.peft_config[POLICY_ADAPTER]
-        fresh.fan_in_fan_out = policy.fan_in_fan_out  # pyright: ignore[reportAttributeAccessIssue]
+        fresh.fan_in_fan_out = config_of(self.peft, POLICY_ADAPTER).fan_in_fan_out
         self.peft.add_adapter(name, fresh)
         self._collect_adapters()
 
@@ -151,7 +160,7 @@ class Policy:
         """Collect adapted layers: a new adapter may sit in layers that had none, its dropout is on, and PEFT's
         bookkeeping may have changed what is active and what trains. (PEFT makes its parameters float32.)
         """
-        self.causal.to(self.device).eval()  # pyright: ignore[reportArgumentType]
+        move_to_device(self.causal, self.device).eval()
         self._layers = [module for module in self.causal.modules() if isinstance(module, LoraLayer)]
         self._switch(POLICY_ADAPTER)
         self.keep_trainable()
@@ -169,7 +178,7 @@ class Policy:
             self.add_adapter("critic", config=lora)
             parameters |= self.adapter_parameters("critic")
         elif model is not None:
-            model.to(self.device).eval()  # pyright: ignore[reportArgumentType]
+            move_to_device(model, self.device).eval()
             backbone = self.backbone("critic")
             if not isinstance(model, PeftModel):
                 backbone.float()
@@ -180,10 +189,14 @@ class Policy:
 
     def add_teacher(self, model: PreTrainedModel) -> None:
         """Add a frozen model of its own to learn from, with the policy's vocabulary."""
-        placed = model if getattr(model, "is_loaded_in_8bit", False) else model.to(self.device)  # pyright: ignore
+        placed = model if getattr(model, "is_loaded_in_8bit", False) else move_to_device(model, self.device)
         self.teacher_model = placed.eval().requires_grad_(False)
         check_head(self.teacher_model, self.head("teacher"), self.backbone("teacher"))
         self.packs = self.packs and packs_exactly(self.backbone("teacher"))
+
+    def add_score_head(self, head: ValueHead) -> None:
+        """Add a frozen score head, on the states of adapter `reward`."""
+        self.score_head = head.to(self.device).requires_grad_(False)
 
     def train_score_head(self, *, bias: bool = True) -> None:
         """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model). In
@@ -247,8 +260,8 @@ class Policy:
         if role == "reference" and self.peft is None:
             assert self.reference_model is not None, "there is no reference"
             return self.reference_model
-        own: Any = {"critic": self.critic_model, "teacher": self.teacher_model}.get(role) or self.causal
-        return own.get_base_model() if isinstance(own, PeftModel) else own  # pyright: ignore[reportReturnType]
+        own = {"critic": self.critic_model, "teacher": self.teacher_model}.get(role)
+        return self.causal if own is None else base_of(own)
 
     def backbone(self, role: Role) -> nn.Module:
         return backbone_of(self._model_of(role))
@@ -459,6 +472,7 @@ class Policy:
 
 
 def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """List the layers that the library can recompute in backward."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 

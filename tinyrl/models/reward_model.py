@@ -22,6 +22,7 @@ from transformers import (
 
 from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.checks import check_head, few_tokens
+from tinyrl.models.device import move_to_device
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
@@ -52,7 +53,7 @@ class SequenceRewardModel:
         label: int | str | None,
         device: torch.device,
     ) -> None:
-        self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
+        self.model = move_to_device(model, device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device = device
         self.label = find_label(model.config, label)
@@ -91,10 +92,12 @@ def positions_of(config: Any) -> int:
     most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # of all layers, or by their types
-    return min(most, *(k["original_max_position_embeddings"] for k in kinds if k.get("rope_type") == "longrope"), most)
+    originals = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min([most, *originals])
 
 
 def classifier_max_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the most tokens of a text: the model's positions, or fewer where the tokenizer allows fewer."""
     return min(positions_of(config), int(tokenizer.model_max_length))
 
 
@@ -142,6 +145,7 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
 def load_reward_model(
     path: str, *, dtype: torch.dtype, label: int | str | None, device: torch.device, trust_remote_code: bool = False
 ) -> SequenceRewardModel:
+    """Load a sequence-classification model that scores texts. Raises ValueError for what a user can fix."""
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)

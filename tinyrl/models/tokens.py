@@ -173,7 +173,8 @@ def template_text(
     template = tokenizer.chat_template
     roles = ", ".join(message["role"] for message in messages[:8])
     for name in variables:  # one that is not mentioned would have no effect
-        if not re.search(rf"\b{re.escape(name)}\b", source := tokenizer.get_chat_template()):
+        source = tokenizer.get_chat_template()
+        if not re.search(rf"\b{re.escape(name)}\b", source):
             meant = did_you_mean(name, sorted({*re.findall(r"[A-Za-z_]\w*", source)}))
             raise ValueError(
                 f"task.chat_template_kwargs: the model's template has no variable `{truncate(name)}`.{meant}"

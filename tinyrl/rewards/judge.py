@@ -102,7 +102,7 @@ class JudgeReward:
         self.timeout_s = timeout_s
         self.name = "judge"
         self.printed = Printed(self.name)
-        self.usage = {"requests": 0, "cached": 0, "tokens": 0, "seconds": 0.0}
+        self.usage: dict[str, float] = {"requests": 0, "cached": 0, "tokens": 0, "seconds": 0.0}
         try:
             self.rubric = Path(config.rubric).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -191,7 +191,7 @@ class JudgeReward:
             row = {name: values[group[0]] for name, values in columns.items()}
             # {answer} in a rubric is the row's column; other braces stay
             rubric = re.sub(r"\{(\w+)\}", lambda m, row=row: str(row[m[1]]) if m[1] in row else m[0], self.rubric)
-            task = text_of(as_messages(prompts[group[0]]))
+            task = plain_text(as_messages(prompts[group[0]]))
             answers = [answer_of(completions[i]) for i in group]
             nonce = sha256(json.dumps([rubric, task, *answers]))[:12]
             system = (RANK if ranks else SCORE).format(rubric=rubric, count=len(answers), low=low, high=high)
@@ -208,7 +208,7 @@ class JudgeReward:
             bodies.append({"model": self.config.model, "messages": messages, **limits})
         for group, reply in zip(shown, self._ask(bodies), strict=True):
             try:
-                for row, score in zip(group, self.scores(reply, len(group)), strict=True):
+                for row, score in zip(group, self.read_scores(reply, len(group)), strict=True):
                     call.values[row], call.comments[row] = score, str(reply).strip()
             except ValueError as error:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in group]
@@ -326,7 +326,13 @@ class JudgeReward:
     def _gone(self, why: str) -> JudgeGone:
         return JudgeGone(f"reward.functions: judge at {mask_url(self.config.url or '')} {why}")
 
-    def scores(self, reply: str | Refusal, count: int) -> list[float]:
+    def take_usage(self) -> dict[str, float]:
+        """Return `usage`, which begins anew."""
+        taken = self.usage
+        self.usage = {name: 0 for name in taken}
+        return taken
+
+    def read_scores(self, reply: str | Refusal, count: int) -> list[float]:
         """Return a score from 0 to 1 of each of `count` answers as shown, from the first JSON object that has one; NaN
         where there is nothing to compare with. Raises ValueError for a reply without.
         """
@@ -440,10 +446,10 @@ def answer_of(completion: Any) -> str:
         {**message, "content": answer_in(str(message["content"]))} if message["role"] == "assistant" else message
         for message in completion
     ]
-    return text_of(shown)
+    return plain_text(shown)
 
 
-def text_of(completion: Any) -> str:
+def plain_text(completion: Any) -> str:
     """Return text as it is, the content of one message, or several messages each behind its role."""
     if isinstance(completion, str):
         return completion

@@ -27,7 +27,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.rewards.functions import FunctionReward, verifier_of
-from tinyrl.rewards.judge import JudgeGone, JudgeReward, text_of
+from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.rewards.scores import PROMPT_CHARS
 from tinyrl.rewards.trial import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
@@ -149,9 +149,8 @@ class Scorer:
         if self._completions:
             out["completion/whitespace_duplicates"] = self._respaced / self._completions
         for judge in self._judges():
-            for name, spent in judge.usage.items():
+            for name, spent in judge.take_usage().items():
                 out[f"judge/{name}"] = out.get(f"judge/{name}", 0) + spent
-            judge.usage = dict.fromkeys(judge.usage, 0)
         self.forget()
         return out
 
@@ -262,7 +261,7 @@ class Scorer:
     def _note_duplicates(self, prompts: list[PreparedPrompt], answers: list[Any]) -> None:
         """Count completions that differ from another one to the same prompt in white space alone."""
         alike = defaultdict[tuple[int, str], list[str]](list)
-        for prompt, text in zip(prompts, map(text_of, answers), strict=True):
+        for prompt, text in zip(prompts, map(plain_text, answers), strict=True):
             alike[prompt.index, "".join(text.split())].append(text)
         self._respaced += sum(len(group) for group in alike.values() if len({*group}) > 1)
         self._completions += len(answers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
@@ -17,9 +16,11 @@ from tinyrl.generation.turns import EpisodeRunner
 from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
+from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, answers
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, most_tokens, prepare_prompts
+from tinyrl.workers.calls import WorkerFunction
 
 Runner = EpisodeRunner | AgentRunner
 
@@ -28,7 +29,8 @@ class Collector:
     """Samples from a policy and scores the samples, with prompts, task, environment, engine and scorer; made by
     `load_collector`.
 
-    runner: plays episodes of several turns, or agents; None: one turn. owns_scorer: `close` ends the scorer's workers
+    runner: plays episodes of several turns, or agents; None: one turn. config: the settings of sampling and training,
+    with the number of steps that run.epochs gives. owns_scorer: `close` ends the scorer's workers
     too. engine_reason: why this engine was selected. row_fingerprints: of the rows of both splits.
     """
 
@@ -38,6 +40,7 @@ class Collector:
         task: Task,
         runner: Runner | None,
         *,
+        config: Config,
         train_prompts: list[PreparedPrompt],
         eval_prompts: list[PreparedPrompt],
         scorer: Scorer,
@@ -48,6 +51,7 @@ class Collector:
         self.policy = policy
         self.task = task
         self.runner = runner
+        self.config = config
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.scorer = scorer
@@ -58,10 +62,6 @@ class Collector:
             [prompt.row for prompt in train_prompts], [prompt.row for prompt in eval_prompts]
         )
         self.world = policy.world
-
-    @property
-    def config(self) -> Config:
-        return self.policy.config
 
     @property
     def longest_response(self) -> int:
@@ -101,7 +101,7 @@ class Collector:
         return self.policy.describe_memory(reward_model=model, sampling_copy=self.engine.copy_bytes)
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[WorkerFunction | JudgeReward]:
         """The functions of rewards and of the environment."""
         return [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]
 
@@ -221,5 +221,6 @@ def template_fault(policy: Policy) -> str | None:
 
 
 def template_warnings(policy: Policy) -> list[str]:
+    """Return a warning where the chat template does not end turns as the policy does, else []."""
     fault = template_fault(policy)
     return [f"warning: chat template: {fault}"] if fault else []

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
-from dataclasses import replace
 from datetime import date
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Placed
-from tinyrl.data.rows import prompt_key
+from tinyrl.data.rows import with_num_steps
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -24,10 +19,10 @@ from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import cores_here, make_device, resolve_dtype, seed_generators, threads_for
 from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokenizer
-from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import world
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
+from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
@@ -35,7 +30,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
-from tinyrl.tasks.run_rows import RunRows, rows_of_run, take_rows
+from tinyrl.tasks.run_rows import RunRows, rows_of_run
 
 
 def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
@@ -51,14 +46,7 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
         torch.use_deterministic_algorithms(True, warn_only=True)
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
     config = _with_date(config, tokenizer)
-    policy = build_policy(
-        config, device=run_device.device, dtype=run_device.dtype, trust_remote_code=trust, teacher=teacher
-    )
-    policy.config = config
-    policy.tokenizer = tokenizer
-    policy.run_device = run_device
-    policy.revision = model.revision
-    policy.micro_batches = MicroBatches(run_device.device, config.run.micro_batch_tokens)
+    policy = build_policy(config, tokenizer=tokenizer, device=run_device, trust_remote_code=trust, teacher=teacher)
     check_vocabulary(tokenizer, policy.causal, path=model.path)
     if policy.critic_model is not None:  # it reads the policy's tokens
         rows = embedding_rows(policy.causal)
@@ -103,12 +91,14 @@ def load_collector(
     *,
     options: Options,
     judge: Scorer | None = None,
+    seed: int | None = None,
     teacher: bool = False,
     rows: RunRows | None = None,
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
-    teacher: to train, so also the model to learn from, and there must be a reward where the method needs one; rows: the
-    configuration's, if they are read already. Raises ValueError for what a user can fix.
+    seed: of the samples, where it is not that of the weights; teacher: to train, so also the model to learn from, and
+    there must be a reward where the method needs one; rows: the configuration's, if they are read already. Raises
+    ValueError for what a user can fix.
     """
     rows = rows or rows_of_run(config)  # a bad row is reported before a weight is loaded
     task = load_task(config.task.name or "rows", grading=config.task.grading)
@@ -126,12 +116,19 @@ def load_collector(
         scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
     else:
         scorer = judge.with_tokenizer(policy.tokenizer)
+    if config.samples:
+        config = with_num_steps(config, rows=len(train_prompts), of_step=config.on_policy.num_prompts)
+    if teacher and config.run.epochs is not None:  # else it is checked before anything is loaded
+        check_judge_budgets(config)
+    if seed is not None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     engine, engine_reason = load_engine(policy, runner, train_prompts + eval_prompts)
-    policy.micro_batches.make_room = engine.release
+    policy.micro_batches.when_full(engine.release)
     return Collector(
         policy,
         task,
         runner,
+        config=config,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         scorer=scorer,
@@ -200,29 +197,3 @@ def load_scorer(config: Config, task: Task, *, policy: Policy, options: Options,
         environment=runner.environment if runner else None,
         needed=config.trains.rewarded,
     )
-
-
-def method_of(name: str) -> Any:
-    """Return the class of a method; imported now, since others may need libraries that this one does not."""
-    module, _, kind = METHODS[name].trainer.partition(":")
-    return getattr(importlib.import_module(module), kind)
-
-
-def load_method(config: Config, *, options: Options, without: frozenset[str] = frozenset()) -> Any:
-    """Load a method (training/method.py) with all that it works on. Raises ValueError for what a user can fix.
-    without: keys of prompts whose rows are not held out, of a method that learns from rows.
-    """
-    method = method_of(config.method)
-    rows = take_rows(config)
-    if not METHODS[config.method].samples:
-        held_out = [row for row in rows.held_out if not without or prompt_key(rows.kind.prompt(row)) not in without]
-        return method(load_policy(config, options=options), replace(rows, held_out=held_out))
-    return make_method(load_collector(config, options=options, teacher=True, rows=rows), rows.text)
-
-
-def make_method(collector: Collector, text: Placed) -> Any:
-    """Make the method of a run that samples, on a collector; text: rows that PPO learns beside its samples."""
-    made = method_of(collector.config.method)(collector)
-    if text:
-        made.read_text(text)
-    return made

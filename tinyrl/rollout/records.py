@@ -17,6 +17,8 @@ from tinyrl.generation.sample import Sample, num_episodes, token_rewards_of
 from tinyrl.text import IncrementalDetokenizer, excerpt
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from tinyrl.environments import Message
     from tinyrl.environments.environment import Dialogue, Episode
     from tinyrl.rewards.scorer import Scorer
@@ -146,7 +148,7 @@ def token_lines(
     *,
     new_logprobs: Tensor,
     rewards: Tensor | None,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: dict[int, str],
     group_size: int,
 ) -> Iterator[dict[str, Any]]:
@@ -181,7 +183,7 @@ def token_lines(
         }
 
 
-def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, before: list[int]) -> list[str]:
     """Return the text that each token adds behind `before`; a character of several tokens is the last one's."""
     text = IncrementalDetokenizer(tokenizer, before=before, clean_up_tokenization_spaces=False)
     return [text.add([token], at_end=count == len(tokens)) for count, token in enumerate(tokens, 1)]

@@ -27,6 +27,7 @@ FEWEST_STEPS = 12  # of training, before windows are compared
 
 
 def mean(points: Points) -> float:
+    """Return the mean of the values; NaN without any."""
     return fmean(value for _, value in points) if points else math.nan
 
 
@@ -43,6 +44,7 @@ def last_quarter(points: Points) -> Points:
 
 
 def recent(points: Points) -> float:
+    """Return the mean over the last quarter of the points."""
     return mean(last_quarter(points))
 
 
@@ -76,6 +78,7 @@ def is_near_top(run: RunRecords) -> bool:
 
 
 def largest_std(run: RunRecords) -> float:
+    """Return the largest standard deviation of the rewards in a step; 0 without any."""
     return max((value for _, value in run.finite("reward/std")), default=0.0)
 
 
@@ -96,6 +99,7 @@ def kl_from_reference(run: RunRecords) -> float:
 
 
 def kl_per_token(run: RunRecords) -> float:
+    """Return the KL from the reference in nats a token, by the recent mean length."""
     return kl_from_reference(run) / max(recent(run.finite("completion/mean_length")), 1e-9)
 
 
@@ -561,6 +565,7 @@ class Watch:
 
 
 def render(run: RunRecords, found: list[Finding]) -> str:
+    """Write findings as text for a terminal."""
     steps = "1 step" if run.last_step == 1 else f"{run.last_step:,} steps"
     if found:
         head = f"{run.name}: {steps}, {counted(found)}"

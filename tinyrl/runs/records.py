@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 LARGEST = 1e100
 PROMPT_CHARACTERS = 500  # of samples and tokens, what a page shows
@@ -179,14 +179,14 @@ def _function_of(value: Any) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def subsample(items: list[Item], most: int) -> list[Item]:
+def subsample(items: list[T], most: int) -> list[T]:
     """Subsample to at most `most` items, the first and the last among them; [] where two are too many."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
-def without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
+def without_middle(items: list[T], most: int) -> tuple[list[T], int]:
     """Return at most so many items (an even number) from both ends, and the number left out."""
     omitted = max(0, len(items) - most)
     return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted

@@ -17,7 +17,8 @@ from tinyrl.errors import Interrupted
 
 SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
 LOOK_EVERY_S = 1.0
-Item = TypeVar("Item")
+T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None  # as signal.getsignal returns it
 
 
 class StopFlag:
@@ -30,7 +31,7 @@ class StopFlag:
         self.by: str | None = None
         self.signals = signals
         self.leaves = leaves
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> StopFlag:
         for number in self.signals:
@@ -45,7 +46,7 @@ class StopFlag:
     def __exit__(self, *_: object) -> None:
         _flags.remove(self)
         for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # pyright: ignore[reportArgumentType]
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def check(self) -> None:
         """Raise Interrupted, with the signal's name, when one has come."""
@@ -78,7 +79,7 @@ def check_stop() -> None:
                 tell(by)
 
 
-def watched(items: Iterable[Item]) -> Iterator[Item]:
+def watched(items: Iterable[T]) -> Iterator[T]:
     """Yield the items, calling `check_stop` about once a second."""
     due = time.monotonic() + LOOK_EVERY_S
     for item in items:

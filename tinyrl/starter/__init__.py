@@ -15,6 +15,7 @@ SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
 
 def split_of(prompt: str) -> str:
+    """Return the split of a prompt, by its hash, so that no prompt is in two."""
     point = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8]) % 100
     for split, share in SPLITS.items():
         if point < share:

@@ -71,6 +71,7 @@ def draw_question(rng: random.Random) -> Question:
 
 
 def right_answer(world: str, question: Question) -> str:
+    """Return the value that the keys of a question lead to, one fact after another."""
     found = question.person
     for key in question.keys:
         name, family = found.split()

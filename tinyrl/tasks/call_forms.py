@@ -152,7 +152,9 @@ def _json_calls(text: str, marker: str) -> tuple[int, list[ToolCall]]:
             at = text.find(marker, at) + len(marker)
             if at < len(marker):
                 return first, calls
-        at = _BETWEEN.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]
+        between = _BETWEEN.match(text, at)
+        assert between is not None, "it matches nothing, too"
+        at = between.end()
         if not marker and text[at : at + 1] not in ("{", "["):
             return first, calls
         try:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.environments.environment import Episode
 from tinyrl.errors import Interrupted
@@ -79,14 +80,16 @@ class ChatSession(ExitStack):
             self.policy.load(target.checkpoint, only="policy")
             self.role = "policy"
         stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
-        settings = generation.model_copy(update={"stop": stop, "max_rows": None})
-        self.engine = HfEngine(self.policy, self.policy.tokenizer, settings)
-        self.engine.look_every = 1
+        self.engine = self._engine(generation.model_copy(update={"stop": stop, "max_rows": None}))
         self.chats = in_chat(self.policy.tokenizer, config.task.chat)
         self.greedy = False
         self.turn = 0
         self.scorer: Scorer | None = None
         self.reset()
+
+    def _engine(self, settings: GenerationConfig) -> HfEngine:
+        """Make an engine whose tokens come one by one."""
+        return HfEngine(self.policy, self.policy.tokenizer, settings, look_every=1)
 
     def __call__(self, prompt: Prompt | int, *, greedy: bool = False) -> str:
         """Answer one prompt (text, messages, or a held-out row's number) that is no part of the conversation."""
@@ -103,7 +106,7 @@ class ChatSession(ExitStack):
         self.greedy = temperature == 0
         if temperature > 0:
             changed = {"temperature": max(temperature, 0.01)}
-            self.engine.settings = self.engine.settings.model_copy(update=changed)
+            self.engine = self._engine(self.engine.settings.model_copy(update=changed))
 
     def say(self, asked: str | int, on_text: OnText) -> ChatAnswer:
         """Answer a message of the conversation, or begin another with the prompt of a held-out row, by its number.
@@ -185,12 +188,6 @@ class ChatSession(ExitStack):
             raise ValueError(f"{len(prompt.tokens)} tokens fill the model's {self.policy.positions} positions: /reset")
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
-        options: SampleOptions = {
-            "seed": self.target.config.run.seed,
-            "step": CHAT_STEP + self.turn,
-            "role": self.role,
-            "greedy": greedy or self.greedy,
-        }
         tokenizer = self.policy.tokenizer
         written = IncrementalDetokenizer(tokenizer, hidden=hidden_ids(tokenizer))
 
@@ -198,8 +195,14 @@ class ChatSession(ExitStack):
             on_text("policy", written.end())
             on_text("environment", str(tokenizer.decode(tokens, skip_special_tokens=True)))
 
-        self.engine.on_tokens = lambda tokens: on_text("policy", written.add(tokens))
-        self.engine.on_reply = reply
+        options: SampleOptions = {
+            "seed": self.target.config.run.seed,
+            "step": CHAT_STEP + self.turn,
+            "role": self.role,
+            "greedy": greedy or self.greedy,
+            "on_tokens": lambda tokens: on_text("policy", written.add(tokens)),
+            "on_reply": reply,
+        }
         if self.runner is None:
             [[sample]] = self.engine.sample([request], 1, **options)
             on_text("policy", written.end())

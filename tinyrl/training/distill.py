@@ -45,7 +45,8 @@ class Distill(OnPolicy):
             # 2. What the teacher says to them.
             taught = self.ask_teacher(run, samples)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
-            run.start_update(**rewards, **self.metrics(samples), **taught, **self.record_prompts(run, step))
+            recorded = self.record_prompts(run, step)
+            run.start_update(**rewards, **self.metrics(samples), **taught, **recorded)
             # How much likelier than the student the teacher finds each sampled token: for the records only.
             sampled = loss_mask(samples) & sampled_rows(samples)
             advantages = token_advantages(padded(samples, "logprobs"), padded(samples, "teacher"), sampled)

@@ -59,7 +59,8 @@ class Grpo(OnPolicy):
             with run.timed("reference"):
                 measured = self.compute_logprobs(run, samples, partition, scored=kl_in_score(config))
             taught = self.ask_teacher(run, samples)
-            run.start_update(**rewards, **self.metrics(samples), **measured, **taught, **self.record_prompts(run, step))
+            recorded = self.record_prompts(run, step)
+            run.start_update(**rewards, **self.metrics(samples), **measured, **taught, **recorded)
             # 3. How much better a response is than its group; an agent's conversations share their episode's.
             advantages = group_relative(samples[: num_episodes(samples)], config, weights=self.collector.scorer.weights)
             advantages = advantages[[sample.episode for sample in samples]]

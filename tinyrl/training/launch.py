@@ -30,7 +30,7 @@ from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
-from tinyrl.rollout.load import load_method, resolve_threads
+from tinyrl.rollout.load import resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
@@ -38,28 +38,46 @@ from tinyrl.runs.records import json_object
 from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
-from tinyrl.training.run import OF_A_RUN, CheckpointState, InputHashes, Run, SourceFile, out_of_memory_stops
+from tinyrl.training.run import (
+    OF_A_RUN,
+    CheckpointState,
+    InputHashes,
+    OnStep,
+    Run,
+    SourceFile,
+    out_of_memory_stops,
+)
 from tinyrl.training.step import rate_factor, schedule_notes
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
 @out_of_memory_stops("before the first step")
 def start(
-    config: Config, *, options: Options, output_dir: str, name: str | None, overwrite: bool, command: list[str]
+    config: Config,
+    *,
+    options: Options,
+    output_dir: str,
+    name: str | None,
+    overwrite: bool,
+    command: list[str],
+    until: int | None = None,
+    on_step: OnStep | None = None,
 ) -> Run:
-    """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
+    """Load everything, check it, and make the run's folder. until, on_step: as `Run` has them. Raises ValueError before
+    anything is written.
+    """
     check_trackers(config.run.trackers)
     with contextlib.ExitStack() as undo:
         method = _load(resolve(config), options=options, undo=undo)
         policy = method.policy
         world = method.world
-        epoch = method.resolve_epochs()
-        notes = [resolve_threads(policy), epoch, *schedule_notes(policy.config), *method.check()]
+        config = method.config  # with the date of the run
+        notes = [resolve_threads(policy), method.epoch_note(), *schedule_notes(config), *method.check()]
         if policy.device.type == "cpu":  # numbers depend on what run.threads=auto came to
-            run_section = policy.config.run.model_copy(update={"threads": torch.get_num_threads()})
-            policy.config = policy.config.model_copy(update={"run": run_section})
-        config = policy.config  # with the date of the run
+            run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
+            config = config.model_copy(update={"run": run_section})
         if world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
             checkpoints.check_room(Path(output_dir), needed=policy.checkpoint_bytes(), copies=copies)
@@ -74,7 +92,7 @@ def start(
             pool = ThreadPoolExecutor(1)
             sources = pool.submit(read_sources, config, rows=method.row_fingerprints, known={}).result
             pool.shutdown(wait=False)
-        run = Run(method, folder, sources=sources)
+        run = Run(method, folder, config=config, sources=sources, until=until, on_step=on_step)
         for note in (f"run {folder.path}", *notes):
             run.display.note(note)
         undo.pop_all()
@@ -83,7 +101,7 @@ def start(
 
 def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Method:
     """Load the method, alike in all processes; `undo` closes it. also: what else the processes must agree on."""
-    method: Method = load_method(config, options=options)
+    method = load_method(config, options=options)
     undo.callback(method.close)
     _check_alike(method, also)
     return method
@@ -126,7 +144,13 @@ def write_environment(
 
 @out_of_memory_stops("before the first step")
 def resume(
-    folder: RunDir, *, options: Options, config: Config | None = None, allow_config_change: bool = False
+    folder: RunDir,
+    *,
+    options: Options,
+    config: Config | None = None,
+    allow_config_change: bool = False,
+    until: int | None = None,
+    on_step: OnStep | None = None,
 ) -> Run | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
@@ -146,7 +170,6 @@ def resume(
         options, lost = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]] + lost
         method = _load(config, options=options, undo=undo, also=since)
-        epoch = method.resolve_epochs()
         if config.run.epochs is not None:  # which gives the number of steps now
             config = config.model_copy(update={"run": method.config.run})
             settings = check_changes(before, config, since=since, allowed=allow_config_change)
@@ -157,8 +180,8 @@ def resume(
         inputs = changed_sources(known, sources)
         refuse(what, inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
-        notes += [resolve_threads(method.policy), epoch, *schedule_notes(method.policy.config), *method.check()]
-        run = Run(method, folder, sources=lambda: sources)
+        notes += [resolve_threads(method.policy), method.epoch_note(), *schedule_notes(method.config), *method.check()]
+        run = Run(method, folder, config=method.config, sources=lambda: sources, until=until, on_step=on_step)
         if checkpoint is None or kept is None:
             folder.cut({})
         else:
@@ -228,7 +251,14 @@ def started_with(folder: RunDir, given: Options) -> tuple[Options, list[str]]:
 
 
 def fork(
-    origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
+    origin: str,
+    overrides: list[str],
+    *,
+    options: Options,
+    output_dir: str | None,
+    name: str | None,
+    command: list[str],
+    until: int | None = None,
 ) -> Run:
     """Make a run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
     laid over its settings; unchanged, to the same weights to the bit. Its records begin with the other run's, up to
@@ -260,7 +290,7 @@ def fork(
         copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
-        run = resume(new, options=options, config=config, allow_config_change=True)
+        run = resume(new, options=options, config=config, allow_config_change=True, until=until)
         if run is None:
             raise ValueError(last)
         undo.callback(run.method.close)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from tinyrl.models.batch import Batch, Item
-from tinyrl.rewards.budget import check_judge_budgets
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -32,17 +29,14 @@ class Pass(NamedTuple):
 
 
 class Method:
-    """Base of the methods."""
+    """Base of the methods. config: with the number of steps that run.epochs gives."""
 
     row_fingerprints: dict[str, str]  # of both splits
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, config: Config) -> None:
         self.policy = policy
+        self.config = config
         self.world = policy.world
-
-    @property
-    def config(self) -> Config:
-        return self.policy.config
 
     def train(self, run: Run) -> None:
         raise NotImplementedError
@@ -56,21 +50,12 @@ class Method:
         """Return (training rows, rows of a step)."""
         raise NotImplementedError
 
-    def resolve_epochs(self) -> str:
-        """Set run.num_steps where run.epochs gives it; return a note of the steps of an epoch.
-
-        Raises ValueError where that many steps may ask a judge more often than allowed.
-        """
+    def epoch_note(self) -> str:
+        """Return a line with the steps of an epoch, and of the run where run.epochs gives them."""
         rows, of_step = self.rows_of_epoch
         run = self.config.run
         note = f"an epoch is {rows / of_step:.4g} steps: {rows:,} training rows, {of_step:,} of them a step"
-        if run.epochs is None:
-            return note
-        num_steps = math.ceil(Fraction(str(run.epochs)) * rows / of_step)
-        run = run.model_copy(update={"num_steps": num_steps})
-        self.policy.config = self.config.model_copy(update={"run": run})
-        check_judge_budgets(self.config)
-        return f"{note}; run.epochs={run.epochs:g} is {num_steps:,} steps"
+        return note if run.epochs is None else f"{note}; run.epochs={run.epochs:g} is {run.num_steps:,} steps"
 
     def check(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing."""

@@ -56,7 +56,7 @@ class OnPolicy(Method):
     """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
 
     def __init__(self, collector: Collector) -> None:
-        super().__init__(collector.policy)
+        super().__init__(collector.policy, collector.config)
         self.collector = collector
         self.row_fingerprints = collector.row_fingerprints
         self.by_index = {prompt.index: prompt for prompt in collector.train_prompts}
@@ -114,7 +114,7 @@ class OnPolicy(Method):
         """Return whether the engine's log-probabilities equal a training pass's, up to rounding: the engine says so,
         training is in float32, and no step has measured otherwise.
         """
-        in_float32 = self.policy.run_device.mixed_precision == "no"
+        in_float32 = self.policy.run_device.dtype == torch.float32
         return self.collector.engine.exact and in_float32 and not run.state.controllers.inexact_sampling
 
     def measures_gap(self, run: Run) -> bool:
@@ -183,7 +183,8 @@ class OnPolicy(Method):
         scored = [sample for sample in failed if sample.play_failure is None]
         if episodes and self.collector.runner is not None:
             environment = self.collector.runner.environment
-            what = f"{environment.noun} `{environment.name}` failed in {len(episodes)} of {count} episodes, which are dropped (they are in {log})"
+            who = f"{environment.noun} `{environment.name}`"
+            what = f"{who} failed in {len(episodes)} of {count} episodes, which are dropped (they are in {log})"
             sentences.append(f"{what}. {describe_failures(episodes)}")
         if scored:
             lost = sum(not sample.rewarded for sample in scored)

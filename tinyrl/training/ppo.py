@@ -42,7 +42,7 @@ from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.data.readers import Row
+from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.generation.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
 from tinyrl.models.batch import Batch, Example, padded
@@ -63,18 +63,15 @@ KL_HORIZON = 10_000  # completions over which kl_coef adapts (Ziegler et al.)
 
 
 class Ppo(OnPolicy):
-    """PPO. text: the examples of each row of ppo.ptx_data."""
+    """PPO. text: the rows of ppo.ptx_data with their places, which errors quote; kept as the examples of each."""
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: Collector, text: Placed) -> None:
         super().__init__(collector)
-        self.text: list[list[Example]] = []
-
-    def read_text(self, placed: list[tuple[str, Row]]) -> None:
-        """Tokenise the rows of ppo.ptx_data, each with its place, which errors quote."""
-        self.text = [text_examples(row, self.policy, place=place) for place, row in watched(placed)]
-        texts = (text for row in self.text for one in row for text in one.texts)
-        check_ids(texts, self.policy.tokenizer, self.policy.causal)
-        self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint([row for _, row in placed])}
+        self.text = [text_examples(row, self.policy, place=place) for place, row in watched(text)]
+        if text:
+            texts = (tokens for row in self.text for one in row for tokens in one.texts)
+            check_ids(texts, self.policy.tokenizer, self.policy.causal)
+            self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint([row for _, row in text])}
 
     @property
     def reads_reference(self) -> bool:
@@ -103,7 +100,8 @@ class Ppo(OnPolicy):
             with run.timed("values"):
                 self.predict_values(samples)
             taught = self.ask_teacher(run, samples)
-            metrics = self.metrics(samples) | measured | taught | self.record_prompts(run, step)
+            recorded = self.record_prompts(run, step)
+            metrics = self.metrics(samples) | measured | taught | recorded
             metrics["objective/kl_coef"] = kl_coef
             run.start_update(**rewards_by_name, **metrics)
             # 3. One reward for each token.
@@ -275,6 +273,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def text_examples(row: Row, policy: Policy, *, place: str) -> list[Example]:
+    """Tokenise a row of ppo.ptx_data. Raises ValueError, quoting its place, for an empty or too long one."""
     try:
         found = join_turns(turns_of(row, policy, system_prompt=None))
         if not found:

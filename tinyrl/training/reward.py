@@ -100,7 +100,7 @@ class RewardModel(RowMethod):
 
     def loss(self, batch: Batch, *, count: int) -> tuple[Tensor, Metrics]:
         """Compute Bradley-Terry's loss of pairs, or cross-entropy of labels; the step has `count` examples."""
-        chosen, *other = self.scores(batch).unbind(1)
+        chosen, *other = self.score_batch(batch).unbind(1)
         targets = torch.tensor([one.value for one in batch.items], device=chosen.device)
         if other:
             return bradley_terry_loss(chosen, other[0], margin=targets, denominator=count)
@@ -108,19 +108,19 @@ class RewardModel(RowMethod):
 
     def evaluate(self) -> Evaluation:
         examples = [one for row in self.held_out[: self.config.run.eval_prompts] for one in row]
-        chosen, *other = self.scores_of(examples).unbind(1)
+        chosen, *other = self.score_examples(examples).unbind(1)
         targets = torch.tensor([one.value for one in examples], dtype=torch.float64)
         metrics = pair_metrics(chosen, other[0], targets) if other else label_metrics(chosen, targets)
         return Evaluation(metrics)
 
-    def scores(self, batch: Batch) -> Tensor:
+    def score_batch(self, batch: Batch) -> Tensor:
         """Score a batch: (n, 2) of chosen and rejected, or (n, 1)."""
         return self.policy.scores(batch).view(-1, len(batch.items)).T
 
-    def scores_of(self, examples: list[Example], *, among: World | None = None) -> Tensor:
+    def score_examples(self, examples: list[Example], *, among: World | None = None) -> Tensor:
         """Score any number of examples, without gradient, on the CPU."""
         how: Any = {"role": "policy", "width": len(examples[0].responses), "last_tokens": True, "among": among}
-        return self.policy.map_samples(lambda batch: (self.scores(batch),), examples, **how)[0]
+        return self.policy.map_samples(lambda batch: (self.score_batch(batch),), examples, **how)[0]
 
     def save(self, folder: Path) -> None:
         """Save adapter and centred head, or a sequence-classification model whose config holds the centre."""
@@ -128,7 +128,7 @@ class RewardModel(RowMethod):
         assert head is not None
         first = [one for row in self.train_rows[:CENTERED_ON] for one in row]
         # The mean over both sides of pairs: PPO starts with rewards near 0. Rank 0 saves alone.
-        center = float(torch.cat(self.scores_of(first, among=ALONE).unbind(1)).mean())
+        center = float(torch.cat(self.score_examples(first, among=ALONE).unbind(1)).mean())
         if self.policy.peft is not None:
             super().save(folder)
             tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}

@@ -15,7 +15,7 @@ from typing import Any
 from tinyrl.data.formats import EQUAL, Side, beginning, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, with_num_steps
 from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
@@ -38,7 +38,7 @@ class RowMethod(Method):
     """
 
     def __init__(self, policy: Policy, rows: RunRows) -> None:
-        super().__init__(policy)
+        super().__init__(policy, policy.config)
         self.kind = rows.kind
         self.notes = [*rows.notes, *rows.kind.described(rows.train)]
         self.tokenizer = policy.tokenizer
@@ -50,6 +50,7 @@ class RowMethod(Method):
             self.notes += few_held_out(map(self.kind.prompt, rows.held_out))
         texts = (text for row in self.train_rows + self.held_out for one in row for text in one.texts)
         check_ids(texts, self.tokenizer, policy.causal)
+        self.config = with_num_steps(self.config, rows=len(self.train_rows), of_step=self.batch_size)
 
     def examples(self, row: Row) -> list[Example]:
         """Tokenise a row. Raises ValueError where it cannot be rendered."""
@@ -74,7 +75,6 @@ class RowMethod(Method):
         return len(self.train_rows), self.batch_size
 
     def train(self, run: Run) -> None:
-        self.policy.lora_dropout = True
         for step in run.steps():
             rows = batch_indices(self.config.run.seed, step, num_prompts=self.batch_size, num_rows=len(self.train_rows))
             examples = [example for row in rows for example in self.train_rows[row]]

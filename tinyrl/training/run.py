@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinyrl.config.schema import Config
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.generation.sample import Sample, num_episodes
@@ -46,6 +47,7 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
 OF_A_RUN = (checkpoints.MANIFEST, STATE, OPTIMIZER, RANDOM)  # files of a checkpoint that no other run reads
+OnStep = Callable[[dict[str, Any]], object]  # gets a line of metrics.jsonl; "stop" ends the run
 MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
 
 
@@ -167,8 +169,11 @@ class StepMetrics:
 
 class Run:
     """A run between its first step and its last. state: after the last finished step; minibatch: of the update under
-    way; update: its number among the step's optimizer steps; until: the step after which to stop; sources: returns the
-    hashes of what the run reads, for its checkpoints.
+    way; update: its number among the step's optimizer steps.
+
+    config: the settings as the folder has them, which are the method's with the threads that `auto` came to; sources:
+    returns the hashes of what the run reads, for its checkpoints; until: the step after which to stop; on_step: called
+    with the metrics of each step, and of the evaluation before the first; where it returns "stop", the run ends there.
     """
 
     def __init__(
@@ -176,25 +181,29 @@ class Run:
         method: Method,
         folder: RunDir,
         *,
+        config: Config,
         sources: Callable[[], InputHashes] = InputHashes,
+        state: RunState | None = None,
+        until: int | None = None,
+        on_step: OnStep | None = None,
         silent: bool = False,
     ) -> None:
         self.method = method
         self.sources = sources
-        self.config = method.config
+        self.config = config
         self.folder = folder
         self.world = method.world
         self.policy = method.policy
-        self.state = RunState()
-        self.until = self.config.run.num_steps
-        self.on_step: Callable[[dict[str, Any]], object] | None = None
+        self.state = state or RunState()
+        self.until = config.run.num_steps if until is None else min(until, config.run.num_steps)
+        self.on_step = on_step
         self.minibatch: list[Sample] = []
         self.update = 0
         self.metrics = StepMetrics()
         self._start: StepStart | None = None  # of the step under way
         self._held = contextlib.ExitStack()  # while a stop has to wait
         self._update_seconds = 0.0  # of the last step
-        self.display = Display(num_steps=self.until, silent=silent or not self.world.is_main)
+        self.display = Display(num_steps=config.run.num_steps, silent=silent or not self.world.is_main)
         self.watch = Watch(folder.metrics, self.config.written())
         trackers = self.config.run.trackers if self.world.is_main else []
         self.trackers = Trackers(trackers, folder.path, config=self.config.written(), note=self.display.note)
@@ -206,19 +215,10 @@ class Run:
 
     # ---- from here to the end ----
 
-    def go(
-        self,
-        *,
-        report: Callable[[Path], object],
-        until: int | None = None,
-        on_step: Callable[[dict[str, Any]], object] | None = None,
-    ) -> int:
-        """Train to the last step, or to step `until`, or until `on_step` of a step's metrics returns "stop"; write a
-        `report` of the folder. Returns the run's exit code.
+    def go(self, *, report: Callable[[Path], object]) -> int:
+        """Train to the last step, or to where `until` or `on_step` stops; write a `report` of the folder. Returns the
+        run's exit code.
         """
-        self.on_step = on_step
-        if until is not None:
-            self.until = min(until, self.until)
         with self.folder.lock:
             code = self._train()
             if code is not None or not self.world.is_main:
@@ -480,10 +480,9 @@ class Run:
         self.state = state
         self._start = None
         self.metrics = StepMetrics({**state.values})
-        self.updater.skipped = state.skipped
-        self.updater.skipped_in_a_row = state.skipped_in_a_row
-        if state.loss_scale:
-            self.updater.scaler.load_state_dict(state.loss_scale)
+        self.updater.restore(
+            skipped=state.skipped, skipped_in_a_row=state.skipped_in_a_row, loss_scale=state.loss_scale
+        )
         restore_rng(*start.random)
         return self.folder.cut(start.records)
 
@@ -494,7 +493,7 @@ class Run:
         if before["optim"]["optimizer"] == self.config.optim.optimizer:  # another one has no such moments
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
         if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
-            self.policy.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
+            self.policy.micro_batches.restore(kept.micro_batch_tokens)  # what `auto` came to
         notes = self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
         self.watch.look(kept.run.step)  # these have been reported
         self._saved_step = self._resumed_step = self.state.step

@@ -42,7 +42,7 @@ class Updater:
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        in_float16 = self.policy.run_device.mixed_precision == "fp16"
+        in_float16 = self.policy.run_device.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=in_float16)
 
     def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
@@ -135,6 +135,13 @@ class Updater:
         if measures:  # by the memory that the first micro-batch takes
             taken = torch.cuda.max_memory_allocated(policy.device) - allocated
             policy.micro_batches.fit(cost=lengths.cost(rows), taken=taken, free=free)
+
+    def restore(self, *, skipped: int, skipped_in_a_row: int, loss_scale: dict[str, Any]) -> None:
+        """Go on with the counts of a checkpoint, and in float16 with its loss scale (else {})."""
+        self.skipped = skipped
+        self.skipped_in_a_row = skipped_in_a_row
+        if loss_scale:
+            self.scaler.load_state_dict(loss_scale)
 
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():

@@ -203,6 +203,7 @@ class LocalTeacher(Teacher):
 
 
 def first_tokens(head: Head, count: int) -> Head:
+    """Cut a head to its first `count` tokens; a smaller one stays as it is."""
     if len(head.weight) <= count:
         return head
     return replace(head, weight=head.weight[:count], bias=None if head.bias is None else head.bias[:count])

@@ -139,6 +139,7 @@ def checked(result: int) -> int:
 
 
 def prctl(option: int, value: int) -> None:
+    """Set an option of this process. Raises OSError where the kernel refuses."""
     checked(libc.prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3))
 
 

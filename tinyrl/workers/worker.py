@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import sys
 import threading
@@ -39,7 +40,8 @@ def serve(requests: int, replies: int, *, memory_bytes: int) -> None:
     for pipe in (requests, replies):
         os.set_inheritable(pipe, False)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore  so that a crash loses no line
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True)  # so that a crash loses no line
     last_words = os.dup(2)  # the function may close its own
     faulthandler.enable(last_words)
     sys.argv[:] = [__file__]

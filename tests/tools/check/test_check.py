@@ -17,10 +17,12 @@ from tinyrl.config.recipe import load_config
 from tinyrl.data.rows import PASS_RATE, read_rows
 from tinyrl.data.writers import write_rows
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.load import load_method
 from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
 from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, read_shapes
+from tinyrl.training.load import load_method
+from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.rows import RowMethod
 
 # Of the model cards and the papers (2412.15115, 2505.09388), in billions.
 PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "1.7B": 1.721, "4B": 4.022, "1B": 1.236}
@@ -91,12 +93,13 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     sections = {section: {"batch_size": 4}} if section else {}
     config = running.config(method, tiny("llama"), task={"name": "rows", "data": str(file)}, **sections)
     trainer = load_method(config, options=running.Options(device="cpu"))
-    if section:
+    collector = trainer.collector if isinstance(trainer, OnPolicy) else None
+    if isinstance(trainer, RowMethod):
         longest = max(sum(len(text) for one in row for text in one.texts) for row in trainer.train_rows)
     else:
         longest = max(len(prompt.tokens) for prompt in trainer.collector.train_prompts)
-    given = None if section else (trainer.collector.scorer, trainer.collector.engine, trainer.collector.train_prompts)
-    ends = None if section else (set(trainer.collector.engine.eos), len(trainer.collector.train_prompts))
+    given = collector and (collector.scorer, collector.engine, collector.train_prompts)
+    ends = collector and (set(collector.engine.eos), len(collector.train_prompts))
     weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.policy.parameters.items()}
     try:
         step = worst_step(trainer).facts
@@ -107,10 +110,10 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     assert step["peak_gb"] > 0
     for role, of in trainer.policy.parameters.items():  # its optimizer has stepped, so its state is part of the peak
         assert any(not p.equal(weights[role][name]) for name, p in of.items())
-    if not section:  # what the run samples and scores with is as it was
-        assert given == (trainer.collector.scorer, trainer.collector.engine, trainer.collector.train_prompts)
-        assert ends == (trainer.collector.engine.eos, len(trainer.collector.train_prompts))
-        assert type(trainer.collector.scorer) is Scorer
+    if collector is not None:  # what the run samples and scores with is as it was
+        assert given == (collector.scorer, collector.engine, collector.train_prompts)
+        assert ends == (collector.engine.eos, len(collector.train_prompts))
+        assert type(collector.scorer) is Scorer
     most = f"4 rows of up to {longest} tokens" if section else f"of 6 tokens to prompts of up to {longest}"
     assert step["size"].endswith(most)
 

@@ -151,13 +151,14 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
     """Load the method of a run and check what it checks before step 1; return it and its notes. Raises ExplainedByCheck
     where the run would be refused.
     """
-    from tinyrl.rollout.load import load_method, resolve_threads  # with torch
+    from tinyrl.rollout.load import resolve_threads  # with torch
+    from tinyrl.training.load import load_method
     from tinyrl.training.step import schedule_notes
 
     method = load_method(config, options=options)
     try:
-        epoch = method.resolve_epochs()
-        return method, [resolve_threads(method.policy), epoch, *schedule_notes(method.policy.config), *method.check()]
+        threads = resolve_threads(method.policy)
+        return method, [threads, method.epoch_note(), *schedule_notes(method.config), *method.check()]
     except BaseException:
         method.close()
         raise

@@ -21,18 +21,19 @@ from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import make_method
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.run_rows import text_rows
 from tinyrl.text import format_bytes, format_seconds
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.policy import Trial
 from tinyrl.tools.check.section import CheckSection
+from tinyrl.training.load import make_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
-from tinyrl.training.run import Run, out_of_memory_stops
+from tinyrl.training.run import Run, RunState, out_of_memory_stops
 from tinyrl.workers.values import RowResults
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
@@ -48,21 +49,21 @@ def worst_step(method: OnPolicy | RowMethod) -> CheckSection:
     """
     policy = method.policy
     device = policy.device
-    policy.config = trial_config(method)
+    config = trial_config(method)
     if isinstance(method, RowMethod):
         rows, most = method.keep_longest()
         longest = f"{rows} rows of up to {most} tokens"
     else:
-        collector = largest_collector(method.collector)
+        collector = largest_collector(method.collector, config)
         tokens = len(collector.train_prompts[0].tokens)
         size = f"{method.config.on_policy.batch_size} responses of {method.collector.longest_response} tokens"
         longest = f"{size} to prompts of up to {tokens}"
-        method = make_method(collector, text_rows(collector.config))
+        method = make_method(collector, text_rows(config))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     room = memory_room(device)
     try:
-        seconds = train_one_step(method)
+        seconds = train_one_step(method, config)
     except OutOfRoom as error:
         finding = Finding(name="not enough memory", what=f"{error}.", change=LESS_MEMORY)
         return CheckSection("worst step", [str(error)], findings=[finding])
@@ -90,7 +91,8 @@ def trial_config(method: OnPolicy | RowMethod) -> Config:
     start.
     """
     config = method.config
-    run: dict[str, Any] = {"eval_every": 1, "save_every": 0, "trackers": [], "num_steps": max(2, config.run.num_steps)}
+    run: dict[str, Any] = {"eval_every": 1, "save_every": 0, "trackers": []}
+    run |= {"epochs": None, "num_steps": max(2, config.run.num_steps)}
     if isinstance(method, OnPolicy):
         rows = max(config.on_policy.batch_size, MOST_EVAL_TOKENS // method.collector.longest_response)
         run["eval_prompts"] = min(config.run.eval_prompts, rows)
@@ -100,13 +102,12 @@ def trial_config(method: OnPolicy | RowMethod) -> Config:
     return config.model_copy(update=changes)
 
 
-def train_one_step(method: OnPolicy | RowMethod) -> dict[str, float]:
+def train_one_step(method: OnPolicy | RowMethod, config: Config) -> dict[str, float]:
     """Train a step in a folder that is deleted; return the seconds of each part."""
     with tempfile.TemporaryDirectory() as folder:
         made = RunDir(Path(folder))
-        run = Run(method, made, silent=True)
-        run.until = 1
-        run.state.phase = "rollout"  # evaluated after the step alone
+        state = RunState(phase="rollout")  # evaluated after the step alone
+        run = Run(method, made, config=config, state=state, until=1, silent=True)
         with contextlib.closing(run), out_of_memory_stops("in the largest step"):
             method.train(run)
         line = read_steps(made.metrics, [])[1]
@@ -119,14 +120,16 @@ def train_one_step(method: OnPolicy | RowMethod) -> dict[str, float]:
 class HalfRewarded(Scorer):
     """A scorer that rewards half of each group, so that there is a gradient; only a reward model is asked."""
 
-    def __call__(self, prompts: Any, completions: Any, *, group_size: int | None = None, **_: Any) -> Scores:
+    def __call__(
+        self, prompts: list[PreparedPrompt], completions: list[list[int]], *, group_size: int | None = None, **_: Any
+    ) -> Scores:
         if self.has_model:
             self._model_scores(prompts, completions, None, ALONE)
         half = max(1, (group_size or 2) // 2)
         rewards = (torch.arange(len(prompts)) // half % 2).float()
         return Scores(rewards.unsqueeze(1).expand(-1, len(self.names)).clone(), rewards)
 
-    def verify(self, prompts: Any, completions: Any, **_: Any) -> RowResults:
+    def verify(self, prompts: list[PreparedPrompt], completions: list[list[int]], **_: Any) -> RowResults:
         return RowResults([1.0] * len(prompts))
 
 
@@ -150,13 +153,12 @@ class UnsampledEngine(SamplingEngine):
         return groups
 
 
-def largest_collector(collector: Collector) -> Collector:
-    """Return a collector of the longest prompts, whose responses are as long as they may be (an episode in one turn),
-    with rewards that leave a gradient.
+def largest_collector(collector: Collector, config: Config) -> Collector:
+    """Return a collector, for a trial with `config`, of the longest prompts, whose responses are as long as they may be
+    (an episode in one turn), with rewards that leave a gradient.
     """
     policy = collector.policy
     scorer = collector.scorer
-    config = collector.config
     length = collector.longest_response
     prompts = sorted(collector.train_prompts, key=lambda prompt: -len(prompt.tokens))[: config.on_policy.num_prompts]
     if config.environment.agent is not None:  # an agent writes its own prompts
@@ -179,11 +181,12 @@ def largest_collector(collector: Collector) -> Collector:
         endless = UnsampledEngine(policy, policy.tokenizer, settings)
     else:
         endless = collector.engine.without_ends(length)
-    policy.micro_batches.make_room = endless.release
+    policy.micro_batches.when_full(endless.release)
     return Collector(
         policy,
         collector.task,
         None,
+        config=config,
         train_prompts=prompts,
         eval_prompts=collector.eval_prompts,
         scorer=half_rewarded,

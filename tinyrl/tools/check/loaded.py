@@ -210,7 +210,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         gap = float((ours - theirs).abs().max())
         said = f"log-probabilities differ by at most {gap:.1g}"
         good = gap < MOST_IN_FLOAT32
-        if policy.causal.dtype != torch.float32 or policy.run_device.mixed_precision != "no":
+        if policy.causal.dtype != torch.float32 or policy.run_device.dtype != torch.float32:
             there = (ours != 0) | (theirs != 0)
             wide = exact(widened=True)  # not padding
             error, other = (float((x - wide).abs()[there].mean()) for x in (ours, theirs))

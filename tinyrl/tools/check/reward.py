@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import format_number, one_line
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.workers.values import RowResults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REWARD_ROWS = 64
 ATTACKED_ROWS = 8
@@ -330,7 +333,7 @@ class TextScorer:
         return total.tolist()
 
 
-def tokenizer_of(config: Config) -> Any:
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model, without its weights."""
     from tinyrl.models.loading import load_tokenizer  # transformers, and torch with it
 

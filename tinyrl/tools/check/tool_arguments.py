@@ -131,5 +131,6 @@ def typed(kind: dict[str, Any], text: str) -> Any:
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
+    """Write a tool call as Hermes' form has it."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, default=str)
     return f"<tool_call>\n{call}\n</tool_call>"

@@ -32,12 +32,13 @@ from tinyrl.evaluation.targets import (
 from tinyrl.generation.engine import SampledRole
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.load import load_collector, load_method, resolve_threads
+from tinyrl.rollout.load import load_collector, resolve_threads
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import run_of
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.training.load import load_row_method
 
 FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
 
@@ -162,9 +163,9 @@ def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str,
     return {"difference": difference, "win_rate": win_rate(ours.rewards, other.rewards)}
 
 
-def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
-    """Load the policy of a target; judged by another side's scorer where one is given."""
-    collector = load_collector(target.config, options=options, judge=judge)
+def _load(target: Target, *, options: Options, judge: Scorer | None = None, seed: int | None = None) -> Side:
+    """Load the policy of a target; judged by another side's scorer, and sampled by its seed, where they are given."""
+    collector = load_collector(target.config, options=options, judge=judge, seed=seed)
     if target.checkpoint is not None:
         collector.policy.load(target.checkpoint, only="policy")
     return Side(collector, "base" if target.checkpoint is None else "policy", target.name)
@@ -191,11 +192,8 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
         return Side(load_collector(sampled, options=options, judge=judge), "policy", path)
     target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
-    side = _load(replace(target, sampled=judged_by(config, target.config)), options=options, judge=judge)
-    own = side.collector.config
-    run = own.run.model_copy(update={"seed": config.run.seed})  # the first one's uniforms, its own weights
-    side.collector.policy.config = own.model_copy(update={"run": run})
-    return side
+    target = replace(target, sampled=judged_by(config, target.config))
+    return _load(target, options=options, judge=judge, seed=config.run.seed)  # our uniforms, its own weights
 
 
 # ---- measured by a trainer ----
@@ -229,15 +227,13 @@ def _measure(
     without: keys of the prompts whose held-out rows are left out.
     """
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
-    with closing(load_method(config.model_copy(update={"run": run}), options=options, without=without)) as trainer:
+    config = config.model_copy(update={"run": run})
+    with closing(load_row_method(config, options=options, split=asked.split, without=without)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             trainer.policy.load(checkpoint, only="policy")
         elif checkpoint is not None:
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)
-        if asked.split == "train":
-            trainer.held_out = trainer.train_rows
-            trainer.forget()
         return trainer.evaluate().metrics
 
 
