@@ -93,8 +93,11 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [one.token for one in entry.top_logprobs] == [live.tokenizer.decode([i]) for i in best.indices]
         assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
-    *_, last = ask(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
-    assert [len(entry.top_logprobs) for entry in last.choices[0].logprobs.content] == [5] * len(tokens)
+    listed = [
+        chunk.choices[0].logprobs for chunk in ask(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
+    ]
+    streamed = [entry for one in listed if one for entry in one.content]
+    assert [len(entry.top_logprobs) for entry in streamed] == [5] * len(tokens)
     # As lm-eval asks: the prompt as tokens, and one more.
     echo: Any = {"model": "base", "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     text: Any = client.completions.create(prompt=prompt + tokens, **echo).choices[0].logprobs

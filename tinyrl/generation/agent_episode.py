@@ -26,6 +26,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, messages_of
+from tinyrl.generation.dialect import Refused
 from tinyrl.generation.engine import (
     Completion,
     SampledRole,
@@ -37,14 +38,6 @@ from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
 
 FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
-
-
-class Refused(Exception):
-    """A request that is answered with an error of this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
