@@ -64,7 +64,7 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
         groups = engine.sample(requests, section["group_size"], seed=0, step=number)
         synchronize()
         seconds.append(time.perf_counter() - start)
-        tokens.append(sum(len(completion.tokens) for group in groups for completion in group))
+        tokens.append(sum(len(sample.response) for group in groups for sample in group))
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else measuring.peak_mb() / 1e3
     return {"seconds": seconds[1:], "tokens": tokens[1:], "peak_gb": peak}
 

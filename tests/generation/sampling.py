@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import Completion, Request, SamplingEngine
+from tinyrl.generation.engine import Request, SamplingEngine
 from tinyrl.generation.engines import FusedEngine, HfEngine
+from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
@@ -50,7 +51,7 @@ def requests(prompts: list[list[int]] | None = None) -> list[Request]:
     return [Request(prompt, prompt_row=i) for i, prompt in enumerate(prompts or PROMPTS)]
 
 
-def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[Completion]]:
+def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[Sample]]:
     prompts = options.pop("prompts", None)
     options = {"seed": 0, "step": 0, **options}
     return engine.sample(requests(prompts), count, **options)
@@ -72,13 +73,13 @@ def scored(engine: SamplingEngine, prompts: list[list[int]], responses: list[lis
     return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 
 
-def tokens_of(groups: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.tokens for completion in group] for group in groups]
+def tokens_of(groups: list[list[Sample]]) -> list[list[list[int]]]:
+    return [[sample.response for sample in group] for group in groups]
 
 
-def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]], *, tolerance: float = 1e-5) -> None:
+def assert_same(ours: list[list[Sample]], theirs: list[list[Sample]], *, tolerance: float = 1e-5) -> None:
     """The same tokens for the same reasons, and log-probabilities equal to rounding."""
     assert tokens_of(ours) == tokens_of(theirs)
     for a, b in zip([c for g in ours for c in g], [c for g in theirs for c in g], strict=True):
-        assert a.finish_reason == b.finish_reason
+        assert a.finish == b.finish
         assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)

@@ -22,10 +22,9 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agent_episode import AgentEpisode, Given
 from tinyrl.generation.endpoint import Listening
-from tinyrl.generation.engine import Completion, SamplingParams
-from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.generation.scoring import score
-from tinyrl.rollout.sample import (
+from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.sample import (
+    FinishReason,
     Sample,
     apply_length_rules,
     conversations,
@@ -38,11 +37,21 @@ from tinyrl.rollout.sample import (
     padded,
     token_rewards_of,
 )
+from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.scoring import score
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
 MORE: Any = {"role": "user", "content": "and?"}
+
+
+def sampled(sequence: Sequence, tokens: list[int], finish: FinishReason) -> Sequence:
+    """Let a sequence end with these tokens."""
+    sequence.tokens = tokens
+    sequence.logprobs = [-1.0] * len(tokens)
+    sequence.finish_reason = finish
+    return sequence
 
 
 class Running:
@@ -53,7 +62,7 @@ class Running:
         self.episode = self.open()
 
     def open(self, *, left: int = 64, calls: int = 8) -> AgentEpisode:
-        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, self.tokenizer, 512)
+        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, self.tokenizer, 512, 0)
         self.endpoint.episodes = {"key": self.episode}
         return self.episode
 
@@ -66,7 +75,7 @@ class Running:
     @property
     def answers(self) -> list[int]:
         """How many answers each conversation has: stretches of tokens that the policy chose."""
-        return [sum(chosen for chosen, _ in groupby(c.action_mask or [])) for _, c in self.episode.rows()]
+        return [sum(chosen for chosen, _ in groupby(each.mask)) for each in self.episode.samples()]
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +97,15 @@ def test_a_conversation_that_continues_is_one_row_of_what_was_sampled(server: Ru
     first = server.say(USER)
     second = server.say(USER, first, MORE)
     server.say(USER, first, MORE, second, USER)
-    [(prompt, row)] = server.episode.rows()
+    [row] = server.episode.samples()
     assert server.answers == [3]
-    mask = row.action_mask or []
-    chosen, read = ([t for t, kept in zip(row.tokens, mask, strict=True) if kept is wanted] for wanted in (True, False))
+    chosen = [token for token, kept in zip(row.response, row.mask, strict=True) if kept]
+    read = [token for token, kept in zip(row.response, row.mask, strict=True) if not kept]
     assert str(live.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
     assert "<user>and?" in live.tokenizer.decode(read)
-    whole = score(live.engine.policy, [*prompt, *row.tokens], role="policy", temperature=1.0)[0][len(prompt) :]
-    ours, theirs = ([p for p, kept in zip(each, mask, strict=True) if kept] for each in (row.logprobs, whole))
+    whole = score(live.engine.policy, [*row.prompt, *row.response], role="policy", temperature=1.0)[0]
+    scored = whole[len(row.prompt) :]
+    ours, theirs = ([p for p, kept in zip(each, row.mask, strict=True) if kept] for each in (row.logprobs, scored))
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
@@ -109,8 +119,8 @@ def test_a_text_that_continues_is_one_row(server: Running, *, as_tokens: bool) -
         prompt = prompt + ((choice.model_extra or {})["token_ids"] if as_tokens else choice.text)
         prompt = prompt + ([70, 71] if as_tokens else " and")
     assert server.answers == [2]
-    [(_, row)] = server.episode.rows()
-    read = [token for token, chosen in zip(row.tokens, row.action_mask or [], strict=True) if not chosen]
+    [row] = server.episode.samples()
+    read = [token for token, chosen in zip(row.response, row.mask, strict=True) if not chosen]
     assert read == ([70, 71] if as_tokens else server.tokenizer(" and", add_special_tokens=False)["input_ids"])
 
 
@@ -122,8 +132,8 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     tokenizer = make()
     prompt, target = render_answer(tokenizer, CHAT[:1], CHAT[1:2], chat="auto", system_prompt=None, variables={})
     answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
-    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512)
-    last = Completion(answer, [-1.0] * len(answer), "eos")
+    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512, 0)
+    last = sampled(Sequence(prompt, SamplingParams(), np.uint64(0), 64), answer, "eos")
     added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
     whole = rendered_by_the_library(tokenizer, CHAT)
     extra = answer[-1:] if end == "<eos>" else []  # which this template does not write
@@ -160,8 +170,9 @@ def test_calls_side_by_side_have_what_the_episode_has_left(server: Running) -> N
     calls = [session.call([5, 6], Given(), limit=None, stop=[]) for _ in range(2)]
     assert [one.sequence.limit for one in calls] == [16, 16]
     for one in calls:
-        one.answered(Completion([40, 41, 42], [-1.0] * 3, "stop"), {"content": "x"})
-    assert (session.left, len(session.rows())) == (16 - 2 * 3, 2)
+        sampled(one.sequence, [40, 41, 42], "stop")
+        one.answered({"content": "x"})
+    assert (session.left, len(session.samples())) == (16 - 2 * 3, 2)
 
 
 def settled(episode: AgentEpisode) -> None:
@@ -179,7 +190,7 @@ def give_up(server: Running, *messages: Any) -> None:
     settled(server.episode)
     [sequence] = waiting
     if not sequence.cancelled:
-        sequence.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
+        sampled(sequence, [40, 41, 42], "stop").on_end(None)
     settled(server.episode)
 
 
@@ -212,7 +223,7 @@ def test_a_stream_that_is_left_gives_its_turn_back(server: Running) -> None:
     with client.chat.completions.create(**ask, max_tokens=300) as stream:
         next(iter(stream))
     settled(server.episode)
-    assert (server.episode.left, server.episode.calls_left, server.episode.rows()) == (400, 3, [])
+    assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (400, 3, [])
     with client.chat.completions.create(**ask, max_tokens=4) as stream:
         assert len(list(stream)) > 1
     assert (server.episode.left, server.episode.calls_left, server.answers) == (396, 2, [1])
@@ -227,7 +238,7 @@ def test_a_call_whose_sampling_fails_leaves_nothing(server: Running) -> None:
     ):
         server.say(USER)
     settled(server.episode)
-    assert (server.episode.left, server.episode.calls_left, server.episode.rows()) == (12, 2, [])
+    assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (12, 2, [])
 
 
 def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(server: Running) -> None:
@@ -242,7 +253,8 @@ def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(
     with pytest.raises(openai.BadRequestError, match="max_turns"):
         server.say(USER)
     server.episode.end()
-    call.answered(Completion([40], [-1.0], "stop"), {"content": "x"})
+    sampled(call.sequence, [40], "stop")
+    call.answered({"content": "x"})
     assert call.sequence.cancelled
     with pytest.raises(openai.AuthenticationError):
         server.say(USER)

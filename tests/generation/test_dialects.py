@@ -352,12 +352,12 @@ EACH = pytest.mark.parametrize(
 
 def rows_of(listening: Listening) -> list[Any]:
     episode = (listening.endpoint.episodes or {})["key"]
-    return [(prompt, row.tokens, row.action_mask, row.finish_reason) for prompt, row in episode.rows()]
+    return [(each.prompt, each.response, each.mask, each.finish) for each in episode.samples()]
 
 
 def open_episode(listening: Listening) -> None:
     tokenizer = listening.endpoint.tokenizer
-    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 4096, 8, tokenizer, 4096)
+    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 4096, 8, tokenizer, 4096, 0)
     listening.endpoint.episodes = {"key": episode}
 
 

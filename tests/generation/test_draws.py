@@ -82,5 +82,5 @@ def test_truncated_samples_are_scored_by_the_whole_distribution(tiny: TinyModels
     folder, prompts = tiny("llama", vocabulary=WORDS), [[3, 4, 5]]
     logprobs = [p for [p] in scored(make_engine(folder), prompts * 8, [[t] for t in range(8)])]
     completions = sample(make_engine(folder, "fused", max_new_tokens=1, **options), 300, prompts=prompts)[0]
-    assert {c.tokens[0] for c in completions} == set(sorted(range(8), key=lambda t: -logprobs[t])[:allowed])
-    assert all(c.logprobs == pytest.approx([logprobs[c.tokens[0]]], abs=1e-5) for c in completions)
+    assert {c.response[0] for c in completions} == set(sorted(range(8), key=lambda t: -logprobs[t])[:allowed])
+    assert all(c.logprobs == pytest.approx([logprobs[c.response[0]]], abs=1e-5) for c in completions)

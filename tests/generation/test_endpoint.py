@@ -19,8 +19,9 @@ from tests.generation.conftest import listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.generation.agent_episode import AgentEpisode
-from tinyrl.generation.endpoint import LOCAL, Choice, Listening
-from tinyrl.generation.engine import Completion, SamplingParams, Sequence
+from tinyrl.generation.endpoint import LOCAL, Listening
+from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.live_answer import Choice
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import IncrementalDetokenizer
@@ -173,7 +174,7 @@ def test_variables_of_a_template_that_are_its_own_are_not_a_clients(name: str, c
 def test_in_an_episode_such_wishes_are_the_policys_to_learn(live: LiveScheduler) -> None:
     with listening_to(live, episodes={}) as server:
         params, tokenizer = SamplingParams(), live.tokenizer
-        server.endpoint.episodes = {"key": AgentEpisode(np.uint64(5), params, "policy", 64, 8, tokenizer, 128)}
+        server.endpoint.episodes = {"key": AgentEpisode(np.uint64(5), params, "policy", 64, 8, tokenizer, 128, 0)}
         asked: Any = {"model": "policy", "prompt": "hello", "max_tokens": 1}
         wishes = {"response_format": {"type": "json_object"}, "stop_sequences": ["x"]}
         assert client_of(server, "key").completions.create(**asked, extra_body=wishes).choices
@@ -282,7 +283,10 @@ class Scripted:
         for each in work:
             for token in self.tokens:
                 each.on_tokens([token])
-            each.on_end(self.result or Completion(self.tokens, [0.0] * len(self.tokens), "eos"))
+            each.tokens = self.tokens
+            each.logprobs = [0.0] * len(self.tokens)
+            each.finish_reason = "eos"
+            each.on_end(self.result)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -351,7 +355,8 @@ def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> No
     for token in tokenizer("abcdefg", add_special_tokens=False)["input_ids"]:  # pyright: ignore
         shown += choice.add([token])  # pyright: ignore
         assert expected.startswith(shown)
-    assert shown + choice.add([], ended=True) == expected
+    choice.ended = True
+    assert shown + choice.add([]) == expected
 
 
 def test_an_answer_that_fails_is_an_error_and_not_silence() -> None:

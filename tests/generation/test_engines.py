@@ -52,8 +52,8 @@ def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModel
     stir(engine)
     engine.eos = set(range(1, 12))
     completions = [c for group in sample(engine, 4) for c in group]
-    assert len({len(c.tokens) for c in completions}) > 2
-    trained = scored(engine, [prompt for prompt in PROMPTS for _ in range(4)], [c.tokens for c in completions])
+    assert len({len(c.response) for c in completions}) > 2
+    trained = scored(engine, [prompt for prompt in PROMPTS for _ in range(4)], [c.response for c in completions])
     for completion, row in zip(completions, trained, strict=True):
         assert completion.logprobs == pytest.approx(row, abs=1e-4)
 
@@ -66,7 +66,7 @@ def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind:
     for prompt, (completion,) in zip(PROMPTS, sample(engine, 1, greedy=True), strict=True):
         ids = torch.tensor([prompt])
         out = engine.policy.causal.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-        assert completion.tokens == out[0, len(prompt) :].tolist()
+        assert completion.response == out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("look_every", [1, 16])
@@ -82,8 +82,8 @@ def test_no_row_is_decoded_beyond_learned_positions(tiny: TinyModels, look_every
     alone = [engine.sample([one], 1, seed=0, step=0)[0][0] for one in asked]
     engine.look_every = look_every
     together = [group[0] for group in engine.sample(asked, 1, seed=0, step=0)]
-    assert [len(one.tokens) for one in together] == limits
-    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert [len(one.response) for one in together] == limits
+    assert [one.response for one in together] == [one.response for one in alone]
 
 
 @pytest.mark.parametrize("name", ["fused", "hf"])
@@ -124,7 +124,7 @@ def test_a_sample_of_the_library_does_not_depend_on_its_batch(tiny: TinyModels, 
     monkeypatch.setattr(LibraryScheduler, "_forward", noted)
     monkeypatch.setattr(engines, "COMPACT_BELOW", 1.0)
     assert_same(sample(engine, 4), together)
-    assert seen[1:] == [n for t in range(1, 16) if (n := sum(len(c.tokens) > t for g in together for c in g))]
+    assert seen[1:] == [n for t in range(1, 16) if (n := sum(len(c.response) > t for g in together for c in g))]
     engine.max_rows, engine.look_every = 3, 4
     assert_same(sample(engine, 4), together)
 

@@ -19,10 +19,10 @@ from tests.faults.lookup_runs import lookup
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, stir
 from tests.tiny_models import TinyModels
 from tinyrl.environments import Reply
-from tinyrl.environments.environment import Episode
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
-from tinyrl.generation.engine import Completion, FinishReason, Request, sample_keys, uniforms
+from tinyrl.generation.engine import Request, Sequence, sample_keys, uniforms
+from tinyrl.generation.sample import FinishReason, Sample
 from tinyrl.generation.turns import play
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
@@ -53,7 +53,7 @@ class Scripted:
 
     def restart(self) -> None:
         self.restarts += 1
-        self.responses = defaultdict[int, Completion](lambda: Completion([], [], "length", []))
+        self.samples = defaultdict[int, Sample](lambda: Sample.opened([], row=0))
         self.random = random.Random(0)
         self.turns, self.reasons = defaultdict[int, list[list[int]]](list), defaultdict[int, list[FinishReason]](list)
         self.ready: list[tuple[int, list[int] | None]] = []
@@ -62,10 +62,11 @@ class Scripted:
         turns = self.turns[sample]
         return min(self.limits[(sample + len(turns)) % len(self.limits)], BUDGET - sum(map(len, turns)))
 
-    def ended(self, sample: int, turn: Completion) -> None:
+    def ended(self, sample: int, turn: Sequence) -> None:
         turns = self.turns[sample]
         turns.append(turn.tokens)
-        self.responses[sample].add(turn.tokens, turn.logprobs)
+        self.samples[sample].chose(turn.tokens, turn.logprobs)
+        assert turn.finish_reason is not None
         self.reasons[sample].append(turn.finish_reason)
         over = len(turns) == TURNS or sum(map(len, turns)) == BUDGET
         self.ready.append((sample, None if over else self.respond(sample, [*turns])))
@@ -77,11 +78,11 @@ class Scripted:
         self.random.shuffle(come if self.late else [])
         came, self.ready = [self.ready[i] for i in come], [r for i, r in enumerate(self.ready) if i not in come]
         for sample, tokens in came:
-            self.responses[sample].add(tokens or [])
+            self.samples[sample].read(tokens or [])
         return came
 
-    def completions(self, group: int) -> list[list[Completion]]:
-        flat = [replace(self.responses[i], finish_reason=self.reasons[i][-1]) for i in range(len(self.responses))]
+    def completions(self, group: int) -> list[list[Sample]]:
+        flat = [replace(self.samples[i], finish=self.reasons[i][-1]) for i in range(len(self.samples))]
         return [flat[i : i + group] for i in range(0, len(flat), group)]
 
 
@@ -91,14 +92,14 @@ def make(folder: Any, name: str = "fused", **options: Any) -> Any:
     return engine
 
 
-def played(engine: Any, script: Scripted, **options: Any) -> list[list[Completion]]:
+def played(engine: Any, script: Scripted, **options: Any) -> list[list[Sample]]:
     engine.play(requests(), 4, **{"episodes": script, "seed": 0, "step": 0, **options})
     return script.completions(4)
 
 
-def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
+def assert_same_episodes(ours: list[list[Sample]], theirs: list[list[Sample]]) -> None:
     assert_same(ours, theirs)
-    assert [[c.action_mask for c in group] for group in ours] == [[c.action_mask for c in group] for group in theirs]
+    assert [[c.mask for c in group] for group in ours] == [[c.mask for c in group] for group in theirs]
 
 
 @pytest.mark.parametrize(("kind", "max_rows", "look_every", "late"), [("qwen2", 3, 4, True), ("qwen3", None, 1, False)])
@@ -149,7 +150,7 @@ def test_only_replies_are_prefilled_and_only_once(
     episodes = [c for group in played(make(tiny("llama")), script) for c in group]
     assert [lengths for name, lengths in prefills if name == "prefill"] == [[len(p) for p in PROMPTS]]
     extended = [lengths for name, lengths in prefills if name == "extend"]
-    observed = sum(c.action_mask.count(False) for c in episodes if c.action_mask)
+    observed = sum(c.mask.count(False) for c in episodes)
     resumed = sum(len(turns) - 1 for turns in script.turns.values())
     assert sum(map(sum, extended)) == observed + resumed  # and the last token of the turn before
     assert all(len(rows) * max(rows) <= 24 or len(rows) == 1 for rows in extended)
@@ -189,9 +190,7 @@ def parts() -> Collector:
     return parts
 
 
-def episodes_of(
-    parts: Any, *, num_prompts: int | None = None, step: int = STEP
-) -> tuple[list[Completion], list[Episode]]:
+def episodes_of(parts: Any, *, num_prompts: int | None = None, step: int = STEP) -> list[Sample]:
     prompts = parts.train_prompts[:num_prompts]
     asked = [Request(p.tokens, prompt_row=p.index) for p in prompts]
     return play(prompts, asked, GROUP, engine=parts.engine, runner=parts.runner, seed=SEED, step=step)
@@ -208,7 +207,7 @@ def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(environment, "_respond", late)
     for num_prompts in (1, 2):  # few rows, where each one more is another rounding
-        first, *others = [episodes_of(parts, num_prompts=num_prompts)[0] for _ in range(4)]
+        first, *others = [episodes_of(parts, num_prompts=num_prompts) for _ in range(4)]
         assert all([c.logprobs for c in other] == [c.logprobs for c in first] for other in others)
 
 
@@ -216,22 +215,21 @@ def test_an_episode_is_drawn_and_scored_as_one_sequence(parts: Any):
     """One forward pass of the library over each whole row gives the log-probabilities, and with the random numbers of
     the row's places the tokens.
     """
-    completions, episodes = episodes_of(parts)
-    for row, completion in enumerate(completions):
+    samples = episodes_of(parts)
+    for row, completion in enumerate(samples):
         prompt = parts.train_prompts[row // GROUP]
         with torch.inference_mode(), parts.policy.acting("policy") as model:
-            logits = model(input_ids=torch.tensor([prompt.tokens + completion.tokens])).logits[0]
+            logits = model(input_ids=torch.tensor([prompt.tokens + completion.response])).logits[0]
         logits = logits[len(prompt.tokens) - 1 : -1].float().log_softmax(-1)
         key = sample_keys(SEED, STEP, prompts=np.array([prompt.index]), samples=np.array([row % GROUP]))
-        [u] = uniforms(key, num_tokens=len(completion.tokens))
-        assert completion.action_mask is not None
-        for t, chosen in enumerate(completion.action_mask):
+        [u] = uniforms(key, num_tokens=len(completion.response))
+        for t, chosen in enumerate(completion.mask):
             if not chosen:
                 assert completion.logprobs[t] == 0.0
                 continue
-            assert completion.logprobs[t] == pytest.approx(float(logits[t, completion.tokens[t]]), abs=1e-5)
-            assert int((logits[t].double().exp().cumsum(0) <= u[t]).sum()) == completion.tokens[t]
-    assert max(len(episode.turn_ends) for episode in episodes) == 3
+            assert completion.logprobs[t] == pytest.approx(float(logits[t, completion.response[t]]), abs=1e-5)
+            assert int((logits[t].double().exp().cumsum(0) <= u[t]).sum()) == completion.response[t]
+    assert max(len(sample.played.turn_ends) for sample in samples if sample.played) == 3
 
 
 def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.MonkeyPatch):

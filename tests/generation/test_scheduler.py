@@ -14,7 +14,8 @@ import torch
 from tests.generation.recording import Recording, pretend_cuda
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, stir
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import Completion, Request, SamplingParams, Sequence, sample_keys
+from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys
+from tinyrl.generation.sample import Sample
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, StepGraphs
 from tinyrl.generation.scoring import score
 
@@ -35,13 +36,13 @@ class Client(Sequence):
         self.number, self.pieces, self.results = row, list[int](), queue.Queue[Any]()
         self.on_tokens, self.on_end = self.pieces.extend, self.results.put
 
-    def answer(self) -> Completion:
-        if isinstance(result := self.results.get(timeout=60), Exception):
-            raise result
-        return result
+    def answer(self) -> Sample:
+        if (error := self.results.get(timeout=60)) is not None:
+            raise error
+        return self.sample(self.number)
 
 
-def alone(live: LiveScheduler, client: Client) -> Completion:
+def alone(live: LiveScheduler, client: Client) -> Sample:
     """What the engine itself gives for the request."""
     params, engine = client.params, live.engine
     own = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
@@ -67,7 +68,7 @@ def test_many_at_once_get_what_each_would_get_alone(
         threading.Thread(target=live.submit, args=([client],)).start()
     answers = [client.answer() for client in clients]
     assert_same([answers], [[alone(live, client) for client in clients]])
-    assert [client.pieces for client in clients] == [answer.tokens for answer in answers]
+    assert [client.pieces for client in clients] == [answer.response for answer in answers]
     assert engine == "hf" or max(together) > 1
     live.close()
 
@@ -79,7 +80,7 @@ def test_a_round_that_fails_ends_and_the_next_begins(tiny: TinyModels):
     live.submit([bad])
     assert isinstance(bad.results.get(timeout=60), IndexError)
     live.submit([good])
-    assert good.answer().tokens == alone(live, good).tokens
+    assert good.answer().response == alone(live, good).response
     live.close()
 
 
@@ -99,7 +100,7 @@ def test_one_that_fails_fails_alone(tiny: TinyModels):
     assert isinstance(bad.results.get(timeout=60), IndexError)
     answers = [client.answer() for client in good]
     assert_same([answers], [[alone(live, client) for client in good]])
-    assert [client.pieces for client in good] == [answer.tokens for answer in answers]
+    assert [client.pieces for client in good] == [answer.response for answer in answers]
     live.close()
 
 
@@ -148,9 +149,9 @@ def answer_to(live: LiveScheduler, prompt: list[int], row: int = 0, *, limit: in
     client = Client(prompt, row=row, limit=limit)
     live.submit([client])
     answer = client.answer()
-    scored, _ = score(live.engine.policy, prompt + answer.tokens, role="policy", temperature=1.0)
+    scored, _ = score(live.engine.policy, prompt + answer.response, role="policy", temperature=1.0)
     assert scored[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-5)
-    return answer.tokens
+    return answer.response
 
 
 def test_a_conversation_is_prefilled_from_where_it_was(tiny: TinyModels, prefills: list[tuple[str, list[int]]]):

@@ -54,7 +54,7 @@ def test_completions_are_those_of_the_hf_engine(served: StandIn, options: dict[s
     ours, plain = engines(served, **options)
     drawn = sample(ours, 4, **how)
     assert_same(drawn, sample(plain, 4, **how))
-    assert ("stop" in options) == ("stop" in {c.finish_reason for group in drawn for c in group})
+    assert ("stop" in options) == ("stop" in {c.finish for group in drawn for c in group})
     assert ours.first_gap is not None
     assert ours.first_gap < 1e-6
     later = [Request([20, 21, 22], 3, first_sample=5, max_new_tokens=4), Request([30], 1)]

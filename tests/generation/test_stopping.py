@@ -41,9 +41,9 @@ def test_a_sequence_ends_at_the_first_of_its_ends(
         part = tokens[at : at + look_every]
         if not sequence.over:
             sequence.append(part, [-float(at)] * len(part), eos={EOS}, tokenizer=tokenizer)
-    completion = sequence.completion
-    assert (tokenizer.decode(completion.tokens), completion.finish_reason) == (kept, reason)
-    assert completion.tokens == listened == tokens[: len(completion.logprobs)]
+    sample = sequence.sample(row=0)
+    assert (tokenizer.decode(sample.response), sample.finish) == (kept, reason)
+    assert sample.response == listened == tokens[: len(sample.logprobs)]
 
 
 def test_each_of_several_eos_tokens_ends(tiny: TinyModels, tmp_path: Path):
@@ -53,5 +53,5 @@ def test_each_of_several_eos_tokens_ends(tiny: TinyModels, tmp_path: Path):
     engine = make_engine(folder, "fused", max_new_tokens=150)
     assert engine.eos == {0, 100, 120}  # 9999 is outside the vocabulary
     completions = [c for group in sample(engine, 8) for c in group]
-    assert {c.tokens[-1] for c in completions if c.finish_reason == "eos"} == engine.eos
-    assert not any(set(c.tokens[:-1]) & engine.eos for c in completions)
+    assert {c.response[-1] for c in completions if c.finish == "eos"} == engine.eos
+    assert not any(set(c.response[:-1]) & engine.eos for c in completions)

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.generation.sampling import assert_same, make_engine, requests, sample, stir
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import FusedEngine
+from tinyrl.generation.sample import Sample
 from tinyrl.generation.scheduler import Scheduler
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 
@@ -39,11 +40,11 @@ def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: 
 
 
 @torch.no_grad()
-def full_forward(engine: Any, asked: list[Request], groups: list[list[Completion]]) -> list[list[Tensor]]:
+def full_forward(engine: Any, asked: list[Request], groups: list[list[Sample]]) -> list[list[Tensor]]:
     """Log-probabilities of each completion by a forward pass of the library over prompt and completion."""
     with engine.policy.acting("policy") as model:
         return [
-            [logprobs_of(model, request.prompt_tokens, c.tokens, engine.policy.device) for c in group]
+            [logprobs_of(model, request.prompt_tokens, c.response, engine.policy.device) for c in group]
             for request, group in zip(asked, groups, strict=True)
         ]
 
@@ -70,7 +71,7 @@ def test_every_bucket_says_what_a_full_forward_pass_says(
     with in_float32(engine.policy.causal):
         exact = torch.cat([said for rows in full_forward(engine, requests(), groups) for said in rows])
     ours = torch.cat([torch.tensor(c.logprobs) for group in groups for c in group])
-    assert {c.finish_reason for group in groups for c in group} == {"eos", "length"}
+    assert {c.finish for group in groups for c in group} == {"eos", "length"}
     if dtype == "float32":
         assert float((ours - library).abs().max()) < MOST_IN_FLOAT32
     assert as_exact(float((ours - exact).abs().mean()), float((library - exact).abs().mean()))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tests import running
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import FusedEngine, HfEngine, select_engine
+from tinyrl.generation.sample import Sample
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
@@ -47,25 +48,25 @@ def engine(parts: Collector, name: str) -> Any:
     return ENGINES[name](parts.policy, parts.policy.tokenizer, SETTINGS, **options)
 
 
-def greedy(parts: Collector, name: str) -> list[Completion]:
+def greedy(parts: Collector, name: str) -> list[Sample]:
     asked = [Request(prompt.tokens, prompt_row=i) for i, prompt in enumerate(parts.train_prompts[:3])]
     return [group[0] for group in engine(parts, name).sample(asked, 1, seed=0, step=0, greedy=True)]
 
 
 @torch.no_grad()
-def in_float32(parts: Collector, said: list[Completion]) -> list[Tensor]:
+def in_float32(parts: Collector, said: list[Sample]) -> list[Tensor]:
     """Log-probabilities of completions by the library, in float32."""
     out = []
     with parts.policy.acting("policy") as model:
         model = deepcopy(model).float()
         for prompt, one in zip(parts.train_prompts, said, strict=False):
-            ids = torch.tensor([prompt.tokens + one.tokens])
+            ids = torch.tensor([prompt.tokens + one.response])
             logits = model(input_ids=ids).logits[0, len(prompt.tokens) - 1 : -1]
             out.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt.tokens) :, None]).squeeze(1))
     return out
 
 
-def gaps(parts: Collector, said: list[Completion]) -> Tensor:
+def gaps(parts: Collector, said: list[Sample]) -> Tensor:
     """Distance of each token from a float32 pass, in nats."""
     exact = torch.cat(in_float32(parts, said))
     return (torch.tensor([p for one in said for p in one.logprobs]) - exact).abs()
@@ -78,7 +79,7 @@ def test_every_engine_says_what_the_library_says(parts: Collector):
     said = {name: greedy(parts, name) for name in ENGINES}
     library = gaps(parts, said["hf"]).mean()
     if parts.policy.causal.dtype == torch.float32:
-        assert all([c.tokens for c in one] == [c.tokens for c in said["hf"]] for one in said.values())
+        assert all([c.response for c in one] == [c.response for c in said["hf"]] for one in said.values())
         assert all(gaps(parts, one).max() < 1e-4 for one in said.values())
     else:
         assert gaps(parts, said["fused"]).mean() < WORST * library + 0.01

@@ -50,9 +50,9 @@ def test_answers_are_the_engines_with_the_runs_reward(session: ChatSession) -> N
     plain = HfEngine(session.policy, session.policy.tokenizer, session.engine.settings)
     request, seed = Request(answer.prompt.tokens, prompt_row=0), session.target.config.run.seed
     [[again]] = plain.sample([request], 1, role="policy", seed=seed, step=CHAT_STEP)
-    assert again.tokens == answer.completion.tokens
+    assert again.response == answer.sample.response
     assert session.rewards() == ({"reward": len(set(text)), "variety": len(set(text))}, None)
-    assert say(session, ASKED)[1].completion.tokens != again.tokens  # the next turn draws its own numbers
+    assert say(session, ASKED)[1].sample.response != again.response  # the next turn draws its own numbers
     _, answer = say(session, 3)  # a held-out row by its number
     assert (answer.prompt.row["prompt"], answer.prompt.index) == (answer.prompt.text, 3)
     for number in (-1, 10**6):

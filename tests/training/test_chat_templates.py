@@ -105,7 +105,7 @@ def test_a_policy_that_learnt_from_chat_stops(base: Path, rows: Path, tmp_path: 
     assert lines[1]["completion/truncated"] == 0.0
     assert {line["eval/truncated"] for line in lines} == {0.0}
     with ChatSession(policy_at(str(run.path), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
-        assert speaker.say("a", lambda who, text: None).completion.tokens[-1] == end_of(base)
+        assert speaker.say("a", lambda who, text: None).sample.response[-1] == end_of(base)
     exported = AutoModelForCausalLM.from_pretrained(export(str(run.path), merge=True).folder)
     ends = {AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(t) for t in (EOS, TURN_END)}
     assert {*exported.generation_config.eos_token_id} == ends

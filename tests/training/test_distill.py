@@ -18,11 +18,10 @@ from tests.training.rows import loaded, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
-from tinyrl.generation.engine import Completion
+from tinyrl.generation.sample import Sample, fill, loss_mask, padded
 from tinyrl.models import build
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
-from tinyrl.rollout.sample import Sample, fill, loss_mask, padded
 from tinyrl.training.launch import read_sources
 from tinyrl.training.policy_loss import Counts
 
@@ -117,8 +116,12 @@ def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> list[Sampl
     scores = fields.get("scores", rewards)
     samples = []
     for one, reward, score in zip(right, rewards, scores, strict=True):
-        completion = Completion(answer if one else answer[::-1], [0.0] * len(answer), "eos")
-        samples.append(Sample.of(prompt.tokens, completion, row=prompt.index, reward=reward, scores=[score]))
+        sample = Sample.opened(prompt.tokens, row=prompt.index)
+        sample.chose(answer if one else answer[::-1], [0.0] * len(answer))
+        sample.finish = "eos"
+        sample.reward = reward
+        sample.scores = [score]
+        samples.append(sample)
     trainer.teacher.score(samples)
     return samples
 

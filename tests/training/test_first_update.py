@@ -15,8 +15,8 @@ from tests import running
 from tests.models.building import stir
 from tests.tiny_models import TinyModels, sharp_model
 from tests.training.rows import loaded, trained, write_rows
+from tinyrl.generation.sample import fill, padded
 from tinyrl.models.micro_batches import SequenceLengths
-from tinyrl.rollout.sample import fill, padded
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import Ppo

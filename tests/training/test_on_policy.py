@@ -21,7 +21,7 @@ from tests import running
 from tests.training.rows import trained
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.generation.engines import FusedEngine
-from tinyrl.rollout.sample import Sample, kl_per_response
+from tinyrl.generation.sample import Sample, kl_per_response
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.grpo import Grpo, group_relative, without_spread

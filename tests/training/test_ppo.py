@@ -16,6 +16,7 @@ from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
+from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.policy import Policy
@@ -23,7 +24,6 @@ from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.states import last_states
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.rollout.sample import Sample
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir

@@ -13,9 +13,7 @@ from tests import running
 from tests.training.rows import trained
 from tests.training.test_on_policy import samples_of
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Completion
-from tinyrl.rollout.records import pieces, shown_samples, token_lines
-from tinyrl.rollout.sample import (
+from tinyrl.generation.sample import (
     Sample,
     environment_metrics,
     fill,
@@ -24,6 +22,7 @@ from tinyrl.rollout.sample import (
     loss_mask,
     token_rewards_of,
 )
+from tinyrl.rollout.records import pieces, shown_samples, token_lines
 from tinyrl.training.policy_loss import Counts
 
 # By hand: two episodes, [chose 2, read 3, chose 1] that ended and [chose 4] that was cut off
@@ -33,11 +32,14 @@ MASK = [[True, True, False, False, False, True], [True, True, True, True, False,
 
 def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     """Rewards of turns are on their last tokens, and the rest on the last."""
-    first = Completion([5, 6, 7, 8, 9, 5], [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0], "stop", MASK[0])
-    second = Completion([5, 6, 7, 8], [-1.0] * 4, "length", [True] * 4)
     turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25], cut=1), Episode(turn_ends=[3], turn_rewards=[None])]
-    two = [Sample.of([4], first, row=0, reward=1.75, played=turns[0])]
-    two.append(Sample.of([4], second, row=0, episode=1, reward=3.0, played=turns[1]))
+    first = Sample([4], [5, 6, 7, 8, 9, 5], MASK[0], [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0], row=0, finish="stop")
+    second = Sample([4], [5, 6, 7, 8], [True] * 4, [-1.0] * 4, row=0, episode=1, finish="length")
+    first.reward = 1.75
+    first.played = turns[0]
+    second.reward = 3.0
+    second.played = turns[1]
+    two = [first, second]
     fill(two, "ref", torch.full((2, 6), -1.5))
     assert loss_mask(two).tolist() == MASK
     counts = Counts.of(two)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tinyrl.evaluation.statistics import grouped, interval, share_interval, verdict_metrics
+from tinyrl.generation.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.records import completion_text, sample_lines
-from tinyrl.rollout.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
 
 if TYPE_CHECKING:
     from tinyrl.generation.engine import SampledRole

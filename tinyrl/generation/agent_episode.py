@@ -27,13 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, messages_of
 from tinyrl.generation.dialect import Refused
-from tinyrl.generation.engine import (
-    Completion,
-    SampledRole,
-    SamplingParams,
-    Sequence,
-    advanced,
-)
+from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
+from tinyrl.generation.sample import Sample
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
 
@@ -51,22 +46,26 @@ class Given:
 
 @dataclass(eq=False)
 class Conversation:
-    """A row: a prompt, and the tokens sampled and prefilled behind it. known: all up to the last answer as the agent
-    has it (None: it cannot be continued); pending: the call under way.
+    """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
+    the agent has it (None: it cannot be continued); pending: the call under way.
     """
 
-    prompt: list[int]
-    row: Completion = field(default_factory=lambda: Completion([], [], "length", []))
-    last: Completion | None = None
+    sample: Sample
+    last: Sequence | None = None
     known: Given | None = None
     pending: Call | None = None
 
-    def add(self, read: list[int], completion: Completion, *, known: Given | None) -> None:
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.sample.prompt, *self.sample.response]
+
+    def add(self, read: list[int], answer: Sequence, *, known: Given | None) -> None:
         """Append tokens that were read and the answer to them."""
-        self.row.add(read)
-        self.row.add(completion.tokens, completion.logprobs)
-        self.row.finish_reason = completion.finish_reason
-        self.last = completion
+        assert answer.finish_reason is not None
+        self.sample.read(read)
+        self.sample.chose(answer.tokens, answer.logprobs)
+        self.sample.finish = answer.finish_reason
+        self.last = answer
         self.known = known
 
 
@@ -85,8 +84,8 @@ class Call:
     read: list[int]
     number: tuple[str, int]
 
-    def answered(self, completion: Completion, message: Message) -> None:
-        """Record an answer that is being sent, as this message or text, which is what will come back."""
+    def answered(self, message: Message) -> None:
+        """Record that the answer is sent, as this message or text, which is what will come back."""
         given = self.given
         known = None
         if given.text is not None:
@@ -98,8 +97,8 @@ class Call:
             if self.episode.over:
                 return
             self.conversation.pending = None
-            self.conversation.add(self.read, completion, known=known)
-            self.episode.left -= len(completion.tokens)
+            self.conversation.add(self.read, self.sequence, known=known)
+            self.episode.left -= len(self.sequence.tokens)
             self.episode.calls += 1
 
     def give_up(self) -> None:
@@ -119,7 +118,8 @@ class Call:
 class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
     not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
-    begun; numbers: of the calls answered and under way, by prompt; over: its agent has ended.
+    begun; row: of its prompt in the data; numbers: of the calls answered and under way, by prompt; over: its agent has
+    ended.
     """
 
     key: np.uint64
@@ -129,6 +129,7 @@ class AgentEpisode:
     calls_left: int
     tokenizer: PreTrainedTokenizerBase
     positions: int
+    row: int
     calls: int = 0
     over: bool = False
     conversations: list[Conversation] = field(default_factory=list)
@@ -143,7 +144,7 @@ class AgentEpisode:
             if not self.calls_left:
                 raise Refused(400, "the episode has no calls left (environment.max_turns)")
             conversation, read = self._continued(prompt, given)
-            context = prompt if conversation is None else [*conversation.prompt, *conversation.row.tokens, *read]
+            context = prompt if conversation is None else [*conversation.tokens, *read]
             most = min(limit or self.left, self.left, self.positions - len(context))
             if most < 1:
                 room = f"{len(context)} of the model's {self.positions} positions are taken"
@@ -151,7 +152,7 @@ class AgentEpisode:
                     400, f"no tokens left: {self.left} of the episode (generation.max_new_tokens), and {room}"
                 )
             if conversation is None:
-                conversation = Conversation(context)
+                conversation = Conversation(Sample.opened(context, row=self.row))
                 self.conversations.append(conversation)
             # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
             # sent before, so that it does not depend on which of several calls comes first.
@@ -173,9 +174,9 @@ class AgentEpisode:
                 if conversation.pending is not None:
                     conversation.pending.sequence.cancelled = True
 
-    def rows(self) -> list[tuple[list[int], Completion]]:
-        """Return (prompt, completion) of the conversations with an answer, in the order in which they began."""
-        return [(c.prompt, c.row) for c in self.conversations if c.last is not None]
+    def samples(self) -> list[Sample]:
+        """Return the conversations with an answer, in the order in which they began."""
+        return [each.sample for each in self.conversations if each.last is not None]
 
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
@@ -189,13 +190,13 @@ class AgentEpisode:
             elif given.text is not None:
                 if known is not None and known.text is not None and given.text.startswith(known.text):
                     added = tokens_behind(self.tokenizer, known.text, given.text[len(known.text) :])
-            elif prompt[: len(tokens := [*conversation.prompt, *conversation.row.tokens])] == tokens:
+            elif prompt[: len(tokens := conversation.tokens)] == tokens:
                 added = prompt[len(tokens) :]
             if added is not None:
                 return conversation, added
         return None, []
 
-    def _added(self, last: Completion, known: Given, given: Given) -> list[int] | None:
+    def _added(self, last: Sequence, known: Given, given: Given) -> list[int] | None:
         """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
         variables of the template differ, or if the template writes earlier turns otherwise once more follow (it may
         leave out their thinking).

@@ -15,7 +15,8 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agent_episode import AgentEpisode
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, SamplingParams, row_keys
+from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, SamplingParams, row_keys
+from tinyrl.generation.sample import Sample
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -54,9 +55,10 @@ class AgentRunner:
         *,
         engine: SamplingEngine,
         options: SampleOptions,
-    ) -> tuple[list[list[tuple[list[int], Completion]]], list[Episode]]:
-        """Play `group_size` episodes for each request, in order; return the conversations of each (prompt, completion),
-        and the episodes. An episode that failed, or asked nothing, has one token that is not chosen.
+    ) -> list[Sample]:
+        """Play `group_size` episodes for each request, in order; return the first conversation of each, with the
+        episode's record (`played`) and its other conversations (`further`). An episode that failed, or asked nothing,
+        has one token that is not chosen.
         """
         if self._listening is None:
             self._listening = self._listen(engine)
@@ -77,18 +79,20 @@ class AgentRunner:
                 episode.end()
             endpoint.episodes = {}
             endpoint.scheduler.release()
-        conversations = list[list[tuple[list[int], Completion]]]()
-        records = list[Episode]()
+        samples = list[Sample]()
         failures = {failure.row: failure.reason for failure in played.failures}
         for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True)):
-            rows = episode.rows()
-            failure = failures.get(place) or (None if rows else f"`{self.environment.name}` asked the policy nothing")
+            conversations = episode.samples()
+            nothing = None if conversations else f"`{self.environment.name}` asked the policy nothing"
+            failure = failures.get(place) or nothing
             if failure is not None:
-                rows = [(prompt.tokens, Completion([0], [0.0], "length", [False]))]
-            conversations.append(rows)
-            _, first = rows[0]
-            records.append(record_of(first, text=text or "", calls=max(1, episode.calls), failure=failure))
-        return conversations, records
+                conversations = [Sample.opened(prompt.tokens, row=episode.row)]
+                conversations[0].read([0])
+            first, *further = conversations
+            first.played = record_of(first, text=text or "", calls=max(1, episode.calls), failure=failure)
+            first.further = further
+            samples.append(first)
+        return samples
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
@@ -118,6 +122,8 @@ class AgentRunner:
             top_k=settings.top_k,
             greedy=greedy,
         )
+        rows = [request.prompt_row for request in requests for _ in range(group_size)]
+        keys = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
         return [
             AgentEpisode(
                 key=key,
@@ -127,8 +133,9 @@ class AgentRunner:
                 calls_left=self.config.environment.max_turns,
                 tokenizer=tokenizer,
                 positions=self.positions,
+                row=row,
             )
-            for key in row_keys(requests, group_size, seed=options["seed"], step=options["step"])
+            for key, row in zip(keys, rows, strict=True)
         ]
 
     def close(self) -> None:
@@ -138,17 +145,16 @@ class AgentRunner:
             self._listening.endpoint.scheduler.close()
 
 
-def record_of(first: Completion, *, text: str, calls: int, failure: str | None) -> Episode:
+def record_of(first: Sample, *, text: str, calls: int, failure: str | None) -> Episode:
     """Make the record of an episode that has ended, by its first conversation; text: what the agent returned."""
-    mask = first.action_mask or []
-    ends = [place for place, chosen in enumerate(mask) if chosen][-1:] or [0]
+    ends = [place for place, chosen in enumerate(first.mask) if chosen][-1:] or [0]
     return Episode(
         transcript=[{"role": "assistant", "content": text}],
         turn_ends=ends * calls,
         turn_rewards=[None] * calls,
-        num_tokens=len(first.tokens),
-        num_actions=sum(mask),
-        finish_reason=first.finish_reason,
+        num_tokens=len(first.response),
+        num_actions=first.num_actions,
+        finish_reason=first.finish,
         over=True,
         failure=failure,
     )

@@ -68,7 +68,7 @@ class AnswerWriter:
                     logprobs = self._sampled(choice) if answer.lists_logprobs else None
                     for event in dialect.piece(choice.index, piece, logprobs):
                         yield dialect.line(event)
-                if choice.completion is not None:
+                if choice.ended:
                     ended = await self._end(answer, choice)
                     answer.record(choice, ended)
                     for event in self._last_events(answer, choice, ended):
@@ -97,17 +97,16 @@ class AnswerWriter:
 
     async def _end(self, answer: LiveAnswer, choice: Choice) -> Ended:
         """Return what an answer that has ended says. A call that cannot be parsed stays text."""
-        completion = choice.completion
-        assert completion is not None
+        sequence = choice.sequence
         logprobs = await self._logprobs(answer, choice) if answer.lists_logprobs else None
         content = choice.text
         if answer.echoes:
-            content = str(self.tokenizer.decode(choice.sequence.prompt)) + content
+            content = str(self.tokenizer.decode(sequence.prompt)) + content
         fields = JSON()
         if answer.body.return_token_ids:
-            fields = {"prompt_token_ids": choice.sequence.prompt, "token_ids": completion.tokens}
+            fields = {"prompt_token_ids": sequence.prompt, "token_ids": sequence.tokens}
         if answer.reads_calls and self.form is not None:
-            before, calls = self.form.read(content, completion.tokens, tools=answer.body.tools, opened=answer.text)
+            before, calls = self.form.read(content, sequence.tokens, tools=answer.body.tools, opened=answer.text)
             if calls and not any(call.problem for call in calls):
                 return Ended(
                     content=before.rstrip() or None,
@@ -119,7 +118,7 @@ class AnswerWriter:
         return Ended(
             content=content,
             calls=[],
-            reason="length" if completion.finish_reason == "length" else "stop",
+            reason="length" if sequence.finish_reason == "length" else "stop",
             stop=choice.stopped_by,
             logprobs=logprobs,
             fields=fields,
@@ -131,22 +130,22 @@ class AnswerWriter:
         """
         if not answer.likeliest and not answer.echoes:
             return self._sampled(choice)
-        assert choice.completion is not None
-        prompt = choice.sequence.prompt
-        tokens = [*prompt, *choice.completion.tokens]
+        sequence = choice.sequence
+        prompt = sequence.prompt
+        tokens = [*prompt, *sequence.tokens]
         job = partial(
             score,
             self.scheduler.engine.policy,
             tokens,
             role=self.models[answer.body.model],
-            temperature=choice.sequence.params.temperature,
+            temperature=sequence.params.temperature,
             likeliest=max(1, answer.likeliest),
         )
         try:
             before, tops = await run_sync(partial(self.scheduler.run, job), abandon_on_cancel=True)
         except Exception as error:  # noqa: BLE001 the client gets it
             raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
-        logprobs = [*before[: len(prompt)], *choice.completion.logprobs]
+        logprobs = [*before[: len(prompt)], *sequence.logprobs]
         start = 0 if answer.echoes else len(prompt)
         return [
             TokenLogprob(self._spelt(token), logprob, [(self._spelt(other), p) for other, p in top])

@@ -24,6 +24,7 @@ from transformers import GenerationConfig as ModelGeneration
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig, TaskConfig
+from tinyrl.generation.sample import FinishReason, Sample
 from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.policy import Policy
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from tinyrl.generation.turns import Episodes
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have ended: a GPU waits for each look
-FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
 SampledRole = Literal["policy", "reference", "base"]
 Result = TypeVar("Result")
 
@@ -64,28 +64,6 @@ class Request:
     max_new_tokens: int | None = None
 
 
-@dataclass
-class Completion:
-    """Sampled tokens (EOS and stop string included), the log-probability of each under softmax(logits / temperature)
-    before any top-k or top-p, and the finish reason.
-
-    action_mask: tokens that the policy sampled (None: all). Others, such as a tool's answer, were only prefilled; their
-    log-probabilities are 0. A completion of several parts begins empty, with a mask.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    action_mask: list[bool] | None = None
-
-    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        """Append a part; logprobs: None for tokens that the policy did not sample."""
-        assert self.action_mask is not None
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
-        self.action_mask += [logprobs is not None] * len(tokens)
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of a sequence are drawn. greedy: the likeliest, scored at this temperature all the same."""
@@ -98,12 +76,14 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence that a scheduler decodes: its prompt, how its tokens are drawn, and the tokens so far.
+    """A sequence that a scheduler decodes: its prompt, how its tokens are drawn, and the tokens so far (EOS and stop
+    string included) with the log-probability of each under softmax(logits / temperature) before any top-k or top-p.
 
     key: its t-th new token is drawn by the key's uniform t. after: what becomes of its row in the cache when it has
     ended: free; cached, until another sequence needs the room; or held, until it is continued or dropped. row: the row
     in the cache that it continues. on_tokens: called with new tokens as they come; on_end: called by the thread of
-    LiveScheduler. cancelled: nobody waits for it any more. sent: tokens that on_tokens had before it began again.
+    LiveScheduler, with the error that ended it, if any. cancelled: nobody waits for it any more. finish_reason: None
+    until it has ended. sent: tokens that on_tokens had before it began again.
     """
 
     prompt: list[int]
@@ -114,7 +94,7 @@ class Sequence:
     after: Literal["free", "cached", "held"] = "free"
     role: SampledRole = "policy"
     on_tokens: Callable[[list[int]], None] | None = None
-    on_end: Callable[[Completion | Exception], None] = lambda result: None
+    on_end: Callable[[Exception | None], None] = lambda error: None
     row: CachedRow | None = None
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -161,10 +141,11 @@ class Sequence:
     def over(self) -> bool:
         return self.finish_reason is not None or self.cancelled
 
-    @property
-    def completion(self) -> Completion:
+    def sample(self, row: int) -> Sample:
+        """Return what was sampled, once it has ended; row: of its prompt in the data."""
         assert self.finish_reason is not None
-        return Completion(self.tokens, self.logprobs, self.finish_reason)
+        chosen = [True] * len(self.tokens)
+        return Sample(self.prompt, self.tokens, chosen, self.logprobs, row=row, finish=self.finish_reason)
 
     @property
     def length(self) -> int:
@@ -267,13 +248,13 @@ class SamplingEngine:
 
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
+    ) -> list[list[Sample]]:
         """Sample that many completions for every request, in order, from the role's weights as they are now.
 
         Raises torch.OutOfMemoryError when a single row does not fit.
         """
 
-        def attempt(rows: int) -> list[list[Completion]]:
+        def attempt(rows: int) -> list[list[Sample]]:
             sequences = self.sequences(requests, samples_per_request, options)
             width = max(sequence.room for sequence in sequences)
             with self.scheduler(options.get("role", "policy"), rows=rows, width=width) as scheduler:
@@ -281,8 +262,12 @@ class SamplingEngine:
                 while scheduler.busy:
                     check_stop()
                     scheduler.step()
-            flat = [sequence.completion for sequence in sequences]
-            return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
+            groups = list[list[Sample]]()
+            for number, request in enumerate(requests):
+                first = number * samples_per_request
+                group = sequences[first : first + samples_per_request]
+                groups.append([sequence.sample(request.prompt_row) for sequence in group])
+            return groups
 
         self.start([request.prompt_tokens for request in requests])
         return self.in_fewer_rows(len(requests) * samples_per_request, attempt) if requests else []
@@ -318,14 +303,14 @@ class SamplingEngine:
                         waiting -= 1
                         first = firsts[sample]
                         before = turns[sample]
-                        read = episodes.responses[sample].tokens
+                        said = episodes.samples[sample].response
                         if answer is None:
                             scheduler.drop(before)
                             continue
                         self.on_reply(answer)
-                        [key] = advanced(np.array([first.key]), np.array([len(read)]))
+                        [key] = advanced(np.array([first.key]), np.array([len(said)]))
                         turn = Sequence(
-                            prompt=[*first.prompt, *read],
+                            prompt=[*first.prompt, *said],
                             params=first.params,
                             key=key,
                             limit=episodes.limit(sample),
@@ -340,7 +325,7 @@ class SamplingEngine:
                     scheduler.add(going)
                     for turn in scheduler.step():
                         waiting += 1
-                        episodes.ended(numbers.pop(turn), turn.completion)
+                        episodes.ended(numbers.pop(turn), turn)
 
         self.start([request.prompt_tokens for request in requests])
         if requests:

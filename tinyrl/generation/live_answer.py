@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinyrl.generation.agent_episode import Call, Given
 from tinyrl.generation.dialect import Dialect, Ended, Refused, Usage
-from tinyrl.generation.engine import Completion, Sequence
+from tinyrl.generation.engine import Sequence
 from tinyrl.generation.request_body import Body
 from tinyrl.text import IncrementalDetokenizer
 
@@ -27,7 +27,7 @@ class NewTokens:
     logprobs: list[float]
 
 
-Event = NewTokens | Completion | Exception
+Event = NewTokens | Exception | None  # None: the end
 
 
 @dataclass
@@ -35,7 +35,8 @@ class Choice:
     """One completion on its way: its text so far, how much of it is certain, and how it ended.
 
     stop: strings that are not shown; call: that of an agent's episode; logprobs: of its tokens so far, of which
-    `listed` were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it.
+    `listed` were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it; ended: its
+    last tokens have come.
     """
 
     index: int
@@ -50,20 +51,20 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     listed: int = 0
     held: list[tuple[str, int]] = field(default_factory=list)
-    completion: Completion | None = None
+    ended: bool = False
 
-    def add(self, tokens: list[int], *, ended: bool = False) -> str:
+    def add(self, tokens: list[int]) -> str:
         """Add tokens; return the text that is certain now: none that may become a stop string, or follow one."""
         self.tokens += tokens
         if self.stopped_by is None:
-            self.text += self.detokenizer.add(tokens, at_end=ended)
+            self.text += self.detokenizer.add(tokens, at_end=self.ended)
         places = {self.text.find(stop): stop for stop in self.stop if stop in self.text}
         if places:
             first = min(places)
             self.stopped_by = places[first]
             self.text = self.text[:first]
         certain = len(self.text)
-        if not ended and self.stopped_by is None:  # the longest beginning of a stop string that it ends with
+        if not self.ended and self.stopped_by is None:  # the longest beginning of a stop string that it ends with
             held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
             certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
         piece = self.text[self.shown : max(certain, self.shown)]
@@ -99,7 +100,7 @@ class LiveAnswer:
     @property
     def usage(self) -> Usage:
         prompts = {tuple(choice.sequence.prompt) for choice in self.choices}
-        written = sum(len(choice.completion.tokens) for choice in self.choices if choice.completion is not None)
+        written = sum(len(choice.sequence.tokens) for choice in self.choices if choice.ended)
         return Usage(prompt=sum(map(len, prompts)), completion=written)
 
     def put_tokens(self, choice: Choice, tokens: list[int]) -> None:
@@ -118,7 +119,7 @@ class LiveAnswer:
         self.events.put_nowait(None)
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, str]]:
-        """Yield the text of all choices as it comes; the last piece of a choice comes with its completion. Raises
+        """Yield the text of all choices as it comes; the last piece of a choice comes with its end. Raises
         Refused if one failed, and ClientDisconnect if the client is watched and has gone.
         """
         running = len(self.choices)
@@ -137,15 +138,14 @@ class LiveAnswer:
                 choice.logprobs += result.logprobs
                 yield choice, choice.add(result.tokens)
             else:
-                choice.completion = result
+                choice.ended = True
                 running -= 1
-                yield choice, choice.add([], ended=True)
+                yield choice, choice.add([])
 
     def record(self, choice: Choice, ended: Ended) -> None:
         """Record in an agent's episode that a completion is sent."""
         if choice.call is not None:
-            assert choice.completion is not None
-            choice.call.answered(choice.completion, ended.message if self.is_chat else {"content": choice.text})
+            choice.call.answered(ended.message if self.is_chat else {"content": choice.text})
 
     def give_up(self) -> None:
         """End what is still sampled, and the calls of an agent whose answers were not sent."""

@@ -533,7 +533,7 @@ class LiveScheduler:
                 for sequence in scheduler.step():
                     going.remove(sequence)
                     if sequence.finish_reason is not None:
-                        sequence.on_end(sequence.completion)
+                        sequence.on_end(None)
 
     def _next_that_fits(self, role: SampledRole, width: int) -> Sequence | None:
         """Take the first that waits from the queue if it can join; None while a job waits for the round to end."""

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation.engine import BatchScheduler, Completion, Request, SampledRole, SamplingEngine, Sequence
+from tinyrl.generation.engine import BatchScheduler, Request, SampledRole, SamplingEngine, Sequence
 from tinyrl.models.batch import examples
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
@@ -309,14 +309,14 @@ class ServerEngine(SamplingEngine):
         new = min(PROBED_TOKENS, self.settings.max_new_tokens)
         own = {"max_tokens": new, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
         probes = self.sequences([Request(p, row) for row, p in enumerate(prompts)], 1, {"seed": 0, "step": 0})
-        drawn = self.drawn([self.body(self.served[adapter], probe) | own for probe in probes])
+        self.draw(probes, [self.body(self.served[adapter], probe) | own for probe in probes])
         policy = self.policy
         scored = "reference" if role == "reference" else "policy"
         with torch.inference_mode(False), torch.no_grad(), policy.acting(role):
-            batch = policy.batch_of(examples(prompts, [c.tokens for c in drawn]))
+            batch = policy.batch_of(examples(prompts, [probe.tokens for probe in probes]))
             logprobs, _ = policy.logprobs(scored, batch, temperature=self.settings.temperature)
-        ours = [row[: len(c.tokens)] for row, c in zip(logprobs.float().cpu(), drawn, strict=True)]
-        return torch.tensor([logprob for c in drawn for logprob in c.logprobs]), torch.cat(ours)
+        ours = [row[: len(probe.tokens)] for row, probe in zip(logprobs.float().cpu(), probes, strict=True)]
+        return torch.tensor([logprob for probe in probes for logprob in probe.logprobs]), torch.cat(ours)
 
     def _unload(self, adapter: str | None) -> None:
         if adapter is not None and (name := self.served.pop(adapter, None)):
@@ -338,20 +338,23 @@ class ServerEngine(SamplingEngine):
             "stop_token_ids": sorted(self.eos), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
 
-    def drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
-        """Send requests; return their completions. Raises ServerError if one cannot be what was asked for."""
-        drawn = []
+    def draw(self, sequences: list[Sequence], bodies: list[dict[str, Any]]) -> None:
+        """Send a request for each sequence, and fill in what was sampled. Raises ServerError if it cannot be what was
+        asked for.
+        """
         server = self.server
         at_a_time = self.settings.max_rows or AT_A_TIME
-        for answer, asked in zip(server.ask("POST", COMPLETIONS, bodies, most=at_a_time), bodies, strict=True):
+        answers = server.ask("POST", COMPLETIONS, bodies, most=at_a_time)
+        for sequence, answer, asked in zip(sequences, answers, bodies, strict=True):
             [choice] = read_as(Completions, answer, server=server, path=COMPLETIONS).choices
             tokens = choice.token_ids
             logprobs = choice.logprobs.token_logprobs
             if not len(logprobs) == len(tokens) <= asked["max_tokens"]:
                 fault = truncate(repr(choice), 200)
                 raise ServerError(f"{server.name} answered {COMPLETIONS} with what was not asked for: {fault}")
-            drawn.append(Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason))
-        return drawn
+            sequence.tokens = tokens
+            sequence.logprobs = logprobs
+            sequence.finish_reason = "eos" if tokens[-1] in self.eos else choice.finish_reason
 
 
 class ServerScheduler(BatchScheduler):
@@ -368,9 +371,5 @@ class ServerScheduler(BatchScheduler):
         self.waiting.clear()
         if ended:
             name = self.engine.synced(self.role, [sequence.prompt for sequence in ended])
-            bodies = [self.engine.body(name, sequence) for sequence in ended]
-            for sequence, one in zip(ended, self.engine.drawn(bodies), strict=True):
-                sequence.tokens = one.tokens
-                sequence.logprobs = one.logprobs
-                sequence.finish_reason = one.finish_reason
+            self.engine.draw(ended, [self.engine.body(name, sequence) for sequence in ended])
         return ended

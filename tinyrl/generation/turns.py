@@ -23,7 +23,8 @@ from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, row_keys
+from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, Sequence, row_keys
+from tinyrl.generation.sample import Sample
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
@@ -104,16 +105,15 @@ def play(
     engine: SamplingEngine,
     runner: EpisodeRunner,
     **options: Unpack[SampleOptions],
-) -> tuple[list[Completion], list[Episode]]:
-    """Play `group_size` episodes for each request; return them, in order, as completions (action_mask: the policy's
-    own tokens) and as episodes.
+) -> list[Sample]:
+    """Play `group_size` episodes for each request; return them, in order, each with its record (`played`).
 
     Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
     """
     key = {"seed": options["seed"], "step": options["step"]}
     with Episodes(prompts, requests, group_size, runner=runner, **key) as episodes:
         engine.play(requests, group_size, episodes=episodes, **options)
-        return episodes.finalized(), episodes.episodes
+        return episodes.finalized()
 
 
 class Episodes(AbstractContextManager):
@@ -134,11 +134,11 @@ class Episodes(AbstractContextManager):
         step: int,
     ) -> None:
         self.prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        self.rows = [request.prompt_row for request in requests for _ in range(group_size)]
         self.runner = runner
         self.max_episode_tokens = runner.max_episode_tokens
         keys = row_keys(requests, group_size, seed=seed, step=step)
-        rows = [request.prompt_row for request in requests for _ in range(group_size)]
-        self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
+        self.seeds = self.rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
         self._call: Future[tuple[list[int], list[Reply | None]]] | None = None  # samples, and their replies
         self.restart()
@@ -152,7 +152,7 @@ class Episodes(AbstractContextManager):
             wait_for([self._call])
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
-        self.responses = [Completion([], [], "length", []) for _ in self.prompts]
+        self.samples = [Sample.opened(p.tokens, row=row) for p, row in zip(self.prompts, self.rows, strict=True)]
         self._waiting = list[int]()
         self._ready = list[tuple[int, list[int] | None]]()
 
@@ -160,9 +160,10 @@ class Episodes(AbstractContextManager):
         """Return the most tokens of an episode's next turn, at least one."""
         return self.runner.max_new_tokens - self.episodes[sample].num_actions
 
-    def ended(self, sample: int, turn: Completion) -> None:
+    def ended(self, sample: int, turn: Sequence) -> None:
+        """Record a turn that has ended; the environment is to answer it, unless it was cut off."""
+        assert turn.finish_reason is not None
         episode = self.episodes[sample]
-        response = self.responses[sample]
         tokens = turn.tokens
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
@@ -172,7 +173,7 @@ class Episodes(AbstractContextManager):
         if (form := self.runner.form) is not None:
             message = form.message(text, tokens, tools=self.runner.variables["tools"], opened=opened)
         episode.transcript.append(message)
-        response.add(tokens, turn.logprobs)
+        self.samples[sample].chose(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)
         episode.num_actions += len(tokens)
         episode.turn_ends.append(episode.num_tokens - 1)
@@ -226,11 +227,11 @@ class Episodes(AbstractContextManager):
         episode.transcript += [{"role": "tool", "content": text} for text in observation.texts]
         episode.cut += observation.cut
         episode.num_tokens += len(observation.tokens)
-        self.responses[sample].add(observation.tokens)
+        self.samples[sample].read(observation.tokens)
         return observation.tokens
 
-    def finalized(self) -> list[Completion]:
-        """Return the responses with their finish reasons; episodes cut off get the environment's final reward."""
+    def finalized(self) -> list[Sample]:
+        """Return the samples with their finish reasons; episodes cut off get the environment's final reward."""
         cut_off = [i for i, e in enumerate(self.episodes) if e.failure is None and not e.over]
         if cut_off:
             rows = self.runner.environment.final_rewards(*self._given(cut_off))
@@ -238,9 +239,10 @@ class Episodes(AbstractContextManager):
                 self.episodes[cut_off[failure.row]].failure = failure.reason
             for sample, reward in zip(cut_off, rows.values, strict=True):
                 self.episodes[sample].add_reward(reward)
-        for response, episode in zip(self.responses, self.episodes, strict=True):
-            response.finish_reason = episode.finish_reason
-        return self.responses
+        for sample, episode in zip(self.samples, self.episodes, strict=True):
+            sample.played = episode
+            sample.finish = episode.finish_reason
+        return self.samples
 
     def _ask(self, asked: list[int]) -> tuple[list[int], list[Reply | None]]:
         answers = self.runner.environment.respond(*self._given(asked))

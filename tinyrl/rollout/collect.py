@@ -11,13 +11,13 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
-from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
+from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
+from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.sample import Sample
 from tinyrl.tasks import Task, answers
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 
@@ -133,15 +133,11 @@ class Collector:
             requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
         if isinstance(self.runner, AgentRunner):  # each agent writes its own prompts
-            rows, episodes = self.runner.play(prompts, requests, group_size, engine=self.engine, options=options)
+            samples = self.runner.play(prompts, requests, group_size, engine=self.engine, options=options)
         else:
-            completions, episodes = self._sample(prompts, requests, group_size, options)
-            rows = [[(prompt.tokens, one)] for prompt, one in zip(repeated, completions, strict=True)]
-        samples = list[Sample]()
-        for i, ((first, *others), prompt) in enumerate(zip(rows, repeated, strict=True)):
-            samples.append(Sample.of(*first, row=prompt.index, played=episodes[i] if episodes else None))
-            samples[i].further = [Sample.of(*other, row=prompt.index) for other in others]
+            samples = self._sample(prompts, requests, group_size, options)
         tokens = [sample.response for sample in samples]
+        episodes = [sample.played for sample in samples if sample.played is not None] or None
         found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
         for i, sample in enumerate(samples):
             sample.scores = found.scores[i].tolist()
@@ -156,31 +152,29 @@ class Collector:
 
     def _sample(
         self, prompts: list[PreparedPrompt], requests: list[Request], group_size: int, options: SampleOptions
-    ) -> tuple[list[Completion], list[Episode] | None]:
+    ) -> list[Sample]:
         runner = self.runner
         engine = self.engine
         world = self.world
         assert not isinstance(runner, AgentRunner)
         own = world.own(range(len(requests)))
-        episodes = None
+        samples = list[Sample]()
         prompts = [prompts[i] for i in own]
         requests = [requests[i] for i in own]
         if runner is None:
-            completions = [one for group in engine.sample(requests, group_size, **options) for one in group]
+            samples = [sample for group in engine.sample(requests, group_size, **options) for sample in group]
         elif own:
-            completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
-        else:
-            completions = []
-            episodes = []
+            samples = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
         if world.size == 1:
-            return completions, episodes
-
-        def gathered(own: list[Any], kind: Callable[..., Any]) -> list[Any]:
-            """Exchange whole groups, so that they are in order."""
-            groups = [[asdict(one) for one in own[i : i + group_size]] for i in range(0, len(own), group_size)]
-            return [kind(**fields) for group in world.merge(groups) for fields in group]
-
-        return gathered(completions, Completion), None if episodes is None else gathered(episodes, Episode)
+            return samples
+        groups = [[asdict(one) for one in samples[i : i + group_size]] for i in range(0, len(samples), group_size)]
+        gathered = list[Sample]()  # whole groups, so that they are in order
+        for group in world.merge(groups):
+            for fields in group:
+                if fields["played"] is not None:
+                    fields["played"] = Episode(**fields["played"])
+                gathered.append(Sample(**fields))
+        return gathered
 
 
 def longest_response(config: Config, runner: Runner | None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinyrl.rollout.sample import Sample, num_episodes, token_rewards_of
+from tinyrl.generation.sample import Sample, num_episodes, token_rewards_of
 from tinyrl.text import IncrementalDetokenizer
 
 if TYPE_CHECKING:

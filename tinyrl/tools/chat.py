@@ -17,8 +17,9 @@ from tinyrl.data.messages import Message, Prompt
 from tinyrl.environments.environment import Episode
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.engine import Completion, Request, SampledRole
+from tinyrl.generation.engine import Request, SampledRole
 from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import load_episode_runner, play
 from tinyrl.models.loading import check_ids
 from tinyrl.rewards.scorer import Scorer
@@ -46,9 +47,12 @@ class ChatAnswer:
     """An answer to a prompt, with its episode if the run had an environment."""
 
     prompt: PreparedPrompt
-    completion: Completion
+    sample: Sample
     text: str
-    episode: Episode | None
+
+    @property
+    def episode(self) -> Episode | None:
+        return self.sample.played
 
 
 class ChatSession(ExitStack):
@@ -129,7 +133,7 @@ class ChatSession(ExitStack):
             self.scorer.start()
         answer = self.answer
         episodes = None if self.answer.episode is None else [self.answer.episode]
-        scored = self.scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
+        scored = self.scorer([answer.prompt], [answer.sample.response], episodes=episodes)
         named = dict(zip(self.scorer.names, scored.scores[0].tolist(), strict=True))
         why = scored.failures[0].reason if scored.failures else None
         return {"reward": float(scored.rewards[0]), **named}, why
@@ -192,14 +196,14 @@ class ChatSession(ExitStack):
         self.engine.on_tokens = lambda tokens: on_text("policy", written.add(tokens))
         self.engine.on_reply = reply
         if self.runner is None:
-            [[completion]] = self.engine.sample([request], 1, **key)
+            [[sample]] = self.engine.sample([request], 1, **key)
             on_text("policy", written.end())
-            text = turn_text(tokenizer, completion.tokens)
-            return ChatAnswer(prompt, completion, text, None)
-        [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
+            return ChatAnswer(prompt, sample, turn_text(tokenizer, sample.response))
+        [sample] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
         on_text("policy", written.end())
-        text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
-        return ChatAnswer(prompt, completion, text, episode)
+        transcript = sample.played.transcript if sample.played is not None else []
+        text = "".join(message["content"] for message in transcript if message["role"] == "assistant")
+        return ChatAnswer(prompt, sample, text)
 
 
 def converse(session: ChatSession) -> None:
@@ -245,6 +249,6 @@ def _obey(session: ChatSession, line: str) -> None:
                 show("environment", message["content"])
         if episode is not None and episode.failure is not None:
             print(f"\n(the environment gave no answer: {escape_control(episode.failure)})", end="")
-        print(ENDS.get(answer.completion.finish_reason, ""))
+        print(ENDS.get(answer.sample.finish, ""))
     elif line:
         print(HELP, end="")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.algorithms.losses import Metrics
+from tinyrl.generation.sample import Sample, conversations, fill, loss_mask, sampled_rows
 from tinyrl.models.batch import Batch, padded
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.sample import Sample, conversations, fill, loss_mask, sampled_rows
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt

@@ -24,8 +24,7 @@ from tinyrl.algorithms.advantages import decoupled_advantages, discounted_return
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.rows import seeded_permutation
-from tinyrl.models.batch import Batch
-from tinyrl.rollout.sample import (
+from tinyrl.generation.sample import (
     Sample,
     conversations,
     fill,
@@ -36,6 +35,7 @@ from tinyrl.rollout.sample import (
     scores_of,
     token_rewards_of,
 )
+from tinyrl.models.batch import Batch
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap

@@ -11,18 +11,7 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
-from tinyrl.models.batch import Tokens, padded
-from tinyrl.models.parallel import ALONE, World
-from tinyrl.rewards.scores import check_failure_streak, describe_failure
-from tinyrl.rollout.records import (
-    completion_text,
-    room_for_samples,
-    sample_key,
-    sample_lines,
-    shown_samples,
-    token_lines,
-)
-from tinyrl.rollout.sample import (
+from tinyrl.generation.sample import (
     Sample,
     apply_length_rules,
     environment_metrics,
@@ -33,6 +22,17 @@ from tinyrl.rollout.sample import (
     num_episodes,
     rewards_of,
     scores_of,
+)
+from tinyrl.models.batch import Tokens, padded
+from tinyrl.models.parallel import ALONE, World
+from tinyrl.rewards.scores import check_failure_streak, describe_failure
+from tinyrl.rollout.records import (
+    completion_text,
+    room_for_samples,
+    sample_key,
+    sample_lines,
+    shown_samples,
+    token_lines,
 )
 from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method

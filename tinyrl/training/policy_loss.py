@@ -29,8 +29,8 @@ from tinyrl.algorithms.masking import Aggregation, masked_sum
 
 if TYPE_CHECKING:
     from tinyrl.config.method_sections import GrpoConfig, PpoConfig
+    from tinyrl.generation.sample import Sample
     from tinyrl.models.batch import Batch
-    from tinyrl.rollout.sample import Sample
 
 MISMATCH_CAP = 2.0  # of the weights for inexact sampling (Yao et al. 2025)
 RATIO_CAP = 5.0  # of CISPO's importance weights

@@ -44,11 +44,11 @@ from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.generation.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
 from tinyrl.models.batch import Batch, Example, padded
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rollout.collect import Collector
-from tinyrl.rollout.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
 from tinyrl.runs.signals import watched
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy

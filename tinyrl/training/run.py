@@ -27,10 +27,10 @@ from torch import Tensor
 
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.records import room_for_samples
-from tinyrl.rollout.sample import Sample, num_episodes
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.metrics import BEST

@@ -22,6 +22,7 @@ from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.errors import Interrupted
 from tinyrl.generation.agents import AgentRunner
+from tinyrl.generation.sample import Sample, fill, loss_mask, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example, padded
 from tinyrl.models.device import to_device
@@ -32,7 +33,6 @@ from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
 from tinyrl.rollout.collect import prepare
-from tinyrl.rollout.sample import Sample, fill, loss_mask, sampled_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 
 if TYPE_CHECKING:

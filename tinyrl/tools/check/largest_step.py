@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import tempfile
 from dataclasses import replace
@@ -13,7 +14,8 @@ import torch
 
 from tinyrl.config.schema import Config
 from tinyrl.errors import OutOfRoom
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
+from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine
+from tinyrl.generation.sample import Sample
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
@@ -135,11 +137,16 @@ class UnsampledEngine(SamplingEngine):
 
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
+    ) -> list[list[Sample]]:
         length = self.settings.max_new_tokens
         tokens = ordinary_ids(len(self.tokenizer), length)
-        completion = Completion(tokens, [math.log(0.5)] * length, "length")
-        return [[completion] * samples_per_request for _ in requests]
+        logprobs = [math.log(0.5)] * length
+        groups = list[list[Sample]]()
+        for request in requests:
+            one = Sample.opened(request.prompt_tokens, row=request.prompt_row)
+            one.chose(tokens, logprobs)
+            groups.append([copy.deepcopy(one) for _ in range(samples_per_request)])
+        return groups
 
 
 def largest_collector(collector: Collector) -> Collector:

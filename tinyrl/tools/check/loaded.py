@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tinyrl.data.rows import row_key
 from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.generation.engine import Request, SamplingEngine, eos_token_ids
+from tinyrl.generation.sample import Sample, apply_length_rules
 from tinyrl.generation.turns import EpisodeRunner
 from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
@@ -21,7 +22,6 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import asks_for_date, token_ids
 from tinyrl.rollout.collect import Collector, template_fault
 from tinyrl.rollout.records import completion_text
-from tinyrl.rollout.sample import Sample, apply_length_rules
 from tinyrl.runs.findings import Finding
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
@@ -224,9 +224,9 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         compare("padded = unpadded", logprobs(padded), wanted, alone)
     if engine is not None and engine.name != "server":
         requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]
-        drawn = [c for group in engine.sample(requests, 2, seed=0, step=0) for c in group]
-        batch = batch_of(examples([p for p in prompts for _ in range(2)], [c.tokens for c in drawn]), device=device)
-        cached = pad_sequence([torch.tensor(c.logprobs) for c in drawn], batch_first=True)
+        drawn = [sample for group in engine.sample(requests, 2, seed=0, step=0) for sample in group]
+        batch = batch_of(examples([s.prompt for s in drawn], [s.response for s in drawn]), device=device)
+        cached = pad_sequence([torch.tensor(sample.logprobs) for sample in drawn], batch_first=True)
         again = partial(logprobs, batch)
         compare("cached generation = rescored", cached, again(), again)
     return checks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from tinyrl.models.batch import Tokens, padded
 if TYPE_CHECKING:
     from tinyrl.config.sections import RewardConfig
     from tinyrl.environments.environment import Episode
-    from tinyrl.generation.engine import Completion, FinishReason
     from tinyrl.models.logprobs import Teaching
+
+
+FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
 
 
 @dataclass
@@ -67,9 +69,21 @@ class Sample:
     returns: Tensor | None = None  # that the critic is to predict
 
     @classmethod
-    def of(cls, prompt: list[int], completion: Completion, **fields: Any) -> Sample:
-        mask = completion.action_mask or [True] * len(completion.tokens)
-        return cls(prompt, completion.tokens, mask, completion.logprobs, finish=completion.finish_reason, **fields)
+    def opened(cls, prompt: list[int], *, row: int) -> Sample:
+        """Begin a sample of several parts, each of which it `read` or `chose`."""
+        return cls(prompt, [], [], [], row=row, finish="length")
+
+    def read(self, tokens: list[int]) -> None:
+        """Append tokens that the policy only reads, such as a tool's answer."""
+        self.response += tokens
+        self.mask += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def chose(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append tokens that the policy sampled."""
+        self.response += tokens
+        self.mask += [True] * len(tokens)
+        self.logprobs += logprobs
 
     @property
     def responses(self) -> list[list[int]]:

@@ -11,9 +11,9 @@ import torch
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.sections import RewardConfig
+from tinyrl.generation.sample import Sample, apply_length_rules, loss_mask, rewards_of
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.rollout.sample import Sample, apply_length_rules, loss_mask, rewards_of
 from tinyrl.runs.launched import Options
 
 
