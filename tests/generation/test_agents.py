@@ -146,8 +146,8 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
 def continued(
     tokenizer: Any, given: Given, answer: str, said: Any, later: Given, *, finish: FinishReason = "stop"
 ) -> Sample | None:
-    """The row of an episode in which the policy wrote `answer`, the agent got `said` of it, and then sends `later`; None
-    if that begins another row.
+    """The row of an episode in which the policy wrote `answer`, and the agent got `said` of it and sends `later`; None if
+    that begins another row.
     """
     episode = episode_of(tokenizer)
     first = episode.call([5, 6], given, limit=None, stop=["END", "\n"])
