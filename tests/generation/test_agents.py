@@ -464,7 +464,7 @@ def test_an_episode_has_its_key_until_it_is_over(server: Running) -> None:
 # ---- rows ----
 
 AGENTS = """
-import http.client, json, urllib.parse, urllib.request
+import json, socket, urllib.parse, urllib.request
 
 
 def ask(base_url, api_key, prompt, **fields):
@@ -482,10 +482,11 @@ async def play(row, base_url, api_key):
 
 def hang_up(base_url, api_key):
     url = urllib.parse.urlsplit(base_url)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
-    connection = http.client.HTTPConnection(url.hostname, url.port)
-    connection.request("POST", "/v1/completions", json.dumps({"model": "policy", "prompt": "hello"}), headers)
-    connection.close()
+    body = json.dumps({"model": "policy", "prompt": "hello"})
+    lines = ["POST /v1/completions HTTP/1.1", f"Host: {url.netloc}", "Content-Type: application/json"]
+    lines += [f"Authorization: Bearer {api_key}", f"Content-Length: {len(body)}", "", body]
+    with socket.create_connection((url.hostname, url.port)) as connection:  # what waits is sent with its end
+        connection.send("\\r\\n".join(lines).encode(), getattr(socket, "MSG_MORE", 0))
 
 
 def impatient(row, base_url, api_key):
