@@ -410,29 +410,29 @@ def test_calls_made_at_once_are_those_made_one_after_another(server: Running) ->
 def test_a_call_for_which_nothing_is_left_is_cut_off_at_once_and_leaves_no_row(
     server: Running, out_of: str, *, stream: bool
 ) -> None:
-    """Its episode is truncated: the conversation that it would have continued, and not the other."""
     server.open(**{"calls": 2, "left": 12} | {out_of: 2 if out_of == "calls" else 8})
     first = server.say(USER, max_tokens=4)
     server.say(MORE, max_tokens=4)
-    before = [each.finish for each in server.episode.samples()]
     assert not server.episode.was_denied
     for _ in range(2):
         assert finished(server, USER, first, MORE, stream=stream) == ("", "length")
     assert server.episode.was_denied
     assert server.answers == [1, 1]
-    cut = [each.finish for each in server.episode.samples(truncated=True)]
-    assert cut == ["length", before[1]]
 
 
-def test_a_denied_call_that_begins_a_conversation_truncates_the_first(server: Running) -> None:
+@pytest.mark.parametrize(("text", "cut"), [("two x and", 1), ("another", 0)])
+def test_a_denied_call_truncates_the_conversation_it_would_continue_or_the_first(
+    server: Running, text: str, cut: int
+) -> None:
     episode = server.open(calls=2)
-    for prompt in ([5, 6], [7, 8]):
-        call = begun(episode, prompt)
+    for prompt, first in (([5, 6], "one"), ([7, 8], "two")):
+        call = begun(episode, prompt, Given(text=first))
         sampled(call.sequence, [40], "eos")
-        call.answered({"content": "x"})
-    assert episode.call([9], Given(), limit=None, stop=[]) is None
+        call.answered({"content": " x"})
+    assert episode.call([9], Given(text=text), limit=None, stop=[]) is None
     assert [each.finish for each in episode.samples()] == ["eos", "eos"]
-    assert [each.finish for each in episode.samples(truncated=True)] == ["length", "eos"]
+    truncated = [each.finish for each in episode.samples(truncated=True)]
+    assert truncated == ["length" if number == cut else "eos" for number in range(2)]
 
 
 @pytest.mark.parametrize("words", [600, 300_000])
