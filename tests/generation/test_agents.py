@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ import pytest
 import torch
 
 from tests import running
-from tests.generation.conftest import listening_to
+from tests.generation.conftest import episode_of, listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Dialogue, Episode
-from tinyrl.generation.agent_episode import AgentEpisode, Given
+from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.sample import (
@@ -45,6 +46,7 @@ from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
+NOTHING = Given()
 MORE: Any = {"role": "user", "content": "and?"}
 
 
@@ -63,8 +65,9 @@ class Running:
         self.listening, self.endpoint, self.tokenizer = listening, listening.endpoint, listening.endpoint.tokenizer
         self.episode = self.open()
 
-    def open(self, *, left: int = 64, calls: int = 8) -> AgentEpisode:
-        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, self.tokenizer, 512, 0)
+    def open(self, *, left: int = 64, call_tokens: int = 400, calls: int = 8, positions: int = 512) -> AgentEpisode:
+        limits = {"left": left, "call_tokens": call_tokens, "calls": calls, "positions": positions}
+        self.episode = episode_of(self.tokenizer, **limits)
         self.endpoint.episodes = {"key": self.episode}
         return self.episode
 
@@ -134,7 +137,7 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     tokenizer = make()
     prompt, target = render_answer(tokenizer, CHAT[:1], CHAT[1:2], chat="auto", system_prompt=None, variables={})
     answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
-    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512, 0)
+    episode = episode_of(tokenizer, left=64, calls=8, positions=512)
     last = sampled(Sequence(prompt, SamplingParams(), np.uint64(0), 64), answer, "eos")
     added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
     whole = rendered_by_the_library(tokenizer, CHAT)
@@ -142,6 +145,70 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     border = len(prompt) + len(answer) - len(extra)
     assert prompt + answer == whole[:border] + extra
     assert added == whole[border:]
+
+
+def continued(
+    tokenizer: Any, given: Given, answer: str, said: Any, later: Given, *, finish: FinishReason = "stop"
+) -> Sample | None:
+    """The row of an episode in which the policy wrote `answer`, of which the agent got `said`, and then `later` was
+    asked; None if that begins another row.
+    """
+    episode = episode_of(tokenizer)
+    first = episode.call([5, 6], given, limit=None, stop=["END", "\n"])
+    assert first is not None
+    sampled(first.sequence, ids(tokenizer, answer), finish)
+    first.answered({"content": said})
+    second = episode.call([7, 8], later, limit=None, stop=[])
+    assert second is not None
+    sampled(second.sequence, [40], "eos")
+    second.answered({"content": "x"})
+    rows = episode.samples()
+    return rows[0] if len(rows) == 1 else None
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    ["I look:\n  x =  1", "I look: x = 1 END", "I look: x = 1\nEND\n", "  I look: x = 1"],
+)
+def test_an_answer_that_comes_back_with_other_space_or_its_stop_string_is_continued(
+    server: Running, repeated: str
+) -> None:
+    """By the tokens that were sampled, and then by what the template writes behind an answer."""
+    answer: Any = {"role": "assistant", "content": repeated}
+    row = continued(server.tokenizer, Given([USER]), "I look: x = 1 END", "I look: x = 1 ", Given([USER, answer, MORE]))
+    assert row is not None
+    assert row.response == ids(server.tokenizer, "I look: x = 1 END") + ids(server.tokenizer, "</s><user>and?<a>") + [
+        40
+    ]
+
+
+@pytest.mark.parametrize("repeated", ["I look: x = 2", "I look: x = 1 AND", "I look: x=1", "x = 1 END"])
+def test_an_answer_that_comes_back_with_other_words_is_another_row(server: Running, repeated: str) -> None:
+    answer: Any = {"role": "assistant", "content": repeated}
+    later = Given([USER, answer, MORE])
+    assert continued(server.tokenizer, Given([USER]), "I look: x = 1 END", "I look: x = 1 ", later) is None
+
+
+@pytest.mark.parametrize(
+    ("repeated", "read"),
+    [
+        ("hello x END and", " and"), ("hello x and", "and"), ("hello x  END and", " and"),
+        ("hello x\nEND and", " and"), ("hello x  and", " and"),
+    ],
+)  # fmt: skip
+def test_a_text_that_comes_back_with_its_stop_string_reads_it_once(server: Running, repeated: str, read: str) -> None:
+    row = continued(server.tokenizer, Given(text="hello"), " x END", " x ", Given(text=repeated))
+    assert row is not None
+    assert row.response == [*ids(server.tokenizer, " x END"), *ids(server.tokenizer, read), 40]
+
+
+@pytest.mark.parametrize("repeated", ["hello xs END and", "hello y END and"])
+def test_a_text_that_comes_back_otherwise_is_another_row(server: Running, repeated: str) -> None:
+    assert continued(server.tokenizer, Given(text="hello"), " x END", " x ", Given(text=repeated)) is None
 
 
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:
@@ -182,7 +249,8 @@ def test_calls_of_tools_and_their_results_are_kept_with_the_tools(server: Runnin
     result = {"role": "tool", "content": "Austen", "tool_call_id": "a"}
     asked = {"role": "assistant", "content": "", "tool_calls": [called]}
     variables = {"tools": TOOLS, "mood": "x"}
-    calls = [server.episode.call([5, n], Given([USER, asked, result], variables), limit=4, stop=[]) for n in (6, 7, 8)]
+    given = Given([USER, asked, result], variables)
+    calls = [begun(server.episode, [5, n], given, limit=4) for n in (6, 7, 8)]
     sampled(calls[0].sequence, [40], "stop")
     calls[0].answered({"content": None, "tool_calls": [called]})
     calls[1].give_up()
@@ -219,15 +287,32 @@ def test_another_history_is_a_conversation_of_its_own_in_the_record_too(server: 
 # ---- limits ----
 
 
-def test_calls_side_by_side_have_what_the_episode_has_left(server: Running) -> None:
-    """Whichever comes first; what they sampled is counted when they end."""
-    session = server.open(left=16)
-    calls = [session.call([5, 6], Given(), limit=None, stop=[]) for _ in range(2)]
-    assert [one.sequence.limit for one in calls] == [16, 16]
+def begun(episode: AgentEpisode, prompt: list[int], given: Given = NOTHING, *, limit: int | None = None) -> Call:
+    """A call that has a turn and tokens."""
+    call = episode.call(prompt, given, limit=limit, stop=[])
+    assert call is not None
+    return call
+
+
+def test_a_call_has_its_own_limit_whichever_of_several_ends_first(server: Running) -> None:
+    """A shorter one that it asks for holds; a longer one does not."""
+    episode = server.open(left=16, call_tokens=5)
+    calls = [begun(episode, [5, 6], limit=limit) for limit in (None, 4, 9)]
+    sampled(calls[2].sequence, [40, 41, 42], "stop")
+    calls[2].answered({"content": "x"})
+    calls.append(begun(episode, [5, 6]))
+    assert [one.sequence.limit for one in calls] == [5, 4, 5, 5]
+
+
+def test_what_calls_sampled_is_counted_when_they_end(server: Running) -> None:
+    """A limit above an equal share leaves the last calls with less."""
+    episode = server.open(left=16, call_tokens=12)
+    calls = [begun(episode, [5, 6]) for _ in range(2)]
     for one in calls:
         sampled(one.sequence, [40, 41, 42], "stop")
         one.answered({"content": "x"})
-    assert (session.left, len(session.samples())) == (16 - 2 * 3, 2)
+    assert (episode.left, len(episode.samples())) == (16 - 2 * 3, 2)
+    assert begun(episode, [5, 6]).sequence.limit == 16 - 2 * 3
 
 
 def settled(episode: AgentEpisode) -> None:
@@ -296,17 +381,77 @@ def test_a_call_whose_sampling_fails_leaves_nothing(server: Running) -> None:
     assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (12, 2, [])
 
 
-def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(server: Running) -> None:
-    server.open(left=0)
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
-        server.say(USER)
-    server.open(calls=2)
+def finished(server: Running, *messages: Any, stream: bool = False) -> tuple[str, str]:
+    """Text and finish reason of an answer."""
+    client: Any = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
+    asked = {"model": "policy", "messages": list(messages), "max_tokens": 6}
+    if not stream:
+        [choice] = client.chat.completions.create(**asked).choices
+        return choice.message.content, choice.finish_reason
+    choices = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    return "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+
+
+def test_calls_made_at_once_are_those_made_one_after_another(server: Running) -> None:
+    """The same rows, and as much left; two of the three have the same prompt."""
+    prompts: list[Any] = [USER, MORE, USER]
+    rows = []
+    for at_once in (1, 3):
+        episode = server.open(left=24, call_tokens=8, calls=3)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(server.say, prompts))
+        rows.append((sorted((each.prompt, each.response) for each in episode.samples()), episode.left, episode.calls))
+    assert rows[0] == rows[1]
+    assert rows[0][2] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("out_of", ["calls", "left"])
+def test_a_call_for_which_nothing_is_left_is_cut_off_at_once_and_leaves_no_row(
+    server: Running, out_of: str, *, stream: bool
+) -> None:
+    server.open(**{"calls": 2, "left": 12} | {out_of: 2 if out_of == "calls" else 8})
+    first = server.say(USER, max_tokens=4)
+    server.say(MORE, max_tokens=4)
+    assert not server.episode.was_denied
+    for _ in range(2):
+        assert finished(server, USER, first, MORE, stream=stream) == ("", "length")
+    assert server.episode.was_denied
+    assert server.answers == [1, 1]
+
+
+@pytest.mark.parametrize(("text", "cut"), [("two x and", 1), ("another", 0)])
+def test_a_denied_call_truncates_the_conversation_it_would_continue_or_the_first(
+    server: Running, text: str, cut: int
+) -> None:
+    episode = server.open(calls=2)
+    for prompt, first in (([5, 6], "one"), ([7, 8], "two")):
+        call = begun(episode, prompt, Given(text=first))
+        sampled(call.sequence, [40], "eos")
+        call.answered({"content": " x"})
+    assert episode.call([9], Given(text=text), limit=None, stop=[]) is None
+    assert [each.finish for each in episode.samples()] == ["eos", "eos"]
+    truncated = [each.finish for each in episode.samples(truncated=True)]
+    assert truncated == ["length" if number == cut else "eos" for number in range(2)]
+
+
+@pytest.mark.parametrize("words", [600, 300_000])
+def test_what_does_not_fit_is_refused_as_clients_know_it(server: Running, words: int) -> None:
+    """By its tokens, or by its characters before it is tokenised. An agent may shorten it: nothing is truncated yet."""
+    server.say(USER)
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        server.say({"role": "user", "content": "hello " * words})
+    assert caught.value.code == "context_length_exceeded"
+    assert (server.episode.has_overflowed, server.episode.was_denied) == (True, False)
+    server.say(USER)
+    assert server.answers == [1, 1]
+
+
+def test_an_episode_has_its_key_until_it_is_over(server: Running) -> None:
     with pytest.raises(openai.AuthenticationError):
         server.say(USER, key="ke")
     server.say(USER)
-    call = server.episode.call([5, 6], Given(), limit=4, stop=[])
-    with pytest.raises(openai.BadRequestError, match="max_turns"):
-        server.say(USER)
+    call = begun(server.episode, [5, 6], limit=4)
     server.episode.end()
     sampled(call.sequence, [40], "stop")
     call.answered({"content": "x"})
@@ -319,7 +464,7 @@ def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(
 # ---- rows ----
 
 AGENTS = """
-import http.client, json, urllib.parse, urllib.request
+import json, socket, urllib.parse, urllib.request
 
 
 def ask(base_url, api_key, prompt, **fields):
@@ -337,16 +482,39 @@ async def play(row, base_url, api_key):
 
 def hang_up(base_url, api_key):
     url = urllib.parse.urlsplit(base_url)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
-    connection = http.client.HTTPConnection(url.hostname, url.port)
-    connection.request("POST", "/v1/completions", json.dumps({"model": "policy", "prompt": "hello"}), headers)
-    connection.close()
+    body = json.dumps({"model": "policy", "prompt": "hello"})
+    lines = ["POST /v1/completions HTTP/1.1", f"Host: {url.netloc}", "Content-Type: application/json"]
+    lines += [f"Authorization: Bearer {api_key}", f"Content-Length: {len(body)}", "", body]
+    with socket.create_connection((url.hostname, url.port)) as connection:  # what waits is sent with its end
+        connection.send("\\r\\n".join(lines).encode(), getattr(socket, "MSG_MORE", 0))
 
 
 def impatient(row, base_url, api_key):
     for _ in range(5):
         hang_up(base_url, api_key)
     return ask(base_url, api_key, row["prompt"])
+
+
+def greedy(row, base_url, api_key):
+    for _ in range(3):
+        said = ask(base_url, api_key, row["prompt"])
+        if not said:
+            raise RuntimeError("no answer")
+    return said
+
+
+def wishful(row, base_url, api_key):
+    return ask(base_url, api_key, row["prompt"], response_format={"type": "json_object"})
+
+
+def careless(row, base_url, api_key):
+    ask(base_url, api_key, row["prompt"])
+    raise RuntimeError("planted")
+
+
+def verbose(row, base_url, api_key):
+    ask(base_url, api_key, row["prompt"])
+    ask(base_url, api_key, row["prompt"] * 1000)
 """
 
 
@@ -418,13 +586,18 @@ def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, t
 
 
 def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyModels, tmp_path: Path) -> None:
-    """Five of six: an episode has 8 tokens, of which the call that is answered may take 4."""
+    """Five of six, each of which may take all 64 tokens of its episode; the one that is answered asks for 4."""
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
     settings = running.config(
         "grpo",
         tiny("llama"),
-        environment={"agent": f"{tmp_path / 'agents.py'}:impatient", "max_concurrency": 2, "max_turns": 6},
-        generation={"max_new_tokens": 8},
+        environment={
+            "agent": f"{tmp_path / 'agents.py'}:impatient",
+            "max_concurrency": 2,
+            "max_turns": 6,
+            "max_call_tokens": 64,
+        },
+        generation={"max_new_tokens": 64},
         run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
     )
     code, run, _ = running.train(settings, tmp_path)
@@ -433,3 +606,36 @@ def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyM
     assert line["reward/dropped"] == 0
     assert line["environment/turns"] == 1
     assert line["completion/tokens"] <= 16 * 4
+
+
+@pytest.mark.parametrize(("agent", "dropped"), [("greedy", 0), ("verbose", 0), ("careless", 16)])
+def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
+    agent: str, dropped: int, tiny: TinyModels, tmp_path: Path
+) -> None:
+    """Of calls, or of positions; near to it one that fails with calls left."""
+    (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
+    settings = running.config(
+        "grpo",
+        tiny("llama"),
+        environment={"agent": f"{tmp_path / 'agents.py'}:{agent}", "max_concurrency": 2, "max_turns": 2},
+        generation={"max_new_tokens": 8},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
+    )
+    _, run, _ = running.train(settings, tmp_path)
+    line = running.metrics(run)[-1]
+    assert line["reward/dropped"] == dropped
+    if not dropped:
+        assert line["completion/truncated"] == 1.0
+
+
+def test_a_wish_of_an_agent_is_noted_once(tiny: TinyModels, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
+    for agent, count in (("wishful", 1), ("greedy", 0)):
+        settings = running.config(
+            "grpo",
+            tiny("llama"),
+            environment={"agent": f"{tmp_path / 'agents.py'}:{agent}", "max_concurrency": 2},
+            run={"num_steps": 2, "eval_every": 0, "eval_prompts": 0},
+        )
+        assert running.train(settings, tmp_path, name=agent)[0] == 0
+        assert capfd.readouterr().err.count("response_format") == count

@@ -16,12 +16,12 @@ import pytest
 import torch
 import uvicorn
 
-from tests.generation.conftest import listening_to
+from tests.generation.conftest import episode_of, listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation.agent_episode import AgentEpisode
-from tinyrl.generation.endpoint import LOCAL, Choice, Listening
+from tinyrl.generation.endpoint import LOCAL, Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.live_answer import Choice
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import IncrementalDetokenizer
@@ -94,8 +94,11 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [one.token for one in entry.top_logprobs] == [live.tokenizer.decode([i]) for i in best.indices]
         assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
-    *_, last = ask(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
-    assert [len(entry.top_logprobs) for entry in last.choices[0].logprobs.content] == [5] * len(tokens)
+    listed = [
+        chunk.choices[0].logprobs for chunk in ask(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
+    ]
+    streamed = [entry for one in listed if one for entry in one.content]
+    assert [len(entry.top_logprobs) for entry in streamed] == [5] * len(tokens)
     # As lm-eval asks: the prompt as tokens, and one more.
     echo: Any = {"model": "base", "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     text: Any = client.completions.create(prompt=prompt + tokens, **echo).choices[0].logprobs
@@ -115,8 +118,8 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
     [
         ({"model": "gpt-4"}, {}, 404, "policy, base"),
         ({"response_format": {"type": "json_object"}}, {}, 400, "response_format"),
-        ({"max_tokens": 1000}, {}, 400, "128 positions"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "positions"),
+        ({"max_tokens": 1000}, {}, 400, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "context_length_exceeded"),
         ({"chat_template_kwargs": {"thinking": True}}, {}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, {}, 400, "top_logprobs"),
         (b"{", {}, 400, "JSON"),
@@ -168,13 +171,34 @@ def test_variables_of_a_template_that_are_its_own_are_not_a_clients(name: str, c
         client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1, extra_body=own)
 
 
-def test_in_an_episode_such_wishes_are_the_policys_to_learn(live: LiveScheduler) -> None:
-    with listening_to(live, episodes={}) as server:
-        params, tokenizer = SamplingParams(), live.tokenizer
-        server.endpoint.episodes = {"key": AgentEpisode(np.uint64(5), params, "policy", 64, 8, tokenizer, 128, 0)}
-        asked: Any = {"model": "policy", "prompt": "hello", "max_tokens": 1}
-        wishes = {"response_format": {"type": "json_object"}, "stop_sequences": ["x"]}
-        assert client_of(server, "key").completions.create(**asked, extra_body=wishes).choices
+WISHED = {"response_format": {"type": "json_object"}, "tool_choice": "required", "reasoning_effort": "low"}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+NO_WISHES = {
+    "parallel_tool_calls": False, "store": True, "verbosity": "low", "metadata": {"a": "b"}, "user": "me",
+    "tool_choice": "none", "response_format": {"type": "text"},
+}  # fmt: skip
+
+
+def test_in_an_episode_wishes_are_the_policys_to_learn_and_are_listed(live: LiveScheduler) -> None:
+    with listening_to(live, positions=4096, episodes={}) as server:
+        server.endpoint.episodes = {"key": episode_of(live.tokenizer)}
+        ask = client_of(server, "key").chat.completions.create
+        asked: Any = {"model": "policy", "messages": HELLO, "tools": TOOLS, "max_tokens": 1}
+        assert ask(**asked, extra_body=NO_WISHES).choices
+        assert server.endpoint.wishes == {}
+        assert ask(**asked, extra_body=WISHED).choices
+        assert ask(**asked, extra_body={"tool_choice": NAMED}).choices
+        assert {*server.endpoint.wishes} == {*WISHED}
+        assert server.endpoint.wishes["tool_choice"] == 'tool_choice="required"'
+
+
+@pytest.mark.parametrize("wish", [*WISHED.items(), ("tool_choice", NAMED)])
+def test_what_no_episode_learns_is_refused(wish: tuple[str, Any], client: openai.OpenAI) -> None:
+    name, value = wish
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1, extra_body={name: value})
+    asked: Any = {"model": "policy", "messages": HELLO, "max_tokens": 1}
+    assert client.chat.completions.create(**asked, extra_body=NO_WISHES).choices
 
 
 # ---- too much ----

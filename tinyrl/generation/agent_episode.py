@@ -2,7 +2,8 @@
 
     an agent asks     1. its key names the episode that the call belongs to
                       2. if it continues an earlier answer of the episode, that answer's own tokens stay, and only what
-                         follows is tokenised: what is trained is what was sampled
+                         follows is tokenised: what is trained is what was sampled. It continues one that it repeats
+                         with other white space, or with the stop string that ended it
                       3. otherwise it begins a conversation of its own: edited history, another system prompt, a
                          sub-agent
                       4. the call counts when its answer is sent: one that the agent gave up before (it hung up, or
@@ -10,7 +11,9 @@
     it returns        5. rewards judge its text; each conversation is a row with the episode's reward (agents.py)
 
 Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
-those of the trained distribution. generation.max_new_tokens is for an episode's calls together.
+those of the trained distribution. generation.max_new_tokens is for an episode's calls together, and a call has at most
+environment.max_call_tokens of them, so that none depends on which ends first. A call for which no turn or no token is
+left is answered with nothing, as one that was cut off at once: it leaves no row, and the episode counts as truncated.
 """
 
 from __future__ import annotations
@@ -27,20 +30,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, messages_of
 from tinyrl.environments.environment import Dialogue
+from tinyrl.generation.dialect import ContextOverflow, Refused
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
 from tinyrl.generation.sample import Sample
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
 
 FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
-
-
-class Refused(Exception):
-    """A request that is answered with an error of this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,12 @@ class Given:
 class Conversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
     the agent has it (None: it cannot be continued); dialogue: the same as messages, for the records; pending: the
-    call under way.
+    call under way; is_cut: a call that would have continued it had no turn or no tokens left.
     """
 
     sample: Sample
     last: Sequence | None = None
+    is_cut: bool = False
     known: Given | None = None
     dialogue: Dialogue = field(default_factory=Dialogue)
     pending: Call | None = None
@@ -120,13 +117,13 @@ class Call:
             dialogue.tools = known.variables.get("tools") or []
             return
         before = self.conversation.known
-        if self.given.text is None:
-            new = self.read if dialogue.messages else self.sequence.prompt
-            asked = str(self.episode.tokenizer.decode(new))
-        elif before is not None and before.text is not None:
-            asked = self.given.text.removeprefix(before.text)
-        else:
-            asked = self.given.text
+        text = self.given.text
+        if text is not None and before is None:
+            asked = text
+        elif text is not None and before is not None and before.text is not None and text.startswith(before.text):
+            asked = text.removeprefix(before.text)
+        else:  # tokens, or a text that repeats the answer a little otherwise
+            asked = str(self.episode.tokenizer.decode(self.read if dialogue.messages else self.sequence.prompt))
         dialogue.messages.append({"role": "user", "content": asked})
         dialogue.messages.append({"role": "assistant", "content": message["content"]})
 
@@ -147,39 +144,45 @@ class Call:
 class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
     not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
-    begun; row: of its prompt in the data; numbers: of the calls answered and under way, by prompt; over: its agent has
-    ended.
+    begun; call_tokens: the most of one call; row: of its prompt in the data; numbers: of the calls answered and under
+    way, by prompt; over: its agent has ended; was_denied: a call had no turn or no tokens left; has_overflowed: the
+    model had no positions left for one.
     """
 
     key: np.uint64
     params: SamplingParams
     role: SampledRole
     left: int
+    call_tokens: int
     calls_left: int
     tokenizer: PreTrainedTokenizerBase
     positions: int
     row: int
     calls: int = 0
     over: bool = False
+    was_denied: bool = False
+    has_overflowed: bool = False
     conversations: list[Conversation] = field(default_factory=list)
     numbers: set[tuple[str, int]] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call:
-        """Begin a call. Raises Refused if the episode has no calls or tokens left."""
+    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call | None:
+        """Begin a call; None if the episode has no calls or no tokens left. Raises Refused if it is over, and
+        ContextOverflow if the model has no position left.
+        """
         with self.lock:
             if self.over:
                 raise Refused(401, "the episode is over")
-            if not self.calls_left:
-                raise Refused(400, "the episode has no calls left (environment.max_turns)")
             conversation, read = self._continued(prompt, given)
+            if self.calls_left < 1 or self.left < 1:
+                self.was_denied = True
+                if conversation is not None:
+                    conversation.is_cut = True
+                return None
             context = prompt if conversation is None else [*conversation.tokens, *read]
-            most = min(limit or self.left, self.left, self.positions - len(context))
-            if most < 1:
-                room = f"{len(context)} of the model's {self.positions} positions are taken"
-                raise Refused(
-                    400, f"no tokens left: {self.left} of the episode (generation.max_new_tokens), and {room}"
-                )
+            room = self.positions - len(context)
+            if room < 1:
+                raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
             if conversation is None:
                 conversation = Conversation(Sample.opened(context, row=self.row))
                 self.conversations.append(conversation)
@@ -189,6 +192,7 @@ class AgentEpisode:
             number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
             offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
             [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
+            most = min(limit or self.call_tokens, self.call_tokens, self.left, room)
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
             call = Call(self, conversation, sequence, given=given, read=read, number=number)
             conversation.pending = call
@@ -207,9 +211,15 @@ class AgentEpisode:
         """Return the messages of the conversations with an answer, in the order of `samples`."""
         return [one.dialogue for one in self.conversations if one.last is not None]
 
-    def samples(self) -> list[Sample]:
-        """Return the conversations with an answer, in the order in which they began."""
-        return [each.sample for each in self.conversations if each.last is not None]
+    def samples(self, *, truncated: bool = False) -> list[Sample]:
+        """Return the conversations with an answer, in the order in which they began. Of a `truncated` episode those
+        whose next call was denied have ended for length, or else the first.
+        """
+        answered = [each for each in self.conversations if each.last is not None]
+        if truncated:
+            for conversation in [each for each in answered if each.is_cut] or answered[:1]:
+                conversation.sample.finish = "length"
+        return [each.sample for each in answered]
 
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
@@ -221,13 +231,28 @@ class AgentEpisode:
             if given.messages is not None:
                 added = None if known is None else self._added(conversation.last, known, given)
             elif given.text is not None:
-                if known is not None and known.text is not None and given.text.startswith(known.text):
-                    added = tokens_behind(self.tokenizer, known.text, given.text[len(known.text) :])
+                added = self._text_behind(conversation.last, known, given.text)
             elif prompt[: len(tokens := conversation.tokens)] == tokens:
                 added = prompt[len(tokens) :]
             if added is not None:
                 return conversation, added
         return None, []
+
+    def _text_behind(self, last: Sequence, known: Given | None, text: str) -> list[int] | None:
+        """Encode what follows an answer in a text; None if the text does not begin with what is known."""
+        if known is None or known.text is None:
+            return None
+        rest = text[len(known.text) :] if text.startswith(known.text) else None
+        stripped = known.text.rstrip()
+        if rest is None and text.startswith(stripped):
+            behind = text[len(stripped) :]
+            ends_there = not behind or behind[0].isspace() or behind.startswith(tuple(last.stop))
+            rest = behind if ends_there else None
+        if rest is None:
+            return None
+        if last.finish_reason == "stop" and not known.text.endswith(tuple(last.stop)):
+            rest = _without_stop(rest, last.stop)  # which was sampled, and not shown
+        return tokens_behind(self.tokenizer, known.text, rest)
 
     def _added(self, last: Sequence, known: Given, given: Given) -> list[int] | None:
         """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
@@ -239,7 +264,7 @@ class AgentEpisode:
         before = theirs[: len(ours)]
         if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
-        if [*map(_content, ours)] != [*map(_content, before)]:
+        if not all(_is_same(one, other, stops=last.stop) for one, other in zip(ours, before, strict=True)):
             return None
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)
@@ -256,8 +281,31 @@ class AgentEpisode:
         return tokens_behind(self.tokenizer, str(self.tokenizer.decode([last.tokens[-1]])), behind)
 
 
-def _content(message: Message) -> tuple[Any, ...]:
-    """Return what must be the same of a message that comes back; ids of calls may differ."""
+def _without_stop(text: str, stops: list[str]) -> str:
+    """Remove a stop string from the beginning of a text, and space before it."""
+    for stop in stops:
+        if text.startswith(stop):
+            return text.removeprefix(stop)
+        if stop.strip() and text.lstrip().startswith(stop.strip()):
+            return text.lstrip().removeprefix(stop.strip())
+    return text
+
+
+def _is_same(ours: Message, theirs: Message, *, stops: list[str]) -> bool:
+    """Return whether a message has come back: its role and calls are the same, whatever ids they have, and its text up
+    to white space; up to a stop string, too, if it is an answer.
+    """
+    endings = stops if ours["role"] == "assistant" else []
+    same_text = bool(_readings(ours, endings) & _readings(theirs, endings))
+    return ours["role"] == theirs["role"] and _calls(ours) == _calls(theirs) and same_text
+
+
+def _readings(message: Message, endings: list[str]) -> set[str]:
+    """Return the words of a message, with one of the endings and without."""
+    text = " ".join((message.get("content") or "").split())
+    return {text} | {text.removesuffix(" ".join(ending.split())).rstrip() for ending in endings}
+
+
+def _calls(message: Message) -> list[tuple[Any, Any]]:
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    named = [(call.get("name"), call.get("arguments")) for call in calls]
-    return message["role"], (message.get("content") or "").strip(), named
+    return [(call.get("name"), call.get("arguments")) for call in calls]

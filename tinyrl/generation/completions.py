@@ -1,0 +1,150 @@
+"""OpenAI's chat completions and completions of text: /v1/chat/completions, /v1/completions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from tinyrl.generation.dialect import JSON, Dialect, Ended, TokenLogprob, Usage, logprob_entries
+
+
+class ChatCompletions(Dialect):
+    """An answer of one choice or several, each a message of the assistant's."""
+
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    closing = "data: [DONE]\n\n"
+
+    @staticmethod
+    def chat_request(asked: JSON) -> JSON:
+        """Return the request without what chat templates have no words for: `developer` is `system`, and whether the
+        decoding of a tool's arguments is `strict` is not for the model to read.
+        """
+        chat = dict(asked)
+        if isinstance(asked.get("messages"), list):
+            chat["messages"] = [_as_system(message) for message in asked["messages"]]
+        if isinstance(asked.get("tools"), list):
+            chat["tools"] = [_without_strict(tool) for tool in asked["tools"]]
+        return chat
+
+    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+        parts = [self._whole_choice(index, ended) for index, ended in enumerate(choices)]
+        return {**self._payload(self.kind, parts), "usage": _usage(usage)}
+
+    def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
+        for index in range(count):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+        yield self._chunk(index, {"content": text}, logprobs=logprobs)
+
+    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+        if ended.calls:
+            yield self._chunk(index, {"tool_calls": [{"index": i, **call} for i, call in enumerate(ended.calls)]})
+        yield self._chunk(index, {}, reason=ended.reason, logprobs=ended.logprobs, fields=ended.fields)
+
+    def finish(self, usage: Usage) -> Iterator[JSON]:
+        if (self.asked.get("stream_options") or {}).get("include_usage"):
+            yield {**self._payload(self.chunk_kind, []), "usage": _usage(usage)}
+
+    # ---- parts ----
+
+    def _payload(self, kind: str, choices: list[JSON]) -> JSON:
+        model = self.asked["model"]
+        return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
+
+    def _whole_choice(self, index: int, ended: Ended) -> JSON:
+        message = {"role": "assistant", **ended.message}
+        logprobs = self._listed(index, ended.logprobs)
+        return {
+            "index": index,
+            "message": message,
+            "finish_reason": ended.reason,
+            "logprobs": logprobs,
+            **ended.fields,
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: JSON,
+        *,
+        reason: str | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        fields: JSON | None = None,
+    ) -> JSON:
+        ended = {"finish_reason": reason, "logprobs": self._listed(index, logprobs), **(fields or {})}
+        return self._payload(self.chunk_kind, [{"index": index, **self._written(delta), **ended}])
+
+    def _written(self, delta: JSON) -> JSON:
+        """Return what a chunk adds to its choice."""
+        return {"delta": delta}
+
+    def _listed(self, index: int, logprobs: list[TokenLogprob] | None) -> JSON | None:
+        return None if logprobs is None else {"content": logprob_entries(logprobs), "refusal": None}
+
+
+class TextCompletions(ChatCompletions):
+    """An answer of one text or several."""
+
+    prefix = "cmpl-"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, asked: JSON) -> None:
+        super().__init__(asked)
+        self.offsets = dict[int, int]()  # characters of the tokens listed so far, by choice
+
+    def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
+        yield from ()
+
+    def _whole_choice(self, index: int, ended: Ended) -> JSON:
+        logprobs = self._listed(index, ended.logprobs)
+        return {
+            "index": index,
+            "text": ended.content,
+            "finish_reason": ended.reason,
+            "logprobs": logprobs,
+            **ended.fields,
+        }
+
+    def _written(self, delta: JSON) -> JSON:
+        return {"text": delta.get("content", "")}
+
+    def _listed(self, index: int, logprobs: list[TokenLogprob] | None) -> JSON | None:
+        if logprobs is None:
+            return None
+        texts = [one.text for one in logprobs]
+        *offsets, self.offsets[index] = itertools.accumulate(map(len, texts), initial=self.offsets.get(index, 0))
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [_likeliest(one) for one in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _as_system(message: Any) -> Any:
+    is_developer = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_developer else message
+
+
+def _without_strict(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
+
+
+def _likeliest(one: TokenLogprob) -> dict[str, float] | None:
+    """Return a token and the likeliest in its place; of two with one spelling the likelier stays."""
+    if one.logprob is None:
+        return None
+    return {one.text: one.logprob, **dict[str, Any](reversed(one.top))}
+
+
+def _usage(usage: Usage) -> JSON:
+    total = usage.prompt + usage.completion
+    return {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion, "total_tokens": total}

@@ -1,0 +1,151 @@
+"""What a protocol reads and writes: a request becomes one for chat completions; an answer, whole or as it comes, JSON.
+
+    completions.py    OpenAI's chat completions, and its completions of text
+    responses.py      OpenAI's Responses
+    messages_api.py   Anthropic's Messages
+
+Nothing here samples, and nothing knows of HTTP but for the lines of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+JSON = dict[str, Any]
+
+STATE = {  # of a conversation, a stored prompt or a job that a server would have to keep
+    "background": (False,), "container": (), "conversation": (), "conversation_id": (), "mcp_servers": ([],),
+    "previous_response_id": (), "thread": (), "thread_id": (),
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that is answered with an error of this status; code: what clients look for, if they do."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class ContextOverflow(Refused):
+    """A request that does not fit into the model's positions, in the words that clients of both vendors look for."""
+
+    def __init__(self, what: str, *, positions: int) -> None:
+        sentence = f"prompt is too long: {what}, and this model's maximum context length is {positions} tokens"
+        super().__init__(400, sentence, code="context_length_exceeded")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token with its log-probability (None: the first of a prompt), and the likeliest in its place."""
+
+    text: str
+    logprob: float | None
+    top: list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A choice of an answer that has ended.
+
+    calls: of tools, as chat completions write them; stop: the stop string that ended it; logprobs: of the tokens that
+    are not written yet (None: not asked for); fields: further ones of the choice.
+    """
+
+    content: str | None
+    calls: list[JSON]
+    reason: Literal["stop", "length", "tool_calls"]
+    stop: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    fields: JSON = field(default_factory=dict)
+
+    @property
+    def message(self) -> JSON:
+        """Return the assistant's message, as the next request has it."""
+        return {"content": self.content, **({"tool_calls": self.calls} if self.calls else {})}
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt: int  # tokens
+    completion: int
+
+
+class Dialect:
+    """Writes the answer to one request (`asked`, as it came) in one protocol.
+
+    A stream calls `begin`; for each choice `piece` for each piece of text, and `end`; then `finish`, or `failed`. Each
+    returns the events to be sent.
+    """
+
+    prefix: str  # of the answer's id
+    closing = ""  # the last line of a stream
+
+    def __init__(self, asked: JSON) -> None:
+        self.asked = asked
+        self.id = f"{self.prefix}{secrets.token_hex(12)}"
+        self.created = int(time.time())
+
+    @staticmethod
+    def chat_request(asked: JSON) -> JSON:
+        """Return the request in the words of chat completions. Raises Refused."""
+        return asked
+
+    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+        raise NotImplementedError
+
+    def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
+        """Open a stream of `count` choices."""
+        raise NotImplementedError
+
+    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+        raise NotImplementedError
+
+    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+        """Close a choice, whose text has been written."""
+        raise NotImplementedError
+
+    def finish(self, usage: Usage) -> Iterator[JSON]:
+        raise NotImplementedError
+
+    @staticmethod
+    def error(refused: Refused) -> JSON:
+        """Return the body of an error; OpenAI's, if a protocol has no own."""
+        kind = "invalid_request_error" if refused.status < 500 else "server_error"
+        code = refused.code or refused.status
+        return {"error": {"message": str(refused), "type": kind, "param": None, "code": code}}
+
+    def failed(self, refused: Refused) -> Iterator[JSON]:
+        """Yield what ends a stream that fails."""
+        yield self.error(refused)
+
+    def line(self, event: JSON) -> str:
+        """Return an event as it is sent; one that has a type is named by it."""
+        named = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{named}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+def refuse_state(asked: JSON) -> None:
+    """Raise Refused for a field that refers to something that the server would have kept."""
+    for name, neutral in STATE.items():
+        value = asked.get(name)
+        if value is not None and value not in neutral:
+            raise Refused(400, f"{name} is not supported: nothing is kept between two requests; send all messages")
+
+
+def logprob_entries(logprobs: list[TokenLogprob]) -> list[JSON]:
+    """Return log-probabilities as OpenAI's chats and responses list them."""
+    return [
+        {**_entry(one.text, one.logprob), "top_logprobs": [_entry(text, logprob) for text, logprob in one.top]}
+        for one in logprobs
+    ]
+
+
+def _entry(text: str, logprob: float | None) -> JSON:
+    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}

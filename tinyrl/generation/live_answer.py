@@ -1,0 +1,174 @@
+"""An answer that is being sampled: its choices, and what of their text and tokens can be sent already."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tinyrl.generation.agent_episode import Call, Given
+from tinyrl.generation.dialect import Dialect, Ended, Refused, Usage
+from tinyrl.generation.engine import Sequence
+from tinyrl.generation.request_body import Body
+from tinyrl.text import IncrementalDetokenizer
+
+SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    tokens: list[int]
+    logprobs: list[float]
+
+
+Event = NewTokens | Exception | None  # None: the end
+
+
+@dataclass
+class Choice:
+    """One completion on its way: its text so far, how much of it is certain, and how it ended.
+
+    stop: strings that are not shown; call: that of an agent's episode; logprobs: of its tokens so far, of which
+    `listed` were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it; ended: its
+    last tokens have come.
+    """
+
+    index: int
+    sequence: Sequence
+    detokenizer: IncrementalDetokenizer
+    stop: list[str] = field(default_factory=list)
+    text: str = ""
+    call: Call | None = None
+    shown: int = 0
+    stopped_by: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    listed: int = 0
+    held: list[tuple[str, int]] = field(default_factory=list)
+    ended: bool = False
+
+    def add(self, tokens: list[int]) -> str:
+        """Add tokens; return the text that is certain now: none that may become a stop string, or follow one."""
+        self.tokens += tokens
+        if self.stopped_by is None:
+            self.text += self.detokenizer.add(tokens, at_end=self.ended)
+        places = {self.text.find(stop): stop for stop in self.stop if stop in self.text}
+        if places:
+            first = min(places)
+            self.stopped_by = places[first]
+            self.text = self.text[:first]
+        certain = len(self.text)
+        if not self.ended and self.stopped_by is None:  # the longest beginning of a stop string that it ends with
+            held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
+            certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
+        piece = self.text[self.shown : max(certain, self.shown)]
+        self.shown = max(certain, self.shown)
+        return piece
+
+
+class LiveAnswer:
+    """The answer to a request: its choices, and a queue of what the scheduler's thread makes of them.
+
+    given: what it continues; text: the choices begin with it; reads_calls: of tools, in whole answers; likeliest: how
+    many tokens are listed at each place; lists_logprobs: of each token.
+    """
+
+    def __init__(self, body: Body, dialect: Dialect, *, is_chat: bool) -> None:
+        self.body = body
+        self.dialect = dialect
+        self.is_chat = is_chat
+        self.given = Given()
+        self.text = ""
+        self.reads_calls = False
+        self.lists_logprobs = bool(body.logprobs) if is_chat else body.logprobs is not None
+        self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
+        self.choices = list[Choice]()
+        self.loop = asyncio.get_running_loop()
+        self.events = asyncio.Queue[tuple[Choice, Event] | None]()  # None: no client
+        self.client_has_gone = False
+
+    @property
+    def limit(self) -> int | None:
+        """Return the most tokens that the request asks for; a completion of text has 16, as in the protocol."""
+        return self.body.max_completion_tokens or self.body.max_tokens or (None if self.is_chat else 16)
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.body.echo) and not self.is_chat
+
+    @property
+    def usage(self) -> Usage:
+        prompts = {tuple(choice.sequence.prompt) for choice in self.choices}
+        written = sum(len(choice.sequence.tokens) for choice in self.choices if choice.ended)
+        return Usage(prompt=sum(map(len, prompts)), completion=written)
+
+    def put_tokens(self, choice: Choice, tokens: list[int]) -> None:
+        """Queue new tokens, the last of their sequence; called by the scheduler's thread."""
+        logprobs = choice.sequence.logprobs[-len(tokens) :]
+        self.put(choice, NewTokens(tokens, logprobs))
+
+    def put(self, choice: Choice, event: Event) -> None:
+        self.loop.call_soon_threadsafe(self.events.put_nowait, (choice, event))
+
+    async def watch(self, request: HttpRequest) -> None:
+        """Wait until the client hangs up; `pieces` ends then."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.client_has_gone = True
+        self.events.put_nowait(None)
+
+    async def pieces(self) -> AsyncIterator[tuple[Choice, str]]:
+        """Yield the text of all choices as it comes; the last piece of a choice comes with its end. Raises
+        Refused if one failed, and ClientDisconnect if the client is watched and has gone.
+        """
+        running = len(self.choices)
+        for number in itertools.count(1):
+            if not running:
+                break
+            if number % SLICE == 0:  # events may be there already, and getting them lets nobody else run
+                await asyncio.sleep(0)
+            event = await self.events.get()
+            if event is None:
+                raise ClientDisconnect
+            choice, result = event
+            if isinstance(result, Exception):
+                raise Refused(500, f"sampling failed: {type(result).__name__}: {result}")
+            if isinstance(result, NewTokens):
+                choice.logprobs += result.logprobs
+                yield choice, choice.add(result.tokens)
+            else:
+                choice.ended = True
+                running -= 1
+                yield choice, choice.add([])
+
+    def record(self, choice: Choice, ended: Ended) -> None:
+        """Record in an agent's episode that a completion is sent."""
+        if choice.call is not None:
+            choice.call.answered(ended.message if self.is_chat else {"content": choice.text})
+
+    def give_up(self) -> None:
+        """End what is still sampled, and the calls of an agent whose answers were not sent."""
+        for choice in self.choices:
+            choice.sequence.cancelled = True
+            if choice.call is not None:
+                choice.call.give_up()
+
+
+class Stream(StreamingResponse):
+    """An answer in pieces. `close` is called at its end, also where its client hangs up before the first."""
+
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self.close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()

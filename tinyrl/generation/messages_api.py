@@ -1,0 +1,203 @@
+"""Anthropic's Messages API as a translation of chat completions: /v1/messages.
+
+The JSON is that of `anthropic.types`, by which tests/generation/test_dialects.py checks every answer and event; a
+server needs no package for it.
+
+Less than the original: content is text, calls of tools and their results; thoughts are text; nothing is cached for a
+client (cache_control is ignored).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tinyrl.generation.dialect import JSON, Dialect, Ended, Refused, TokenLogprob, Usage, refuse_state
+from tinyrl.text import truncate
+
+OWN = {"cache_control", "messages", "stop_sequences", "system", "tool_choice", "tools"}  # translated here
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+KINDS |= {429: "rate_limit_error", 500: "api_error"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+class Messages(Dialect):
+    """An answer in the words of Messages: a block of text, if there is any or nothing else, and one for each call."""
+
+    prefix = "msg_"
+
+    def __init__(self, asked: JSON) -> None:
+        super().__init__(asked)
+        self.is_open = False  # the block of text has begun
+        self.last: Ended | None = None
+
+    @staticmethod
+    def chat_request(asked: JSON) -> JSON:
+        refuse_state(asked)
+        chat = {name: value for name, value in asked.items() if name not in OWN}
+        chat["messages"] = _messages(asked.get("system"), asked.get("messages"))
+        chat["stop"] = asked.get("stop_sequences")
+        chat["tools"] = _tools(asked.get("tools"))
+        chat["tool_choice"] = _tool_choice(asked.get("tool_choice"))
+        return chat
+
+    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+        [ended] = choices
+        return self._message(ended, usage)
+
+    def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
+        yield {"type": "message_start", "message": self._message(None, usage)}
+
+    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+        yield from self._opened()
+        yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+
+    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+        self.last = ended
+        for place, block in enumerate(_blocks(ended)):
+            if block["type"] == "text":
+                yield from self._opened()
+            else:
+                written = json.dumps(block["input"], ensure_ascii=False)
+                delta = {"type": "input_json_delta", "partial_json": written}
+                yield {"type": "content_block_start", "index": place, "content_block": {**block, "input": {}}}
+                yield {"type": "content_block_delta", "index": place, "delta": delta}
+            yield {"type": "content_block_stop", "index": place}
+
+    def finish(self, usage: Usage) -> Iterator[JSON]:
+        assert self.last is not None
+        yield {"type": "message_delta", "delta": _reason(self.last), "usage": _usage(usage)}
+        yield {"type": "message_stop"}
+
+    @staticmethod
+    def error(refused: Refused) -> JSON:
+        kind = KINDS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+
+    def _opened(self) -> Iterator[JSON]:
+        """Begin the block of text, unless it has begun."""
+        if not self.is_open:
+            self.is_open = True
+            yield {"type": "content_block_start", "index": 0, "content_block": _text_block("")}
+
+    def _message(self, ended: Ended | None, usage: Usage) -> JSON:
+        """Return the whole message; one under way is empty."""
+        reason = {"stop_reason": None, "stop_sequence": None} if ended is None else _reason(ended)
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked["model"],
+            "content": [] if ended is None else _blocks(ended),
+            **reason,
+            "usage": _usage(usage),
+        }
+
+
+def _reason(ended: Ended) -> JSON:
+    reason = "stop_sequence" if ended.stop is not None else STOP_REASONS[ended.reason]
+    return {"stop_reason": reason, "stop_sequence": ended.stop}
+
+
+def _usage(usage: Usage) -> JSON:
+    return {
+        "input_tokens": usage.prompt,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": usage.completion,
+    }
+
+
+def _text_block(text: str) -> JSON:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _blocks(ended: Ended) -> list[JSON]:
+    blocks = list[JSON]()
+    if ended.content or not ended.calls:
+        blocks.append(_text_block(ended.content or ""))
+    for call in ended.calls:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    return blocks
+
+
+# ---- a request ----
+
+
+def _messages(system: Any, given: Any) -> list[JSON]:
+    """Return chat messages: results of tools are messages of their own, in their places."""
+    messages = list[JSON]()
+    if system:
+        messages.append({"role": "system", "content": system})
+    if not isinstance(given, list) or not given:
+        raise Refused(400, f"messages must be a list of messages, not {given!r:.60}")
+    for message in given:
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant", "system"):
+            raise Refused(400, f"messages has one of another role than user and assistant: {message!r:.80}")
+        content = message.get("content")
+        if not isinstance(content, list):
+            messages.append({"role": role, "content": content})
+        elif role == "assistant":
+            messages.append(_assistant(content))
+        else:
+            messages += _others(role, content)
+    return messages
+
+
+def _kind(block: Any, *, known: tuple[str, ...]) -> str:
+    """Return the type of a block. Raises Refused for one that is not known."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in known:
+        raise Refused(400, f"messages has a block of the type {kind!r:.40}; read are {', '.join(known)}")
+    return kind
+
+
+def _assistant(blocks: list[Any]) -> JSON:
+    texts = list[JSON]()
+    calls = list[JSON]()
+    for block in blocks:
+        if _kind(block, known=("text", "tool_use")) == "text":
+            texts.append(block)
+        else:
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+    return {"role": "assistant", "content": texts or None, **({"tool_calls": calls} if calls else {})}
+
+
+def _others(role: str, blocks: list[Any]) -> list[JSON]:
+    """Return the messages of a user's blocks: one for all text that stands together, one for each result."""
+    messages = list[JSON]()
+    for block in blocks:
+        if _kind(block, known=("text", "tool_result")) == "tool_result":
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")})
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"].append(block)
+        else:
+            messages.append({"role": role, "content": [block]})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _tools(tools: Any) -> Any:
+    """Return tools as chat completions write functions."""
+    if not isinstance(tools, list):
+        return tools
+    functions = list[JSON]()
+    for tool in tools:
+        kind = tool.get("type") or "custom" if isinstance(tool, dict) else None
+        if kind != "custom":
+            raise Refused(400, f"tools are functions of the client's, not {truncate(str(kind or tool), 60)}")
+        function = {"name": tool.get("name"), "description": tool.get("description")}
+        functions.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema")}})
+    return functions
+
+
+def _tool_choice(choice: Any) -> Any:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return CHOICES.get(str(kind), choice)

@@ -1,0 +1,94 @@
+"""A request for completions: the fields that are read, those that change nothing, and those that are refused.
+
+A field that is not known is refused, since it may be to change the answer (a penalty, a misspelt name), unless it is
+null, asks for what is done anyway, or is known to change nothing. As vLLM has them: `top_k`, `chat_template_kwargs`,
+`return_token_ids`, `include_stop_str_in_output`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tinyrl.generation.dialect import JSON, Refused
+from tinyrl.text import truncate
+
+HARMLESS = {  # fields that change no answer, whatever they hold: for a provider's accounts, caches and queues
+    "metadata", "moderation", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "speed",
+    "store", "user", "verbosity",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, each with the values that change nothing
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
+    "typical_p": (1,), "length_penalty": (1,), "min_tokens": (0,), "ignore_eos": (False,), "early_stopping": (False,),
+    "use_beam_search": (False,), "do_sample": (True,), "stop_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
+    "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
+    "function_call": ("auto", "none"), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "tool_choice": ("auto", "none"),
+    "background": (False,), "truncation": ("disabled",), "thinking": ({"type": "disabled"},),
+}  # fmt: skip
+Likeliest = Annotated[int, Field(ge=0, le=20)]  # tokens that a client may have listed at each place
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Body(BaseModel):
+    """A request for completions of `messages` (chat) or of a `prompt`. Others are HARMLESS, NEUTRAL or refused."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str
+    messages: list[Any] | None = None
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | Likeliest | None = None  # chat: whether; of a prompt: how many besides
+    top_logprobs: Likeliest | None = None
+    echo: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    @classmethod
+    def of(cls, asked: JSON) -> Body:
+        """Parse a request for chat completions, or for completions of text. Raises Refused with its first fault."""
+        try:
+            return cls.model_validate(asked)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise Refused(400, f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Return the prompts, each a text or tokens; none for a chat."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return list(self.prompt or []) if several else [self.prompt] if self.prompt else []
+
+    @property
+    def num_sequences(self) -> int:
+        return max(1, len(self.prompts)) * (self.n or 1)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def wishes(self) -> dict[str, str]:
+        """Return the fields that are to change the answer and do not, each with `name=value`, by name."""
+        found = dict[str, str]()
+        for name, value in {**(self.model_extra or {}), "tool_choice": self.tool_choice}.items():
+            if value is None or name in HARMLESS:
+                continue
+            neutral = NEUTRAL.get(name, ())
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+                found[name] = f"{truncate(name)}={truncate(json.dumps(value))}"
+        return found
