@@ -72,9 +72,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--threads", type=int, default=1, help="of each side (%(default)s)")
     _real_model(one)
 
-    one = commands.add_parser("long", help="memory and CPU time of SFT on long texts, beside TRL")
+    one = commands.add_parser("long", help="memory and CPU time of SFT and GRPO on long texts, beside TRL")
     one.add_argument("--peer-python", required=True, help="Python of a virtual environment with TRL")
+    one.add_argument("--methods", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"])
     one.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="tokens of a text")
+    one.add_argument("--peer-lengths", type=int, nargs="*", help="of them TRL's, which needs more memory (all)")
     one.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     one.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
     one.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")

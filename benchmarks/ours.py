@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def watched(gradients: str | None) -> Iterator[measuring.Steps]:
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """A run of settings["recipe"] on settings["device"] (the CPU), within settings["memory_gb"] of a GPU, where that is
-    given: what each step after the first took.
+    given, with the completions of settings["given"], where there are: what each step after the first took.
     """
     import peft  # noqa: F401
     import torch  # noqa: F401
@@ -122,7 +122,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     imports, run, method = measuring.resident_mb(), Path(settings["folder"]) / "run", settings["recipe"]["method"]
     command = ["train", method, str(write(settings)), *settings["overrides"]]
     where = ["--output-dir", str(run.parent), "--name", run.name, "--device", settings.get("device", "cpu")]
-    with watched(settings.get("gradients")) as steps:
+    with watched(settings.get("gradients")) as steps, completions_of(settings):
         code = app([*command, *where], standalone_mode=False)
     if code:
         raise SystemExit(f"tinyrl ended with exit code {code}")
@@ -142,6 +142,15 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "peak_gb": mean_of(lines[1:], "memory/peak_gb"),
         "gap": mean_of(lines[1:], "policy/sampling_gap"),
     }
+
+
+def completions_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
+    """Take the completions of the file settings["given"], where that is given, instead of sampling."""
+    if "given" not in settings:
+        return nullcontext()
+    from benchmarks.given import given_completions
+
+    return given_completions(Path(settings["given"]))
 
 
 def limit_memory(gigabytes: float) -> None:

@@ -8,6 +8,8 @@ matrices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +118,20 @@ def ppo_models(files: Path, tokenizer: Any, rows: list[dict[str, Any]], settings
     return {"model": policy, "ref_model": None, "reward_model": scores, "value_model": value}
 
 
+def rollout_of(groups: list[dict[str, Any]], tokenizer: Any) -> Callable[..., dict[str, Any]]:
+    """Return a rollout function for GRPO: the next completions of each prompt in `groups` instead of samples."""
+    completions = {group["prompt"]: cycle(group["completions"]) for group in groups}
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts],
+            "completion_ids": [next(completions[prompt]) for prompt in prompts],
+            "logprobs": None,
+        }
+
+    return rollout
+
+
 def make_trainer(settings: dict[str, Any], trainer: Any, config: Any) -> Any:
     files, method = Path(settings["files"]), settings["method"]
     # Its file alone: AutoTokenizer reads any tokenizer beside Qwen2 as Qwen's own BPE.
@@ -134,6 +150,8 @@ def make_trainer(settings: dict[str, Any], trainer: Any, config: Any) -> Any:
         kwargs["model"], given["model_init_kwargs"] = str(files / "model"), model_options(settings)
     if method == "grpo":
         kwargs["reward_funcs"] = getattr(rewards, settings["reward"])
+    if "given" in settings:
+        kwargs["rollout_func"] = rollout_of(read_rows(files / settings["given"]), tokenizer)
     if "held_out" in settings:
         kwargs["eval_dataset"] = Dataset.from_list(read_rows(files / settings["held_out"])[: settings["eval_prompts"]])
     made = trainer(args=config(**given), train_dataset=Dataset.from_list(rows), **kwargs)

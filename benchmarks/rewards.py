@@ -30,3 +30,8 @@ def right_sums(prompts: list[str], completions: list[str], *, answer: list[int],
     """1.0 where the last number of a completion is the answer, else 0.0."""
     last = [(re.findall(r"\d+", text) or [""])[-1] for text in completions]
     return [float(number == str(right)) for number, right in zip(last, answer, strict=True)]
+
+
+def zero_and_one(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """0 and 1 in turn, so that a group of two has advantages whatever its completions are."""
+    return [float(number % 2) for number in range(len(completions))]

@@ -17,7 +17,7 @@ RETURNED = [{"role": "assistant", "content": "four"}]  # by an agent
 @pytest.fixture
 def agents(tmp_path: Path) -> Environment:
     (tmp_path / "mine.py").write_text("def play(row, base_url):\n    return 'four'\n")
-    return Agents(EnvironmentConfig(agent=f"{tmp_path / 'mine.py'}:play"))
+    return Agents(EnvironmentConfig(agent=f"{tmp_path / 'mine.py'}:play"), call_tokens=8)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import layers
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
+from tinyrl.models.device import MICRO_BATCH_TOKENS
 from tinyrl.models.lora import wrap_in_lora
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import all_states, library_states
@@ -113,8 +114,8 @@ def test_recomputed_layers_have_the_same_gradient(
     roles = MAKE[make](tiny("qwen3"), dtype=low or torch.float32, reference=False)
     stir(roles.parameters["policy"])
     gradients(roles, all_states, low=low)  # compares our layers with the library's
-    ran, once = [], layers._layer
-    monkeypatch.setattr(layers, "_layer", lambda *given: ran.append(1) or once(*given))
+    ran, once = [], layers._attended
+    monkeypatch.setattr(layers, "_attended", lambda *given, **more: ran.append(1) or once(*given, **more))
     stored, recomputed = (gradients(roles, all_states, low=low, recompute=recompute) for recompute in (False, True))
     assert len(ran) == 2 + 4
     torch.testing.assert_close(recomputed, stored, rtol=0, atol=0)
@@ -139,6 +140,54 @@ def test_a_micro_batch_keeps_less_than_the_librarys_and_recomputed_only_inputs_o
     assert ours < 0.7 * most(library_states)
     with roles.gradient_checkpointing():
         assert most(all_states) < 0.4 * ours
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_gradients_of_weights_norms_and_biases_are_summed_over_tiles(
+    tiny: TinyModels, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    roles = full_roles(tiny("qwen2"), reference=False)
+    stir(roles.parameters["policy"])
+    stored = gradients(roles, all_states, low=low)
+    monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 16)
+    tiled = gradients(roles, all_states, low=low, recompute=True)
+    torch.testing.assert_close(tiled[0], stored[0], rtol=0, atol=1e-5)
+    for name, gradient in stored[1].items():
+        assert gradient is not None
+        apart = (tiled[1][name] - gradient).norm() / gradient.norm()  # pyright: ignore
+        assert apart <= (1e-6 if low is None else 1e-3), name
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_wide_feed_forward_block_takes_no_memory_by_the_length_of_a_text(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Tiles of 32 tokens: 512 tokens more take less than one tensor that is 512 tokens long and as wide as the block,
+    with recomputed layers and without a gradient.
+    """
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=16, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    roles = policy_of(wrap_in_lora(model, lora()), reference=False)
+    monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 32)
+
+    def most(length: int) -> int:
+        batch = roles.batch_of(examples([[1] * 8], [[2] * (length - 8)]))
+        with (
+            LiveBytes() as live,
+            roles.acting("policy"),
+            roles.gradient_checkpointing(),
+            torch.set_grad_enabled(learns),
+        ):
+            found = roles.logprobs("policy", batch, temperature=1.0)[0].sum()
+            if learns:
+                found.backward()
+        return live.most
+
+    most(16)  # compares our layers with the library's
+    assert most(1024) - most(512) < 512 * 1024 * 4
 
 
 @pytest.mark.parametrize("native", [False, True])

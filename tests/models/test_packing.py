@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.models.building import full_roles, lora_roles, roles_with_critic, stir
 from tests.models.live_bytes import LiveBytes
 from tests.tiny_models import TinyModels
-from tinyrl.models import packing
+from tinyrl.models import layers, packing
 from tinyrl.models.batch import batch_of, examples
-from tinyrl.models.device import CHUNK_ELEMENTS
+from tinyrl.models.device import CHUNK_ELEMENTS, MICRO_BATCH_TOKENS
 from tinyrl.models.packing import attending, pack, shared_start
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import all_states
@@ -150,10 +150,12 @@ def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):
     assert 4 * 64 * n <= live.most < 4 * n * n / 2  # a mask alone would take 4 n^2
 
 
-def test_recomputed_layers_blocks_of_queries_and_chunks_change_no_gradient(
+def test_recomputed_layers_tiles_blocks_of_queries_and_chunks_change_no_gradient(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ):
-    """Behind 18 keys a mask of 64 numbers has 2 or 3 rows, and the longest response has 9 queries."""
+    """Behind 18 keys a mask of 64 numbers has 2 or 3 rows, and the longest response has 9 queries. Tiles have 7 tokens,
+    and the last one fewer.
+    """
     roles = lora_roles(tiny("qwen3"))
     stir(roles.parameters["policy"])
     calls: list[int] = []
@@ -172,10 +174,20 @@ def test_recomputed_layers_blocks_of_queries_and_chunks_change_no_gradient(
     plain, longest = step()
     monkeypatch.setattr(packing, "MASK_ELEMENTS", 64)
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * roles.head("policy").weight.shape[0])
+    monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 7)
+    tiles: list[int] = []
+    backward = layers.feed_forward_backward
+
+    def tiled(dy: Tensor, *given: Any, **options: Any) -> Any:
+        tiles.append(len(dy))
+        return backward(dy, *given, **options)
+
+    monkeypatch.setattr(layers, "feed_forward_backward", tiled)
     with roles.gradient_checkpointing():
         in_parts, _ = step()
     behind = [width for width in calls if width != len(START)]
     assert (longest, max(behind)) == (len(C), 3)
+    assert (max(tiles), min(tiles) < 7) == (7, True)
     assert_same_gradients(in_parts, plain)
 
 

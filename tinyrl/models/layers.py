@@ -2,7 +2,8 @@
 
 The library's layers save a dozen tensors as wide as the feed-forward block, and LoRA's branch costs two more passes
 over every output. Here branch and residual are added inside the products and norms are recomputed in backward. Tokens
-are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py).
+are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py). Where layers
+are recomputed, or nothing is to be kept, the feed-forward block goes through the tokens tile by tile.
 
 A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r); the last three may be
 None. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
@@ -14,6 +15,7 @@ Norms and rotations are computed in float32 and rounded once; gradients of param
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -21,11 +23,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from torch.utils.checkpoint import checkpoint
 
 from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.batch import Batch
-from tinyrl.models.device import HALVES, autocast_dtype
+from tinyrl.models.device import HALVES, MICRO_BATCH_TOKENS, autocast_dtype
 from tinyrl.models.lora import is_plain_lora
 from tinyrl.models.packing import Packing, attend
 
@@ -34,6 +35,8 @@ PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
+OUT, INNER = 3 * EACH, 4 * EACH  # where the tensors of o_proj begin, and those of gate_proj
+NORMS = ("q_norm", "k_norm")  # of heads, in Qwen3
 ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and scales late queries by position
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
@@ -283,24 +286,68 @@ class AfterAttention(torch.autograd.Function):
         attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
         scales = ctx.scales
-        dtype = attended.dtype
-        active = silu(gate)
-        dm, of_down = linears_backward(
-            [dy.to(dtype)], active * up, low_down, layers=layers[-EACH:], scales=scales[3:], needed=needed[-EACH:]
+        inside = Inside(r=r, gate=gate, up=up, low=low, low_down=low_down)
+        dz, dw, of_mlp = feed_forward_backward(
+            dy,
+            z,
+            inside,
+            weight=weight,
+            layers=layers[EACH:],
+            scales=scales[1:],
+            needed=needed[EACH:],
+            needs_weight=needs_weight,
         )
-        assert dm is not None
-        d_up = active.mul_(dm)
-        d_gate = torch.ops.aten.silu_backward(dm.mul_(up), gate)
-        h = torch.mul(z, r).mul_(weight).to(dtype)
-        dh, of_mlp = linears_backward(
-            [d_gate, d_up], h, low, layers=layers[EACH:-EACH], scales=scales[1:3], needed=needed[EACH:-EACH]
-        )
-        assert dh is not None
-        dz, dw = rms_norm_backward(dh, z, r, weight, needs_weight=needs_weight, residual=dy)
         d_attended, of_out = linears_backward(
-            [dz.to(dtype)], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
+            [dz.to(attended.dtype)], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
         )
-        return dz, d_attended, dw, None, None, *of_out, *of_mlp, *of_down
+        return dz, d_attended, dw, None, None, *of_out, *of_mlp
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a feed-forward block has computed between z and y: r = 1 / rms of z, the outputs of gate and up, and A h of
+    these two and of down.
+    """
+
+    r: Tensor
+    gate: Tensor
+    up: Tensor
+    low: Tensor | None
+    low_down: Tensor | None
+
+
+def feed_forward_backward(
+    dy: Tensor,
+    z: Tensor,
+    inside: Inside,
+    *,
+    weight: Tensor,
+    layers: Tensors,
+    scales: Sequence[float],
+    needed: Sequence[bool],
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Return the gradients of z, of the norm's weight, and of the tensors of gate, up and down (`layers`)."""
+    dtype = inside.gate.dtype
+    active = silu(inside.gate)
+    dm, of_down = linears_backward(
+        [dy.to(dtype)],
+        active * inside.up,
+        inside.low_down,
+        layers=layers[-EACH:],
+        scales=scales[-1:],
+        needed=needed[-EACH:],
+    )
+    assert dm is not None
+    d_up = active.mul_(dm)
+    d_gate = torch.ops.aten.silu_backward(dm.mul_(inside.up), inside.gate)
+    h = torch.mul(z, inside.r).mul_(weight).to(dtype)
+    dh, of_inputs = linears_backward(
+        [d_gate, d_up], h, inside.low, layers=layers[:-EACH], scales=scales[:-1], needed=needed[:-EACH]
+    )
+    assert dh is not None
+    dz, dw = rms_norm_backward(dh, z, inside.r, weight, needs_weight=needs_weight, residual=dy)
+    return dz, dw, [*of_inputs, *of_down]
 
 
 def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -390,39 +437,176 @@ def fused_states(backbone: Any, batch: Batch) -> Tensor:
         cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(upcast(x[:, :1]), batch.position_ids))
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        recompute = torch.is_grad_enabled() and getattr(backbone.layers[0], "gradient_checkpointing", False)
+        shared = Shared(cos, sin, batch.packing, eps, dtype)
+        recomputes = getattr(backbone.layers[0], "gradient_checkpointing", False)
+        run = _lean_layer if recomputes or not torch.is_grad_enabled() else _layer
         for layer in backbone.layers:
-            arguments = layer, _tensors(layer), cos, sin, batch.packing, eps, dtype
-            x = checkpoint(_layer, x, *arguments, use_reentrant=False) if recompute else _layer(x, *arguments)
+            x = run(x, layer, shared)
         return Norm.apply(x, backbone.norm.weight, eps)
 
 
-def _layer(
-    x: Tensor,
-    layer: DecoderLayer,
-    linear: LinearLayers,
-    cos: Tensor,
-    sin: Tensor,
-    packing: Packing,
-    eps: float,
-    dtype: torch.dtype,
-) -> Tensor:
+@dataclass(frozen=True)
+class Shared:
+    """What all layers of a pass read: cos and sin (N, 1, d) of the rotation, and how tokens attend; the norms' eps, and
+    the dtype of products.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    packing: Packing
+    eps: float
+    dtype: torch.dtype
+
+
+def _layer(x: Tensor, layer: DecoderLayer, shared: Shared) -> Tensor:
+    tensors, scales = _tensors(layer)
+    attended = _attended(x, layer, shared, tensors=tensors[:OUT], scales=scales[:3])
+    weight = layer.post_attention_layernorm.weight
+    return AfterAttention.apply(x, attended, weight, shared.eps, scales[3:], *tensors[OUT:])
+
+
+def _attended(x: Tensor, layer: DecoderLayer, shared: Shared, *, tensors: Tensors, scales: Sequence[float]) -> Tensor:
+    """Return what the tokens attend to, (N, heads d), before the layer's output projection."""
     attention = layer.self_attn
-    layers, scales = linear
-    first = 3 * EACH  # queries, keys and values
+    eps = shared.eps
     weight = layer.input_layernorm.weight
-    qkv: tuple[Tensor, ...] = NormedLinears.apply(x, weight, eps, dtype, scales[:3], *layers[:first])
+    qkv: tuple[Tensor, ...] = NormedLinears.apply(x, weight, eps, shared.dtype, scales, *tensors)
     q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
     q_norm: Gain | None = getattr(attention, "q_norm", None)
     k_norm: Gain | None = getattr(attention, "k_norm", None)
     if q_norm is not None and k_norm is not None:  # Qwen3: over each head
         q = Norm.apply(q, q_norm.weight, eps)
         k = Norm.apply(k, k_norm.weight, eps)
-    rotated_q: Tensor = Rope.apply(q, cos, sin)
-    rotated_k: Tensor = Rope.apply(k, cos, sin)
-    attended = attend(rotated_q, rotated_k, v, packing, attention.scaling).flatten(1)
-    weight = layer.post_attention_layernorm.weight
-    return AfterAttention.apply(x, attended, weight, eps, scales[3:], *layers[first:])
+    rotated_q: Tensor = Rope.apply(q, shared.cos, shared.sin)
+    rotated_k: Tensor = Rope.apply(k, shared.cos, shared.sin)
+    return attend(rotated_q, rotated_k, v, shared.packing, attention.scaling).flatten(1)
+
+
+# ---- a layer that keeps its input alone ----
+
+
+def _lean_layer(x: Tensor, layer: DecoderLayer, shared: Shared) -> Tensor:
+    """Compute `_layer`; backward, if there will be one, computes it again from x."""
+    tensors, scales = _tensors(layer)
+    norms = [m.weight for name in NORMS if (m := getattr(layer.self_attn, name, None)) is not None]
+    norms += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+    return LeanLayer.apply(x, layer, shared, scales, *tensors, *norms)
+
+
+class LeanLayer(torch.autograd.Function):
+    """A layer that keeps x alone: apply(x, layer, shared, scales, *tensors of the projections, *weights of norms) -> y.
+
+    Its feed-forward block goes through the tokens tile by tile, so of a long text nothing is as wide as that block.
+    Backward computes attention again, and in each tile what the block has inside, but not y.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, layer: DecoderLayer, shared: Shared, scales: Sequence[float], *parameters: Tensor | None
+    ):
+        tensors = parameters[: EACH * len(PROJECTIONS)]
+        attended = _attended(x, layer, shared, tensors=tensors[:OUT], scales=scales[:3])
+        y, _ = residual_linear(x, attended, tensors[OUT:INNER], scales[3])
+        weight = layer.post_attention_layernorm.weight
+        for tile in _tiles(y):
+            z = y[tile]
+            h, _ = rms_norm(z, weight, shared.eps, dtype=shared.dtype)
+            (gate, up), _ = linears(h, tensors[INNER:-EACH], scales[4:6])
+            y[tile], _ = residual_linear(z, silu(gate).mul_(up), tensors[-EACH:], scales[6])
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        ctx.shared = shared
+        ctx.scales = scales
+        ctx.parameters = parameters
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
+        tensors = ctx.parameters[: EACH * len(PROJECTIONS)]
+        needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
+        leaf = x.detach().requires_grad_(ctx.needs_input_grad[0])
+        with torch.enable_grad():
+            attended = _attended(leaf, layer, ctx.shared, tensors=tensors[:OUT], scales=ctx.scales[:3])
+        z, low_out = residual_linear(x, attended.detach(), tensors[OUT:INNER], ctx.scales[3])
+        weight = layer.post_attention_layernorm.weight
+        dz, dw, of_mlp = _tiled_backward(
+            dy,
+            z,
+            weight=weight,
+            layers=tensors[INNER:],
+            scales=ctx.scales[4:],
+            needed=needed[INNER:],
+            shared=ctx.shared,
+        )
+        d_attended, of_out = linears_backward(
+            [dz.to(attended.dtype)],
+            attended.detach(),
+            low_out,
+            layers=tensors[OUT:INNER],
+            scales=ctx.scales[3:4],
+            needed=needed[OUT:INNER],
+            needs_h=attended.requires_grad,
+        )
+        del z
+        found = {id(t): gradient for t, gradient in zip(tensors[OUT:], [*of_out, *of_mlp], strict=True)}
+        found[id(weight)] = dw
+        inputs = [t for t in (leaf, *ctx.parameters) if t is not None and t.requires_grad and id(t) not in found]
+        if attended.requires_grad:
+            gradients = torch.autograd.grad(attended, inputs, d_attended)
+            found |= {id(t): gradient for t, gradient in zip(inputs, gradients, strict=True)}
+        dx = None
+        if leaf.requires_grad:
+            dx = found[id(leaf)]
+            assert dx is not None
+            dx.add_(dz)
+        return dx, None, None, None, *(None if t is None else found.get(id(t)) for t in ctx.parameters)
+
+
+def _tiled_backward(
+    dy: Tensor,
+    z: Tensor,
+    *,
+    weight: Tensor,
+    layers: Tensors,
+    scales: Sequence[float],
+    needed: Sequence[bool],
+    shared: Shared,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Compute `feed_forward_backward` tile by tile, of which each computes again what the block has inside."""
+    dz = torch.empty_like(z)
+    total: list[Tensor | None] = []
+    for tile in _tiles(z):
+        h, r = rms_norm(z[tile], weight, shared.eps, dtype=shared.dtype)
+        (gate, up), low = linears(h, layers[:-EACH], scales[:-1])
+        down = _joined_a(layers[-EACH:], h.dtype)
+        low_down = None if down is None else product(silu(gate).mul_(up), down.t())
+        dz[tile], dw, of_layers = feed_forward_backward(
+            dy[tile],
+            z[tile],
+            Inside(r=r, gate=gate, up=up, low=low, low_down=low_down),
+            weight=weight,
+            layers=layers,
+            scales=scales,
+            needed=needed,
+            needs_weight=weight.requires_grad,
+        )
+        found = [dw, *of_layers]
+        if not total:
+            total = found
+            continue
+        for of_all, of_tile in zip(total, found, strict=True):
+            if of_all is not None and of_tile is not None:
+                of_all.add_(of_tile)
+    return dz, total[0], total[1:]
+
+
+def _tiles(x: Tensor) -> list[slice]:
+    """Return slices of x (N, H), each of as many tokens as a micro-batch has by default."""
+    size = MICRO_BATCH_TOKENS[x.device.type]
+    return [slice(first, first + size) for first in range(0, len(x), size)]
 
 
 def _tensors(layer: DecoderLayer) -> LinearLayers:

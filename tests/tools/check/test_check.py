@@ -157,12 +157,25 @@ def test_sizes_in_config_json_that_are_no_numbers_are_named(
 
 
 def test_bytes_of_a_token_by_hand() -> None:
-    """SmolLM2-135M: saved 2 x 576 + 2 x 576 + 2 x 192 + 3 x 1536 = 7,296 numbers a layer, or 30 x 576 inputs, one layer
-    and 4 x 1536 beside it.
+    """SmolLM2-135M: saved 2 x 576 + 2 x 576 + 2 x 192 + 3 x 1536 = 7,296 numbers a layer, or 36 x 576 and 4 x 768. In a
+    tile of the MLP 6 x 1536.
     """
     shapes = Shapes(576, 1536, 30, 576, 192, 49_152, tied=True)
     assert shapes.activations(4, recomputed=False) == 4 * 218_880
-    assert shapes.activations(4, recomputed=True) == 4 * 30_720
+    assert shapes.activations(4, recomputed=True) == 4 * 23_808
+    assert shapes.activations(2, recomputed=True) == 2 * 23_808 + 8 * 576
+    assert shapes.tile(4) == 4 * 9216
+
+
+def test_layers_that_are_recomputed_count_a_tile_of_their_mlp_once(tiny: TinyModels) -> None:
+    def activations(tokens: int) -> float:
+        sections = {"model": {"gradient_checkpointing": True}, "run": {"micro_batch_tokens": tokens}}
+        config = running.config("sft", tiny("llama"), **sections)
+        return estimate(config, device="cpu", room=8 * GB)["updating"]["activations"]
+
+    shapes = read_shapes(str(tiny("llama")))
+    assert activations(1024) == 1024 * (shapes.activations(4, recomputed=True) + shapes.tile(4))
+    assert activations(5000) - activations(1024) == (5000 - 1024) * shapes.activations(4, recomputed=True)
 
 
 def test_a_completion_longer_than_a_micro_batch_counts_whole(tiny: TinyModels) -> None:

@@ -53,12 +53,16 @@ class Shapes:
 
     def activations(self, dtype_bytes: int, *, recomputed: bool) -> int:
         """Return the bytes that one token takes until its backward pass, through our own layers: what each layer saves,
-        or where layers are recomputed, their inputs beside one layer with the gradients of its MLP.
+        or where layers are recomputed, their inputs beside the attention of one layer, whose norm is in float32.
         """
-        saved = 2 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner
-        if recomputed:
-            return dtype_bytes * (self.layers * self.width + saved + 4 * self.inner)
-        return dtype_bytes * self.layers * saved
+        if not recomputed:
+            return dtype_bytes * self.layers * (2 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner)
+        in_float32 = 0 if dtype_bytes == 4 else 2 * 4 * self.width
+        return dtype_bytes * ((self.layers + 6) * self.width + 4 * (self.queries + self.keys)) + in_float32
+
+    def tile(self, dtype_bytes: int) -> int:
+        """Return the bytes that one token of a tile takes in the MLP of a recomputed layer and its backward pass."""
+        return dtype_bytes * 6 * self.inner
 
 
 # Models that recipes name, so that they can be estimated where the hub cannot be reached.
@@ -163,9 +167,13 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
         chunk = gpu_chunk_tokens(shapes.vocabulary, free=left) * shapes.vocabulary
     if config.samples:
         tokens = max(tokens, longest_text(config))  # which goes alone where it is longer than a micro-batch
+    recomputed = config.model.gradient_checkpointing
+    activations = tokens * shapes.activations(dtype_bytes, recomputed=recomputed)
+    if recomputed:
+        activations += min(tokens, MICRO_BATCH_TOKENS[device]) * shapes.tile(dtype_bytes)
     updating: dict[str, float] = {
         "gradients": 4 * trained,
-        "activations": tokens * shapes.activations(dtype_bytes, recomputed=config.model.gradient_checkpointing),
+        "activations": activations,
         "logits": LOGIT_BYTES * min(chunk, tokens * shapes.vocabulary) if config.trains.policy else 0,
     }
     if not config.samples or config.generation.engine == "server":
