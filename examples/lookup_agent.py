@@ -1,6 +1,6 @@
 """An agent that knows only an address: it answers questions with the embedded lookup model and a search of its own.
 
-tinyrl train grpo lookup environment.agent=examples/lookup_agent.py:run
+tinyrl train grpo lookup environment.agent=examples/lookup_agent.py:run environment.max_call_tokens=24
 """
 
 from typing import Any

@@ -52,7 +52,13 @@ def test_a_drawing_is_scored_as_it_was_drawn() -> None:
 @pytest.mark.slow
 def test_the_lookup_agent_plays_the_lookup_task_by_url(tmp_path: Path) -> None:
     """Its episodes are those of `respond`: several calls each, and right answers where it searches."""
-    small = ["environment.max_concurrency=2", "grpo.num_prompts=8", "run.num_steps=1", "run.eval_prompts=32"]
+    small = [
+        "environment.max_concurrency=2",
+        "environment.max_call_tokens=24",
+        "grpo.num_prompts=8",
+        "run.num_steps=1",
+        "run.eval_prompts=32",
+    ]
     agent = f"environment.agent={EXAMPLES / 'lookup_agent.py'}:run"
     code, run, _ = running.train(load_config("grpo", "lookup", overrides=[agent, *small]), tmp_path)
     assert code == 0

@@ -117,6 +117,14 @@ def test_no_field_takes_a_number_that_overflows():
             getattr(settings, section).model_validate({name: 1e300})
 
 
+@pytest.mark.parametrize(
+    ("turns", "own", "total", "expected"), [(4, None, 256, 64), (3, None, 256, 85), (4, 200, 256, 200), (4, None, 3, 1)]
+)
+def test_a_call_of_an_agent_has_an_equal_share_of_its_episode(turns: int, own: int | None, total: int, expected: int):
+    environment = make("grpo", environment={"agent": "a.py:f", "max_turns": turns, "max_call_tokens": own}).environment
+    assert environment.call_tokens(total) == expected
+
+
 # ---- conflicts ----
 
 FULL = {"lora": {"enabled": False}}

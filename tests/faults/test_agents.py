@@ -17,7 +17,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import on_policy
 
 AGENT = """
-    import contextlib, json, os, signal, urllib.error, urllib.request
+    import json, os, signal, urllib.request
 
 
     def ask(base_url, api_key, prompt):
@@ -30,8 +30,7 @@ AGENT = """
 
     def endless(url, key):
         while True:
-            with contextlib.suppress(urllib.error.HTTPError):  # its tokens are used up
-                ask(url, key, "more")
+            ask(url, key, "more")  # its turns are used up, and answers empty
 
 
     def killed(url, key):
@@ -50,8 +49,8 @@ AGENT = """
         said = ask(base_url, api_key, row["prompt"])
         return said + ask(base_url, api_key, row["prompt"] + said + " and")
 """
-FAILS = {"endless": "gave no answer", "killed": "SIGKILL", "raises": "planted"}
-KINDS = ["honest", "honest", *FAILS, "honest"]
+FAILS = {"killed": "SIGKILL", "raises": "planted"}
+KINDS = ["honest", "honest", "endless", *FAILS, "honest"]
 
 
 def settings_for(folder: Path, model: Path, kinds: list[str], **run: Any) -> Config:
@@ -96,6 +95,7 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
         if kind == "honest":
             assert sorted(attacked[f"Say {number}"]) == sorted(quiet[f"Say {number}"]), kind
             assert all(len(said) for said in attacked[f"Say {number}"])
+    assert said_in(runs[1])[f"Say {KINDS.index('endless')}"] == ["", ""]  # cut off, and scored as such
     failed = [json.loads(line) for line in (runs[1].path / "failed_rewards.jsonl").read_text().splitlines()]
     reasons = {(KINDS[int(line["prompt"].split()[1])], line["reason"].partition(" (")[0]) for line in failed}
     assert {kind for kind, _ in reasons} == {*FAILS}

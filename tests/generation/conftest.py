@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.generation.sampling import TEMPLATE, make_engine
 from tests.tiny_models import TinyModels
+from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.endpoint import Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
@@ -53,3 +55,20 @@ def listening_to(scheduler: Any, *, positions: int = 128, **options: Any) -> Ite
         yield listening
     finally:
         listening.stop()
+
+
+def episode_of(
+    tokenizer: Any, *, left: int = 64, call_tokens: int = 64, calls: int = 8, positions: int = 512
+) -> AgentEpisode:
+    """An agent's episode that has just begun."""
+    return AgentEpisode(
+        key=np.uint64(5),
+        params=SamplingParams(),
+        role="policy",
+        left=left,
+        call_tokens=call_tokens,
+        calls_left=calls,
+        tokenizer=tokenizer,
+        positions=positions,
+        row=0,
+    )

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tests import running
-from tests.generation.conftest import listening_to
+from tests.generation.conftest import episode_of, listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.agent_episode import AgentEpisode, Given
+from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.sample import (
@@ -61,8 +61,9 @@ class Running:
         self.listening, self.endpoint, self.tokenizer = listening, listening.endpoint, listening.endpoint.tokenizer
         self.episode = self.open()
 
-    def open(self, *, left: int = 64, calls: int = 8) -> AgentEpisode:
-        self.episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", left, calls, self.tokenizer, 512, 0)
+    def open(self, *, left: int = 64, call_tokens: int = 400, calls: int = 8, positions: int = 512) -> AgentEpisode:
+        limits = {"left": left, "call_tokens": call_tokens, "calls": calls, "positions": positions}
+        self.episode = episode_of(self.tokenizer, **limits)
         self.endpoint.episodes = {"key": self.episode}
         return self.episode
 
@@ -132,7 +133,7 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     tokenizer = make()
     prompt, target = render_answer(tokenizer, CHAT[:1], CHAT[1:2], chat="auto", system_prompt=None, variables={})
     answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
-    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 64, 8, tokenizer, 512, 0)
+    episode = episode_of(tokenizer, left=64, calls=8, positions=512)
     last = sampled(Sequence(prompt, SamplingParams(), np.uint64(0), 64), answer, "eos")
     added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
     whole = rendered_by_the_library(tokenizer, CHAT)
@@ -164,15 +165,32 @@ def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Runnin
 # ---- limits ----
 
 
-def test_calls_side_by_side_have_what_the_episode_has_left(server: Running) -> None:
-    """Whichever comes first; what they sampled is counted when they end."""
-    session = server.open(left=16)
-    calls = [session.call([5, 6], Given(), limit=None, stop=[]) for _ in range(2)]
-    assert [one.sequence.limit for one in calls] == [16, 16]
+def begun(episode: AgentEpisode, prompt: list[int], *, limit: int | None = None) -> Call:
+    """A call that has a turn and tokens."""
+    call = episode.call(prompt, Given(), limit=limit, stop=[])
+    assert call is not None
+    return call
+
+
+def test_a_call_has_its_own_limit_whichever_of_several_ends_first(server: Running) -> None:
+    """A shorter one that it asks for holds; a longer one does not."""
+    episode = server.open(left=16, call_tokens=5)
+    calls = [begun(episode, [5, 6], limit=limit) for limit in (None, 4, 9)]
+    sampled(calls[2].sequence, [40, 41, 42], "stop")
+    calls[2].answered({"content": "x"})
+    calls.append(begun(episode, [5, 6]))
+    assert [one.sequence.limit for one in calls] == [5, 4, 5, 5]
+
+
+def test_what_calls_sampled_is_counted_when_they_end(server: Running) -> None:
+    """A limit above an equal share leaves the last calls with less."""
+    episode = server.open(left=16, call_tokens=12)
+    calls = [begun(episode, [5, 6]) for _ in range(2)]
     for one in calls:
         sampled(one.sequence, [40, 41, 42], "stop")
         one.answered({"content": "x"})
-    assert (session.left, len(session.samples())) == (16 - 2 * 3, 2)
+    assert (episode.left, len(episode.samples())) == (16 - 2 * 3, 2)
+    assert begun(episode, [5, 6]).sequence.limit == 16 - 2 * 3
 
 
 def settled(episode: AgentEpisode) -> None:
@@ -241,17 +259,64 @@ def test_a_call_whose_sampling_fails_leaves_nothing(server: Running) -> None:
     assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (12, 2, [])
 
 
-def test_an_episode_has_so_many_tokens_and_calls_under_one_key_until_it_is_over(server: Running) -> None:
-    server.open(left=0)
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
-        server.say(USER)
-    server.open(calls=2)
+def finished(server: Running, *messages: Any, stream: bool = False) -> tuple[str, str]:
+    """Text and finish reason of an answer."""
+    client: Any = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
+    asked = {"model": "policy", "messages": list(messages), "max_tokens": 6}
+    if not stream:
+        [choice] = client.chat.completions.create(**asked).choices
+        return choice.message.content, choice.finish_reason
+    choices = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    return "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("out_of", ["calls", "left"])
+def test_a_call_for_which_nothing_is_left_is_cut_off_at_once_and_leaves_no_row(
+    server: Running, out_of: str, *, stream: bool
+) -> None:
+    """Its episode is truncated: the conversation that it would have continued, and not the other."""
+    server.open(**{"calls": 2, "left": 12} | {out_of: 2 if out_of == "calls" else 8})
+    first = server.say(USER, max_tokens=4)
+    server.say(MORE, max_tokens=4)
+    before = [each.finish for each in server.episode.samples()]
+    assert not server.episode.was_denied
+    for _ in range(2):
+        assert finished(server, USER, first, MORE, stream=stream) == ("", "length")
+    assert server.episode.was_denied
+    assert server.answers == [1, 1]
+    cut = [each.finish for each in server.episode.samples(truncated=True)]
+    assert cut == ["length", before[1]]
+
+
+def test_a_denied_call_that_begins_a_conversation_truncates_the_first(server: Running) -> None:
+    episode = server.open(calls=2)
+    for prompt in ([5, 6], [7, 8]):
+        call = begun(episode, prompt)
+        sampled(call.sequence, [40], "eos")
+        call.answered({"content": "x"})
+    assert episode.call([9], Given(), limit=None, stop=[]) is None
+    assert [each.finish for each in episode.samples()] == ["eos", "eos"]
+    assert [each.finish for each in episode.samples(truncated=True)] == ["length", "eos"]
+
+
+@pytest.mark.parametrize("words", [600, 300_000])
+def test_what_does_not_fit_is_refused_as_clients_know_it(server: Running, words: int) -> None:
+    """By its tokens, or by its characters before it is tokenised. An agent may shorten it: nothing is truncated yet."""
+    server.say(USER)
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        server.say({"role": "user", "content": "hello " * words})
+    assert caught.value.code == "context_length_exceeded"
+    assert (server.episode.has_overflowed, server.episode.was_denied) == (True, False)
+    server.say(USER)
+    assert server.answers == [1, 1]
+
+
+def test_an_episode_has_its_key_until_it_is_over(server: Running) -> None:
     with pytest.raises(openai.AuthenticationError):
         server.say(USER, key="ke")
     server.say(USER)
-    call = server.episode.call([5, 6], Given(), limit=4, stop=[])
-    with pytest.raises(openai.BadRequestError, match="max_turns"):
-        server.say(USER)
+    call = begun(server.episode, [5, 6], limit=4)
     server.episode.end()
     sampled(call.sequence, [40], "stop")
     call.answered({"content": "x"})
@@ -292,6 +357,24 @@ def impatient(row, base_url, api_key):
     for _ in range(5):
         hang_up(base_url, api_key)
     return ask(base_url, api_key, row["prompt"])
+
+
+def greedy(row, base_url, api_key):
+    for _ in range(3):
+        said = ask(base_url, api_key, row["prompt"])
+        if not said:
+            raise RuntimeError("no answer")
+    return said
+
+
+def careless(row, base_url, api_key):
+    ask(base_url, api_key, row["prompt"])
+    raise RuntimeError("planted")
+
+
+def verbose(row, base_url, api_key):
+    ask(base_url, api_key, row["prompt"])
+    ask(base_url, api_key, row["prompt"] * 1000)
 """
 
 
@@ -357,7 +440,12 @@ def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyM
     settings = running.config(
         "grpo",
         tiny("llama"),
-        environment={"agent": f"{tmp_path / 'agents.py'}:impatient", "max_concurrency": 2, "max_turns": 6},
+        environment={
+            "agent": f"{tmp_path / 'agents.py'}:impatient",
+            "max_concurrency": 2,
+            "max_turns": 6,
+            "max_call_tokens": 4,
+        },
         generation={"max_new_tokens": 8},
         run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
     )
@@ -367,3 +455,23 @@ def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyM
     assert line["reward/dropped"] == 0
     assert line["environment/turns"] == 1
     assert line["completion/tokens"] <= 16 * 4
+
+
+@pytest.mark.parametrize(("agent", "dropped"), [("greedy", 0), ("verbose", 0), ("careless", 16)])
+def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
+    agent: str, dropped: int, tiny: TinyModels, tmp_path: Path
+) -> None:
+    """Of calls, or of positions; near to it one that fails with calls left."""
+    (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
+    settings = running.config(
+        "grpo",
+        tiny("llama"),
+        environment={"agent": f"{tmp_path / 'agents.py'}:{agent}", "max_concurrency": 2, "max_turns": 2},
+        generation={"max_new_tokens": 8},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
+    )
+    _, run, _ = running.train(settings, tmp_path)
+    line = running.metrics(run)[-1]
+    assert line["reward/dropped"] == dropped
+    if not dropped:
+        assert line["completion/truncated"] == 1.0

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import anthropic
-import numpy as np
 import openai
 import pytest
 from anthropic.types import Message as AnthropicMessage
@@ -15,13 +14,11 @@ from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.generation.conftest import listening_to
+from tests.generation.conftest import episode_of, listening_to
 from tests.generation.test_endpoint import CALL, TOOLS, Scripted, post
-from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.completions import ChatCompletions
 from tinyrl.generation.dialect import Ended, Refused, TokenLogprob, Usage
 from tinyrl.generation.endpoint import Listening
-from tinyrl.generation.engine import SamplingParams
 from tinyrl.generation.messages_api import Messages
 from tinyrl.generation.responses import Responses
 from tinyrl.generation.scheduler import LiveScheduler
@@ -357,7 +354,7 @@ def rows_of(listening: Listening) -> list[Any]:
 
 def open_episode(listening: Listening) -> None:
     tokenizer = listening.endpoint.tokenizer
-    episode = AgentEpisode(np.uint64(5), SamplingParams(), "policy", 4096, 8, tokenizer, 4096, 0)
+    episode = episode_of(tokenizer, left=4096, calls=8, positions=4096)
     listening.endpoint.episodes = {"key": episode}
 
 

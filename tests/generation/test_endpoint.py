@@ -15,10 +15,9 @@ import openai
 import pytest
 import torch
 
-from tests.generation.conftest import listening_to
+from tests.generation.conftest import episode_of, listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.endpoint import LOCAL, Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.live_answer import Choice
@@ -173,8 +172,8 @@ def test_variables_of_a_template_that_are_its_own_are_not_a_clients(name: str, c
 
 def test_in_an_episode_such_wishes_are_the_policys_to_learn(live: LiveScheduler) -> None:
     with listening_to(live, episodes={}) as server:
-        params, tokenizer = SamplingParams(), live.tokenizer
-        server.endpoint.episodes = {"key": AgentEpisode(np.uint64(5), params, "policy", 64, 8, tokenizer, 128, 0)}
+        tokenizer = live.tokenizer
+        server.endpoint.episodes = {"key": episode_of(tokenizer, left=64, calls=8, positions=128)}
         asked: Any = {"model": "policy", "prompt": "hello", "max_tokens": 1}
         wishes = {"response_format": {"type": "json_object"}, "stop_sequences": ["x"]}
         assert client_of(server, "key").completions.create(**asked, extra_body=wishes).choices

@@ -19,11 +19,12 @@ from tests.faults.lookup_runs import lookup
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, stir
 from tests.tiny_models import TinyModels
 from tinyrl.environments import Reply
+from tinyrl.environments.environment import Episode
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
-from tinyrl.generation.engine import Request, Sequence, sample_keys, uniforms
+from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
 from tinyrl.generation.sample import FinishReason, Sample
-from tinyrl.generation.turns import play
+from tinyrl.generation.turns import Episodes, play
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
@@ -244,3 +245,45 @@ def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.Monk
         episodes_of(parts, num_prompts=1, step=step)
     assert sorted(asked[:GROUP]) == sorted(asked[GROUP : 2 * GROUP])
     assert (len(asked), len({*asked})) == (3 * GROUP, 2 * GROUP)
+
+
+# ---- a turn that has ended ----
+
+
+def ended(episodes: Episodes, tokens: list[int], finish: FinishReason) -> Episode:
+    """End the first episode's turn with these tokens; return its record."""
+    turn = Sequence(episodes.samples[0].prompt, SamplingParams(), np.uint64(0), len(tokens))
+    turn.tokens = tokens
+    turn.logprobs = [-1.0] * len(tokens)
+    turn.finish_reason = finish
+    episodes.ended(0, turn)
+    return episodes.episodes[0]
+
+
+def begun(parts: Any, *, max_new_tokens: int) -> Episodes:
+    """One episode of the lookup task, whose policy has so many tokens."""
+    prompt = parts.train_prompts[0]
+    runner = replace(parts.runner, max_new_tokens=max_new_tokens)
+    return Episodes([prompt], [Request(prompt.tokens, prompt_row=0)], 1, runner=runner, seed=0, step=0)
+
+
+@pytest.mark.parametrize(("chosen", "goes_on"), [(4, True), (5, False)])
+def test_an_episode_whose_tokens_are_used_up_is_over(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, *, chosen: int, goes_on: bool
+):
+    """The reply stands in the transcript, and nothing more is prefilled; one token less, and it goes on."""
+    monkeypatch.setattr(parts.runner.environment, "_respond", lambda prompts, **_: [Reply("found ;") for _ in prompts])
+    with begun(parts, max_new_tokens=5) as episodes:
+        episode = ended(episodes, [20] * chosen, "stop")
+        [(_, answer)] = episodes.answers(wait=True)
+    assert (answer is not None) is goes_on
+    assert [message["role"] for message in episode.transcript] == ["assistant", "tool"]
+    assert goes_on or episode.finish_reason == "length"
+
+
+def test_a_turn_knows_the_token_that_ended_it(parts: Any):
+    """By which the template's own end is not written twice; a stop string is no such token."""
+    with begun(parts, max_new_tokens=9) as episodes:
+        assert ended(episodes, [20, 21], "stop").ended_at is None
+        assert ended(episodes, [20, 3], "eos").ended_at == 3
+        assert ended(episodes, [20, 21], "length").ended_at is None

@@ -11,7 +11,14 @@ import torch
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.sections import RewardConfig
-from tinyrl.generation.sample import Sample, apply_length_rules, loss_mask, rewards_of
+from tinyrl.generation.sample import (
+    FinishReason,
+    Sample,
+    apply_length_rules,
+    conversations,
+    loss_mask,
+    rewards_of,
+)
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
@@ -141,3 +148,16 @@ def test_a_row_for_which_every_reward_says_none_is_not_learnt(world: list[Sample
     assert [sample.rewarded for sample in world[4:]] == [False] * 4
     assert [sample.in_loss for sample in world[4:]] == [False] * 4
     assert rewards_of(world[4:]).isnan().all()
+
+
+@pytest.mark.parametrize(("mask_truncated", "in_loss"), [(True, [True, False, True]), (False, [True, True, True])])
+def test_a_further_conversation_that_was_cut_off_is_left_out(*, mask_truncated: bool, in_loss: list[bool]):
+    """By itself: its episode's first conversation ended."""
+
+    def said(finish: FinishReason) -> Sample:
+        return Sample([1], [5], [True], [-1.0], row=0, finish=finish, reward=1.0)
+
+    first = said("eos")
+    first.further = [said("length"), said("stop")]
+    found = conversations([first], mask_truncated=mask_truncated)
+    assert [one.in_loss for one in found] == in_loss

@@ -166,6 +166,13 @@ def test_an_overfitted_text_run_is_found() -> None:
     assert (found.name, found.figures["best_step"]) == ("train up, held-out down", 20)
 
 
+def test_a_cut_off_agent_is_told_of_the_limit_of_a_call() -> None:
+    for agent, is_named in (("a.py:f", True), (None, False)):
+        [found] = find(run_of(rows(CUT), {"method": "grpo", "environment": {"agent": agent}}))
+        assert found.name == "truncation"
+        assert ("environment.max_call_tokens" in found.change) is is_named
+
+
 def test_numbers_that_are_none_show_nothing() -> None:
     lines = rows()
     for line in lines[1:]:

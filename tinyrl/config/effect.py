@@ -88,6 +88,13 @@ def _sampling_contradictions(config: Config) -> Iterator[Contradiction]:
             ("reward.overlong_tokens", "generation.max_new_tokens"),
             f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less",
         )
+    of_call = environment.max_call_tokens
+    if of_call is not None and of_call > longest:
+        yield Contradiction(
+            ("environment.max_call_tokens", "generation.max_new_tokens"),
+            f"environment.max_call_tokens={of_call} never holds: all calls of an episode have "
+            f"generation.max_new_tokens={longest} together",
+        )
     names = [use.rpartition(":")[2] for use in environment.tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -274,6 +274,9 @@ class EnvironmentConfig(Section):
         default=None, description="FILE.py:FUNCTION that plays episodes by URL"
     )
     max_concurrency: Annotated[int, Field(ge=1, le=1024), AGENT] = Field(default=8, description="concurrent agents")
+    max_call_tokens: Annotated[Positive | None, AGENT] = Field(
+        default=None, description="maximum tokens of one call of an agent; null: generation.max_new_tokens / max_turns"
+    )
     max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns of an episode")
     max_observation_tokens: Annotated[Positive, TURNS] = Field(
         default=256, description="tokens after which an observation is cut"
@@ -285,6 +288,10 @@ class EnvironmentConfig(Section):
         default=None, description="search: a .jsonl or .parquet file, or a server's URL"
     )
     top_k: Annotated[int, Field(ge=1, le=100), SEARCHES] = Field(default=3, description="search: passages per query")
+
+    def call_tokens(self, max_new_tokens: int) -> int:
+        """Return the most tokens of one call of an agent: an equal share of the episode's, unless one is set."""
+        return self.max_call_tokens or max(1, max_new_tokens // self.max_turns)
 
     @property
     def seconds(self) -> float:

@@ -32,8 +32,9 @@ class Agents:
     has_openings = False
     schemas = None
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, *, call_tokens: int) -> None:
         assert config.agent is not None
+        self.call_tokens = call_tokens
         self.max_concurrency = config.max_concurrency
         self.seconds = config.seconds
         self.max_turns = config.max_turns
@@ -45,7 +46,7 @@ class Agents:
         self.workers = [WorkerFunction([source], **how) for _ in range(self.max_concurrency)]
 
     def describe(self) -> str:
-        most = f"at most {self.max_turns} calls and {self.seconds:g} s"
+        most = f"at most {self.max_turns} calls of {self.call_tokens} tokens and {self.seconds:g} s"
         return f"agent {self.name}: {self.max_concurrency} at a time, {most}"
 
     def start(self) -> None:

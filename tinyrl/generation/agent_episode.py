@@ -10,7 +10,9 @@
     it returns        5. rewards judge its text; each conversation is a row with the episode's reward (agents.py)
 
 Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
-those of the trained distribution. generation.max_new_tokens is for an episode's calls together.
+those of the trained distribution. generation.max_new_tokens is for an episode's calls together, and a call has at most
+environment.max_call_tokens of them, so that none depends on which ends first. A call for which no turn or no token is
+left is answered with nothing, as one that was cut off at once: it leaves no row, and the episode counts as truncated.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, messages_of
-from tinyrl.generation.dialect import Refused
+from tinyrl.generation.dialect import ContextOverflow, Refused
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
 from tinyrl.generation.sample import Sample
 from tinyrl.models.tokens import template_text, tokens_behind
@@ -47,11 +49,13 @@ class Given:
 @dataclass(eq=False)
 class Conversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
-    the agent has it (None: it cannot be continued); pending: the call under way.
+    the agent has it (None: it cannot be continued); pending: the call under way; is_cut: a call that would have
+    continued it had no turn or no tokens left.
     """
 
     sample: Sample
     last: Sequence | None = None
+    is_cut: bool = False
     known: Given | None = None
     pending: Call | None = None
 
@@ -118,39 +122,45 @@ class Call:
 class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
     not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
-    begun; row: of its prompt in the data; numbers: of the calls answered and under way, by prompt; over: its agent has
-    ended.
+    begun; call_tokens: the most of one call; row: of its prompt in the data; numbers: of the calls answered and under
+    way, by prompt; over: its agent has ended; was_denied: a call had no turn or no tokens left; has_overflowed: the
+    model had no positions left for one.
     """
 
     key: np.uint64
     params: SamplingParams
     role: SampledRole
     left: int
+    call_tokens: int
     calls_left: int
     tokenizer: PreTrainedTokenizerBase
     positions: int
     row: int
     calls: int = 0
     over: bool = False
+    was_denied: bool = False
+    has_overflowed: bool = False
     conversations: list[Conversation] = field(default_factory=list)
     numbers: set[tuple[str, int]] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call:
-        """Begin a call. Raises Refused if the episode has no calls or tokens left."""
+    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call | None:
+        """Begin a call; None if the episode has no calls or no tokens left. Raises Refused if it is over, and
+        ContextOverflow if the model has no position left.
+        """
         with self.lock:
             if self.over:
                 raise Refused(401, "the episode is over")
-            if not self.calls_left:
-                raise Refused(400, "the episode has no calls left (environment.max_turns)")
             conversation, read = self._continued(prompt, given)
+            if self.calls_left < 1 or self.left < 1:
+                self.was_denied = True
+                if conversation is not None:
+                    conversation.is_cut = True
+                return None
             context = prompt if conversation is None else [*conversation.tokens, *read]
-            most = min(limit or self.left, self.left, self.positions - len(context))
-            if most < 1:
-                room = f"{len(context)} of the model's {self.positions} positions are taken"
-                raise Refused(
-                    400, f"no tokens left: {self.left} of the episode (generation.max_new_tokens), and {room}"
-                )
+            room = self.positions - len(context)
+            if room < 1:
+                raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
             if conversation is None:
                 conversation = Conversation(Sample.opened(context, row=self.row))
                 self.conversations.append(conversation)
@@ -160,6 +170,7 @@ class AgentEpisode:
             number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
             offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
             [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
+            most = min(limit or self.call_tokens, self.call_tokens, self.left, room)
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
             call = Call(self, conversation, sequence, given=given, read=read, number=number)
             conversation.pending = call
@@ -174,9 +185,15 @@ class AgentEpisode:
                 if conversation.pending is not None:
                     conversation.pending.sequence.cancelled = True
 
-    def samples(self) -> list[Sample]:
-        """Return the conversations with an answer, in the order in which they began."""
-        return [each.sample for each in self.conversations if each.last is not None]
+    def samples(self, *, truncated: bool = False) -> list[Sample]:
+        """Return the conversations with an answer, in the order in which they began. Of a `truncated` episode those
+        whose next call was denied have ended for length, or else the first.
+        """
+        answered = [each for each in self.conversations if each.last is not None]
+        if truncated:
+            for conversation in [each for each in answered if each.is_cut] or answered[:1]:
+                conversation.sample.finish = "length"
+        return [each.sample for each in answered]
 
     def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""

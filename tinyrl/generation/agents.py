@@ -35,7 +35,8 @@ class AgentRunner:
         self.config = config
         self.positions = positions
         self.variables = config.task.chat_template_kwargs
-        self.environment = Agents(config.environment)
+        self.call_tokens = config.environment.call_tokens(config.generation.max_new_tokens)
+        self.environment = Agents(config.environment, call_tokens=self.call_tokens)
         self.environment.start()
         self._listening: Listening | None = None
 
@@ -58,7 +59,8 @@ class AgentRunner:
     ) -> list[Sample]:
         """Play `group_size` episodes for each request, in order; return the first conversation of each, with the
         episode's record (`played`) and its other conversations (`further`). An episode that failed, or asked nothing,
-        has one token that is not chosen.
+        has one token that is not chosen; one that ran out of calls, tokens or positions counts as truncated, also where
+        its agent failed over that.
         """
         if self._listening is None:
             self._listening = self._listen(engine)
@@ -82,9 +84,13 @@ class AgentRunner:
         samples = list[Sample]()
         failures = {failure.row: failure.reason for failure in played.failures}
         for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True)):
-            conversations = episode.samples()
-            nothing = None if conversations else f"`{self.environment.name}` asked the policy nothing"
-            failure = failures.get(place) or nothing
+            failure = failures.get(place)
+            is_cut = episode.was_denied or (failure is not None and episode.has_overflowed)
+            conversations = episode.samples(truncated=is_cut)
+            if not conversations:
+                failure = failure or f"`{self.environment.name}` asked the policy nothing"
+            elif is_cut:
+                failure = None
             if failure is not None:
                 conversations = [Sample.opened(prompt.tokens, row=episode.row)]
                 conversations[0].read([0])
@@ -130,6 +136,7 @@ class AgentRunner:
                 params=params,
                 role=options.get("role", "policy"),
                 left=settings.max_new_tokens,
+                call_tokens=self.call_tokens,
                 calls_left=self.config.environment.max_turns,
                 tokenizer=tokenizer,
                 positions=self.positions,

@@ -33,6 +33,14 @@ class Refused(Exception):
         self.code = code
 
 
+class ContextOverflow(Refused):
+    """A request that does not fit into the model's positions, in the words that clients of both vendors look for."""
+
+    def __init__(self, what: str, *, positions: int) -> None:
+        sentence = f"prompt is too long: {what}, and this model's maximum context length is {positions} tokens"
+        super().__init__(400, sentence, code="context_length_exceeded")
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """A token with its log-probability (None: the first of a prompt), and the likeliest in its place."""

@@ -45,7 +45,7 @@ from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.agent_episode import AgentEpisode, Given
 from tinyrl.generation.answer_writer import AnswerWriter
 from tinyrl.generation.completions import ChatCompletions, TextCompletions
-from tinyrl.generation.dialect import JSON, Dialect, Refused
+from tinyrl.generation.dialect import JSON, ContextOverflow, Dialect, Refused
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.live_answer import SLICE, Choice, LiveAnswer, Stream
 from tinyrl.generation.messages_api import Messages
@@ -188,6 +188,10 @@ class Endpoint:
                 stream = Stream(self.writer.lines(answer), close)
                 return stream
             return await self.writer.whole(answer, request)
+        except ContextOverflow:
+            if episode is not None:
+                episode.has_overflowed = True
+            raise
         finally:
             if stream is None:
                 close()
@@ -215,8 +219,7 @@ class Endpoint:
         for given in [body.messages, body.tools] if answer.is_chat else body.prompts:
             characters = count_characters(given)
             if characters > self.most_characters:
-                most = f"{self.positions} positions hold at most {self.most_characters:,}"
-                raise Refused(400, f"the prompt has {characters:,} characters, and the model's {most}")
+                raise ContextOverflow(f"{characters:,} characters", positions=self.positions)
         try:
             prompts = await (self._chat(answer, episode) if answer.is_chat else self._text(answer))
         except ValueError as error:
@@ -225,8 +228,8 @@ class Endpoint:
         for prompt in prompts:
             if not prompt or min(prompt) < 0 or max(prompt) >= size:
                 raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
-            if len(prompt) >= self.positions:
-                raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions")
+            if len(prompt) >= self.positions and episode is None:
+                raise ContextOverflow(f"{len(prompt)} tokens", positions=self.positions)
         return prompts
 
     async def _chat(self, answer: LiveAnswer, episode: AgentEpisode | None) -> list[list[int]]:
@@ -284,46 +287,54 @@ class Endpoint:
         if await request.is_disconnected():
             raise ClientDisconnect
         body = answer.body
-        limit = body.max_completion_tokens or body.max_tokens
-        if limit is None and not answer.is_chat:
-            limit = 16
-        if episode is not None and ((body.n or 1) > 1 or len(prompts) > 1):
+        count = body.n or 1
+        if episode is not None and (count > 1 or len(prompts) > 1):
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt")
         seed = secrets.randbits(62) if body.seed is None else body.seed
+        keys = sample_keys(0, LIVE_STEP, prompts=np.full(count, seed), samples=np.arange(count))
+        submitted = list[Sequence]()
+        for prompt, key in itertools.product(prompts, keys):
+            if len(answer.choices) % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+            call = None
+            if episode is None:
+                sequence = self._sequence(answer, prompt, key)
+            elif call := episode.call(prompt, answer.given, limit=answer.limit, stop=body.stops):
+                sequence = call.sequence
+            else:
+                sequence = Sequence(prompt, self.defaults, key, limit=0, finish_reason="length")
+            begins = sequence.finish_reason is None
+            choice = Choice(
+                index=len(answer.choices),
+                sequence=sequence,
+                detokenizer=IncrementalDetokenizer(self.tokenizer, hidden=hidden_ids(self.tokenizer)),
+                stop=[] if body.include_stop_str_in_output else body.stops,
+                text=answer.text if begins else "",
+                call=call,
+            )
+            answer.choices.append(choice)
+            sequence.on_tokens = partial(answer.put_tokens, choice)
+            sequence.on_end = partial(answer.put, choice)
+            if begins:
+                submitted.append(sequence)
+            else:
+                answer.put(choice, None)
+        self.scheduler.submit(submitted)
+
+    def _sequence(self, answer: LiveAnswer, prompt: list[int], key: np.uint64) -> Sequence:
+        """Return a sequence as the request asks for it. Raises ContextOverflow if it has no room."""
+        body = answer.body
+        room = self.positions - len(prompt)
+        most = min(self.max_new_tokens, room) if answer.limit is None else answer.limit
+        if most > room:
+            raise ContextOverflow(f"{len(prompt)} tokens and {most} new ones", positions=self.positions)
         names = ("temperature", "top_p", "top_k")
         of_body = {name: value for name in names if (value := getattr(body, name)) is not None}
         params = replace(self.defaults, **of_body)
         params = replace(params, top_k=max(0, params.top_k))
         if params.temperature < LEAST_TEMPERATURE:
             params = replace(params, temperature=1.0, greedy=True)
-        count = body.n or 1
-        keys = sample_keys(0, LIVE_STEP, prompts=np.full(count, seed), samples=np.arange(count))
-        for prompt, sample in itertools.product(prompts, range(count)):
-            if len(answer.choices) % SLICE == SLICE - 1:
-                await asyncio.sleep(0)
-            call = None
-            if episode is None:
-                room = self.positions - len(prompt)
-                most = min(self.max_new_tokens, room) if limit is None else limit
-                if most > room:
-                    sizes = f"{len(prompt)} tokens of the prompt and {most} new ones"
-                    raise Refused(400, f"{sizes} are more than the model's {self.positions} positions")
-                sequence = Sequence(prompt, params, keys[sample], most, body.stops, "cached", self.models[body.model])
-            else:
-                call = episode.call(prompt, answer.given, limit=limit, stop=body.stops)
-                sequence = call.sequence
-            choice = Choice(
-                index=len(answer.choices),
-                sequence=sequence,
-                detokenizer=IncrementalDetokenizer(self.tokenizer, hidden=hidden_ids(self.tokenizer)),
-                stop=[] if body.include_stop_str_in_output else body.stops,
-                text=answer.text,
-                call=call,
-            )
-            answer.choices.append(choice)
-            sequence.on_tokens = partial(answer.put_tokens, choice)
-            sequence.on_end = partial(answer.put, choice)
-        self.scheduler.submit([choice.sequence for choice in answer.choices])
+        return Sequence(prompt, params, key, most, body.stops, "cached", self.models[body.model])
 
 
 def count_characters(value: Any) -> int:

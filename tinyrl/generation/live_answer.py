@@ -94,6 +94,11 @@ class LiveAnswer:
         self.client_has_gone = False
 
     @property
+    def limit(self) -> int | None:
+        """Return the most tokens that the request asks for; a completion of text has 16, as in the protocol."""
+        return self.body.max_completion_tokens or self.body.max_tokens or (None if self.is_chat else 16)
+
+    @property
     def echoes(self) -> bool:
         return bool(self.body.echo) and not self.is_chat
 

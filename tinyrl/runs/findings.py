@@ -477,6 +477,15 @@ def truncation(run: RunRecords) -> Finding | None:
     if not share >= 0.2:
         return None
     limit = setting(run, "generation.max_new_tokens")
+    if run.setting("environment.agent"):
+        return Finding(
+            name="truncation",
+            what=f"{share:.0%} of the episodes have a conversation that is cut off, by environment.max_call_tokens, "
+            f"environment.max_turns or generation.max_new_tokens={limit:.0f}, and are scored as they stand.",
+            change=f"Raise the limits: generation.max_new_tokens={2 * limit:.0f}, of which each call may have an equal "
+            "share, or environment.max_call_tokens, where one of the calls needs more than the others.",
+            figures={"truncated": share, "max_new_tokens": limit},
+        )
     return Finding(
         name="truncation",
         what=f"{share:.0%} of the completions are cut off at {limit:.0f} tokens (generation.max_new_tokens) before "
