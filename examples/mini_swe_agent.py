@@ -1,3 +1,20 @@
+"""mini-swe-agent (2.4) as an agent: **it runs the shell commands that the model writes**, here in a bubblewrap container.
+
+Its own default runs them on the machine. The container has the programs of /usr, an empty /tmp and the folder of its
+episode; no network, no other file or process, none of our variables. Nothing limits memory and disk in it. Where
+bubblewrap does not work every episode is refused before the model is asked. Set: container, address, key, model, and
+cost_tracking, since nobody knows a price; prompts are those of its mini.yaml. Environment:
+`pip install -c constraints.txt -e '.[serve]' mini-swe-agent==2.4.6`, and bubblewrap (`apt-get install bubblewrap`). The
+first line makes a model that was taught to play.
+
+    python -m tests.agents.teach examples/mini_swe_agent.py:run taught
+    tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/mini_swe_agent.py:run \\
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
+        run.num_steps=4 run.eval_prompts=0
+
+Seen: SEEN
+"""
+
 from typing import Any
 
 import yaml

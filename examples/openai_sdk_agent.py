@@ -1,3 +1,18 @@
+"""OpenAI's Agents SDK (openai-agents 0.24) as an agent, at its defaults: the policy behind /v1/responses.
+
+Set: a model provider with address and key, and the model. Environment:
+`pip install -c constraints.txt -e '.[serve]' openai-agents==0.24.0`. The SDK sends what agents do to OpenAI where
+OPENAI_API_KEY is set (OPENAI_AGENTS_DISABLE_TRACING=1: not). The first line makes a model that was taught to play (a
+minute on a CPU); any model whose chat template shows tools will do.
+
+    python -m tests.agents.teach examples/openai_sdk_agent.py:run taught
+    tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/openai_sdk_agent.py:run \\
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
+        run.num_steps=4 run.eval_prompts=0
+
+Seen: 80 episodes of two calls, none dropped.
+"""
+
 from typing import Any
 
 from agents import Agent, RunConfig, Runner, function_tool

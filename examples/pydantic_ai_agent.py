@@ -1,3 +1,17 @@
+"""pydantic-ai (2.62) as an agent, with the model class that is its default for OpenAI: the policy behind /v1/responses.
+
+Set: a provider with address and key, and the model; `OpenAIChatModel` in place of the class speaks chat completions.
+Environment: `pip install -c constraints.txt -e '.[serve]' 'pydantic-ai-slim[openai]==2.62.0'`. The first line makes a
+model that was taught to play (a minute on a CPU); any model whose chat template shows tools will do.
+
+    python -m tests.agents.teach examples/pydantic_ai_agent.py:run taught
+    tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/pydantic_ai_agent.py:run \\
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
+        run.num_steps=4 run.eval_prompts=0
+
+Seen: 80 episodes of two calls, none dropped.
+"""
+
 from typing import Any
 
 from pydantic_ai import Agent

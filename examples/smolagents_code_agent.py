@@ -1,3 +1,18 @@
+"""smolagents' CodeAgent (1.26): **it runs the Python that the model writes**, here in tinyrl's sandbox and nowhere else.
+
+smolagents itself says that its local interpreter is no security sandbox. This one has no network, no file, no installed
+package and none of our environment, and takes Linux 5.13 or later with Landlock and seccomp; elsewhere every episode is
+refused before the model is asked. Set: executor, address, key and model. Environment:
+`pip install -c constraints.txt -e '.[serve]' smolagents==1.26.0`. The first line makes a model that was taught to play.
+
+    python -m tests.agents.teach examples/smolagents_code_agent.py:run taught
+    tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/smolagents_code_agent.py:run \\
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
+        run.num_steps=4 run.eval_prompts=0
+
+Seen: SEEN
+"""
+
 from pathlib import Path
 from typing import Any
 

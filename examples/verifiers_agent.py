@@ -1,11 +1,9 @@
-"""One task of a `verifiers` taskset (0.4) as an agent's episode: its own harness plays it, its own reward is returned.
+"""Tasks of a `verifiers` taskset (0.4) as an agent's episodes: its own harness plays one, its own reward is what counts.
 
-vf-eval is that of an environment with verifiers, uv and the taskset, which needs nothing of tinyrl. A row says which
-task: {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}. Words of VF_EVAL behind the program are vf-eval's.
-
-    VF_EVAL='/venv/bin/vf-eval --env.agent.harness.id null --env.agent.runtime.type subprocess' \\
-        tinyrl train grpo task.data=tasks.jsonl 'reward.functions=[{use: rewards.py:given}]' \\
-        environment.agent=examples/verifiers_agent.py:run
+vf-eval is that of an environment with verifiers, uv and the taskset, which needs nothing of tinyrl. A row names a task:
+{"prompt": "wordle 3", "taskset": "wordle", "idx": 3}; those of TASK are the tasks of VF_TASKSET, 0 to 71 to train on
+and 72 to 89 held out. Words of VF_EVAL behind the program are vf-eval's. The harness `null` runs only the taskset's
+tools. verifiers' default, `bash`, runs what the model writes: give that one a container (--env.agent.runtime.type).
 """
 
 import json
@@ -15,8 +13,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tinyrl.tasks import Task
+
 
 def run(row, base_url, api_key, model):
+    """Return the reward that the taskset gave, as a text."""
     program, *words = shlex.split(os.environ["VF_EVAL"])
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -29,4 +30,18 @@ def run(row, base_url, api_key, model):
         episode = json.loads(Path(folder, "episode", "traces.jsonl").read_text().splitlines()[0])
     if episode["errors"]:
         raise RuntimeError(f"{episode['errors'][0]['type']}: {episode['errors'][0]['message']}")
-    return sum(one["score"] * one["weight"] for one in episode["traces"][0]["rewards"].values())
+    return str(sum(one["score"] * one["weight"] for one in episode["traces"][0]["rewards"].values()))
+
+
+def rows(split):
+    name = os.environ["VF_TASKSET"]
+    numbers = {"train": range(72), "eval": range(72, 90)}[split]
+    return [{"prompt": f"{name} {number}", "taskset": name, "idx": number} for number in numbers]
+
+
+def given(prompts, completions, **columns):
+    """Return the rewards that `run` returned."""
+    return [float(completion) for completion in completions]
+
+
+TASK = Task(name="verifiers", summary="tasks of VF_TASKSET", rows=rows, verify=given, columns=("taskset", "idx"))

@@ -4,8 +4,9 @@
     tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/smolagents_agent.py:run \\
         model.path=taught/model ...
 
-1. The agent plays every training row of the task against tinyrl's own endpoint, where a script answers in the policy's
-   place. What the harness sends is recorded: its system prompt, its tools, its history.
+1. The agent plays some training rows of the task against tinyrl's own endpoint, where a script answers in the policy's
+   place. What the harness sends is recorded: its system prompt, its tools, its history. Each recording is repeated with
+   other colours and things.
 2. A tokenizer is made of these texts. A passage that the conversations repeat (most of a system prompt), a colour, a
    thing, and what stands around these in an answer (`<tool_call>\n{"name": "look", ...`) are tokens of their own; other
    text is in pieces of words. So the model reads all of a prompt in some hundred tokens, and learns in a minute.
@@ -24,6 +25,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +36,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from tests.test_examples import load
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
@@ -42,7 +45,8 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.agent import Agents
 from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
-from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.engine import SamplingParams
+from tinyrl.generation.engine import Sequence as Sampled
 from tinyrl.tasks import load_split, load_task
 
 POSITIONS = 2048
@@ -107,7 +111,7 @@ class Scripted:
     def vocabulary(self) -> int:
         return len(self.tokenizer)
 
-    def submit(self, sequences: list[Sequence]) -> None:
+    def submit(self, sequences: list[Sampled]) -> None:
         end: Any = self.tokenizer.eos_token_id
         for sequence in sequences:
             text = self.planned.pop(id(sequence))
@@ -124,8 +128,10 @@ class RecordedEpisode(AgentEpisode):
     scheduler: Scripted | None = None
     sft_rows: list[Row] = field(default_factory=list)
 
-    def call(self, prompt: list[int], given: Given, **options: Any) -> Call:
-        call = super().call(prompt, given, **options)
+    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call | None:
+        call = super().call(prompt, given, limit=limit, stop=stop)
+        if call is None:
+            return None
         messages = given.messages or []
         tools = given.variables.get("tools") or []
         answers = scripted_answers(messages, tools)
@@ -140,23 +146,14 @@ def task_config(task: str, agent: str) -> Config:
     return Config.model_validate({"method": "grpo", "task": {"name": task}, "environment": {"agent": agent}})
 
 
-def words_of(rows: list[Row]) -> list[str]:
-    """Return the colours and the things of all boxes."""
-    words = set[str]()
-    for row in rows:
-        words.update(row["boxes"])
-        for inside in row["boxes"].values():
-            words.update(inside.split(", below it "))
-    return sorted(words)
-
-
 def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
-    """Play training rows of a task, scripted; return a row for SFT of each call. Raises RuntimeError where an episode
-    fails.
+    """Play some training rows of a task, scripted; return rows for SFT of each call. Raises RuntimeError where an
+    episode fails.
     """
     tokenizer = chat_tokenizer(tiny_tokenizer())
     scheduler = Scripted(tokenizer)
-    rows = load_split(task_config(task, agent), "train")[:most]
+    rows = load_split(task_config(task, agent), "train")
+    rows = rows[:: max(1, len(rows) // most)][:most]
     prompt = load_task(task).prompt
     episodes = {
         f"row-{number}": RecordedEpisode(
@@ -164,6 +161,7 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
             params=SamplingParams(),
             role="policy",
             left=1 << 20,
+            call_tokens=1 << 16,
             calls_left=8,
             tokenizer=tokenizer,
             positions=1 << 20,
@@ -184,7 +182,7 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
         variables={},
     )
     listening = Listening(endpoint)
-    environment = Agents(EnvironmentConfig(agent=agent, max_concurrency=concurrency))
+    environment = Agents(EnvironmentConfig(agent=agent, max_concurrency=concurrency), call_tokens=1 << 16)
     jobs = [
         {"row": {"prompt": prompt(row), **row}, "base_url": listening.url, "api_key": key, "model": "policy"}
         for row, key in zip(rows, episodes, strict=True)
@@ -197,6 +195,19 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
     if played.failures:
         raise RuntimeError(f"{len(played.failures)} of {len(jobs)} episodes failed: {played.failures[0].reason}")
     return [row for episode in episodes.values() for row in episode.sft_rows]
+
+
+def varied(rows: list[Row], groups: Sequence[Sequence[str]], *, times: int) -> list[Row]:
+    """Return the rows so many times, from the second time on with the words of each group exchanged at random."""
+    draw = random.Random(0)
+    words = [word for group in groups for word in group]
+    any_word = re.compile(rf"\b(?:{'|'.join(words)})\b")
+    made = list(rows)
+    for row in rows * (times - 1):
+        others = [word for group in groups for word in draw.sample(group, len(group))]
+        exchanged = dict(zip(words, others, strict=True))
+        made.append(json.loads(any_word.sub(lambda found, by=exchanged: by[found[0]], json.dumps(row))))
+    return made
 
 
 # ---- the model ----
@@ -275,11 +286,11 @@ def tinyrl(*words: str) -> None:
 def teach(agent: str, folder: Path, *, task: str, most: int, concurrency: int, num_steps: int) -> Path:
     """Record, train and export; return the folder of the model."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = record(agent, task, most=most, concurrency=concurrency)
+    boxes = load("boxes")
+    rows = varied(record(agent, task, most=most, concurrency=concurrency), [boxes.COLOURS, boxes.THINGS], times=12)
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = words_of(load_split(task_config(task, agent), "train"))
-    write_model(tokenizer_of(rows, words), folder / "random")
+    write_model(tokenizer_of(rows, [*boxes.COLOURS, *boxes.THINGS]), folder / "random")
     tinyrl(
         *("train", "sft", f"task.data={data}", f"task.eval_data={data}", f"model.path={folder / 'random'}"),
         *("lora.enabled=false", "optim.learning_rate=2e-3", "sft.batch_size=8", "optim.warmup_steps=10"),
@@ -295,7 +306,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("agent", help="FILE.py:FUNCTION, as environment.agent")
     parser.add_argument("out", type=Path, help="the folder")
     parser.add_argument("--task", default="examples/boxes.py:TASK", help="the task")
-    parser.add_argument("--most", type=int, default=72, help="training rows to play")
+    parser.add_argument("--most", type=int, default=12, help="training rows to play")
     parser.add_argument("--concurrency", type=int, default=2, help="agents at a time")
     parser.add_argument("--num-steps", type=int, default=700, help="of SFT")
     options = parser.parse_args(words)

@@ -51,7 +51,7 @@ def test_episodes_of_two_calls_are_trained_on_and_none_is_dropped(
         if not bubblewrap_works():
             pytest.skip("bubblewrap does not work here")
     agent = f"{EXAMPLES / example}.py:run"
-    model = teach(agent, tmp_path / "taught", task=TASK, most=72, concurrency=2, num_steps=700)
+    model = teach(agent, tmp_path / "taught", task=TASK, most=12, concurrency=2, num_steps=700)
     played = list[Played]()
     record_of = agents.record_of
 

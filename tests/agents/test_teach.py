@@ -16,7 +16,7 @@ BASH = {"type": "function", "function": {"name": "bash"}}
 ASKED = {"role": "user", "content": "Ada asks: what is on top in the red box?"}
 FOUND = {"role": "tool", "content": "key, below it coin"}
 
-AGENT = '''
+AGENT = """
 from openai import OpenAI
 
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {
@@ -35,7 +35,7 @@ def run(row, base_url, api_key, model):
         [call] = said.tool_calls
         colour = eval(call.function.arguments)["colour"]
         messages.append({"role": "tool", "tool_call_id": call.id, "content": row["boxes"][colour]})
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +90,27 @@ def test_a_prompt_without_a_question_is_refused() -> None:
 
 
 def test_each_call_of_a_played_episode_is_a_row_and_its_answer_two(recorded: list[teach.Row]) -> None:
-    """The first rows of the task: Ada's red and blue box."""
-    boxes = load("boxes").rows("train")[0]["boxes"]
+    """The first row of the task, and that in the middle: a red box of Ada and one of Leo."""
+    rows = load("boxes").rows("train")
+    inside = [rows[place]["boxes"]["red"] for place in (0, 36)]
     calls = [[message["role"] for message in row["prompt"]] for row in recorded]
     assert calls == [["system", "user"], *[["system", "user", "assistant", "tool"]] * 2] * 2
-    assert [row["completion"] for row in recorded if len(row["prompt"]) == 4] == [
-        *boxes["red"].split(", below it "),
-        *boxes["blue"].split(", below it "),
-    ]
-    assert [row["prompt"][3]["content"] for row in recorded if len(row["prompt"]) == 4] == [
-        *[boxes["red"]] * 2,
-        *[boxes["blue"]] * 2,
-    ]
+    ends = [row for row in recorded if len(row["prompt"]) == 4]
+    assert [row["completion"] for row in ends] == [thing for both in inside for thing in both.split(", below it ")]
+    assert [row["prompt"][3]["content"] for row in ends] == [both for both in inside for _ in range(2)]
+
+
+def test_a_repeated_recording_has_other_words_in_the_places_of_its_own() -> None:
+    row = {"prompt": [{"role": "user", "content": "a red key, a blue coin, reddish"}], "completion": "key"}
+    first, *others = teach.varied([row], [("red", "blue"), ("key", "coin")], times=40)
+    assert first == row
+    seen = {(each["prompt"][0]["content"], each["completion"]) for each in others}
+    assert seen == {
+        ("a red key, a blue coin, reddish", "key"),
+        ("a blue key, a red coin, reddish", "key"),
+        ("a red coin, a blue key, reddish", "coin"),
+        ("a blue coin, a red key, reddish", "coin"),
+    }
 
 
 def test_a_tokenizer_of_the_recording_gives_its_texts_back(recorded: list[teach.Row], tmp_path: Path) -> None:
