@@ -67,7 +67,13 @@ grpo:
   clip_eps_high: 0.28
   aggregation: constant
   advantage_scale: none
-run: {epochs: 1, save_every: 25, eval_every: 25, trackers: [wandb], log_completions: true, seed: 1}
+run:
+  epochs: 1
+  save_every: 25
+  eval_every: 25
+  trackers: [wandb]
+  log_completions: true
+  seed: 1
 ```
 
 A step here is a rollout with all its optimizer steps. TRL counts optimizer steps, so `save_steps=50` with
@@ -103,6 +109,7 @@ def commands_page() -> str:
     command = typer.main.get_command(app)
     page = get_docs_for_click(obj=command, ctx=typer.Context(command), name="tinyrl", title="Commands")
     shared = ("* `--help`", "* `--debug`", "* `--install-completion`", "* `--show-completion`")
+    page = page.replace(" <list[str]>", "")
     return NOTE + "".join(line for line in page.splitlines(keepends=True) if not line.startswith(shared)).strip() + "\n"
 
 

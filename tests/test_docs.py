@@ -31,9 +31,15 @@ COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttribu
 MADE = {"rewards.py", "env.py", "game.py", "tools.py", "guess.py", "double.py", "my-recipe.yaml"}  # by the reader
 
 
+def one_line_each(text: str) -> str:
+    """A page whose commands are a line each: a backslash at the end of a line goes on with the next."""
+    return re.sub(r" *\\\n *", " ", text)
+
+
 def commands(page: str) -> list[str]:
-    """The commands of tinyrl in a page's indented blocks, without what is said beside them."""
-    lines = re.findall(r"^    \$? ?(tinyrl .*)", PAGES[page], re.MULTILINE)
+    """The commands of tinyrl in a page's indented blocks and tables, without what is said beside them."""
+    lines = re.findall(r"^    \$? ?(tinyrl .*)", one_line_each(PAGES[page]), re.MULTILINE)
+    lines += re.findall(r"^\| `(tinyrl [^`]*)` \|", PAGES[page], re.MULTILINE)
     parts = [part.strip() for line in lines for part in re.split(r"  +#|; ", line)[: 1 + line.count("; tinyrl")]]
     return [part for part in parts if re.match(r"tinyrl [a-z]", part)]
 
@@ -61,6 +67,17 @@ def test_commands_settings_recipes_and_files_are_there(page: str):
         assert len(fields) != 1 or fields[0] in fields_of(section), f"{section}.{fields}"
     for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples|benchmarks)/[\w./-]+\.\w+)\b", PAGES[page]):
         assert (ROOT / file).is_file(), file
+
+
+WIDTHS = {"README.md": 97, "CONTRIBUTING.md": 97, "AGENTS.md": 97}  # of a block, in GitHub's column
+PAGE_WIDTH = 80  # of a block of docs/ as a site
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_a_block_is_wider_than_the_page(page: str) -> None:
+    fenced = [line for block in blocks(page, r"\w*") for line in block.splitlines()]
+    indented = re.findall(r"^    (.*)", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.M | re.S), re.M)
+    assert [line for line in fenced + indented if len(line) > WIDTHS.get(page, PAGE_WIDTH)] == []
 
 
 def loaded(name: str, source: str, folder: Path) -> Any:
@@ -99,7 +116,7 @@ def test_the_lines_for_your_data_run_as_typed(tmp_path: Path, monkeypatch: pytes
     for name, source in code:
         Path(name).write_text(source, encoding="utf-8")
     part = part.replace("model.path=DIR", f"model.path={model}")
-    lines = re.findall(r"^    ((?:echo|tinyrl) .*)", part, re.MULTILINE)
+    lines = re.findall(r"^    ((?:echo|tinyrl) .*)", one_line_each(part), re.MULTILINE)
     assert len(lines) >= 3
     few = ["run.num_steps=1", "generation.max_new_tokens=8", "grpo.num_prompts=1", "grpo.group_size=4"]
     for line in lines:

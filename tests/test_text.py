@@ -16,6 +16,7 @@ from tinyrl.text import (
     format_number,
     format_seconds,
     format_short,
+    hang,
     mask_url,
     one_line,
     resolve_url,
@@ -23,6 +24,16 @@ from tinyrl.text import (
     without_thoughts,
 )
 from tinyrl.tools.report import text_html
+
+
+def test_a_text_is_broken_between_words_behind_its_indent() -> None:
+    assert hang("one two three", 10, start="name  ", indent="      ") == "name  one\n      two\n      three"
+    assert hang("one two three", 13) == "one two three"
+    assert hang("one two three", 12) == "one two\n  three"
+
+
+def test_a_text_without_a_width_stays_one_line() -> None:
+    assert hang("one two three", None, start="name  ") == "name  one two three"
 
 
 def test_excerpt_keeps_both_ends() -> None:

@@ -8,6 +8,9 @@ import difflib
 import math
 import os
 import re
+import shutil
+import sys
+import textwrap
 import unicodedata
 import urllib.parse
 from collections.abc import Collection, Iterable
@@ -83,6 +86,27 @@ def one_line(text: str, limit: int) -> str:
     """Return one line of at most `limit` characters, with invisible characters named."""
     line = " ".join(escape_control(text[: limit * 4]).split())
     return line if len(line) <= limit and len(text) <= limit * 4 else line[: limit - 1] + "…"
+
+
+def terminal_columns() -> int | None:
+    """Return the columns of the terminal that standard output is, 60 at least; None for a file or a pipe."""
+    return max(60, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+
+def hang(text: str, columns: int | None, *, start: str = "", indent: str = "  ") -> str:
+    """Break a text into lines of at most so many columns, the first behind `start`, the others behind `indent`; None
+    leaves it one line.
+    """
+    if columns is None:
+        return start + text
+    wrapper = textwrap.TextWrapper(
+        width=columns,
+        initial_indent=start,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.fill(text)
 
 
 def escape_control(text: str) -> str:

@@ -153,7 +153,7 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         ("grpo", "num_steps=3", "`run.num_steps`"),
         ("grpo", "reward.functions=[{use: 'a.py:f', wait: 2}]", "`reward.functions[0].weight`"),
         # wrong values, with what is allowed
-        ("grpo", "run.micro_batch_tokens=0", "must be auto or a whole number of at least 1"),
+        ("grpo", "run.micro_batch_tokens=0", "must be auto or a whole number from 1"),
         ("grpo", "lora.target_modules=[1]", "all-linear or a list of text"),
         ("grpo", "lora.dropout=2", "at least 0 and below 1"),
         ("grpo", "reward.functions=[{}]", "`reward.functions[0].use` is missing"),
@@ -319,6 +319,12 @@ def test_the_page_is_a_recipe_with_every_default() -> None:
         describe_settings("gpro")
 
 
+def test_the_page_in_narrow_lines_has_the_same_values() -> None:
+    narrow = describe_settings(columns=80)
+    assert parse_plain(narrow, "page") == parse_plain(describe_settings(), "page")
+    assert [line for line in narrow.splitlines() if len(line) > 80 and "#" in line[40:]] == []
+
+
 # ---- config.yaml gives the same object ----
 
 
@@ -400,3 +406,10 @@ def test_the_page_leaves_out_limits_that_only_keep_out_nonsense():
     assert allowed(of_any_size, brief=True) == "a number"
     assert allowed(above_zero, brief=True) == "a number above 0"
     assert allowed(above_zero) == "a number above 0 and of at most 1000000"
+
+
+def test_a_range_and_a_list_are_named_in_plain_words() -> None:
+    rank = {"type": "integer", "minimum": 1, "maximum": 16384}
+    assert allowed(rank) == "a whole number from 1 to 16384"
+    assert allowed({"type": "array", "items": rank}) == "a list of whole numbers from 1 to 16384"
+    assert allowed({"type": "array", "items": {"type": "string"}}) == "a list of text"

@@ -1,10 +1,10 @@
-"""The table of `tinyrl eval` shows no NaN, and small numbers with their digits."""
+"""The table of `tinyrl eval` shows no NaN, small numbers with their digits, and fits the terminal."""
 
 import json
 import math
 from typing import Any
 
-from tinyrl.cli.evaluate import render
+from tinyrl.cli.evaluate import render, table_lines
 
 NUMBERS = {"reward_mean": 0.5, "reward_ci": [0.4, 0.6], "mean_length": 6.0, "num_prompts": 64, "num_samples": 1}
 NOTHING = {"reward_mean": math.nan, "reward_ci": [math.nan] * 2, "distinguishable": False, "left_out": 9}
@@ -25,3 +25,36 @@ def test_a_missing_number_is_never_nan_and_small_ones_keep_their_digits() -> Non
     text = render({**side, "other": side, "difference": difference, "win_rate": rate}, as_json=False)
     for shown in ("0.000321 (0.04)", "-0.0001 to 0.0007", "-0.00012 (95 % interval -0.500 to +0.00034"):
         assert shown in text
+
+
+def test_a_column_is_as_wide_as_its_widest_cell() -> None:
+    assert table_lines(["a", "base"], {"mean": ["1 to 2", "3"], "k": ["4", "5"]}, None) == [
+        "           a  base",
+        "mean  1 to 2     3",
+        "k          4     5",
+    ]
+
+
+def test_names_are_shortened_from_their_beginning_where_they_have_no_room() -> None:
+    name = "some-run/step-000060-again"  # 26 characters: 1 + 2 * 28 are 57 columns
+    assert table_lines([name, name], {"k": ["1", "2"]}, 57)[0] == f"   {name}  {name}"
+    assert table_lines([name, name], {"k": ["1", "2"]}, 56)[0] == "   …step-000060-again  …step-000060-again"
+
+
+def test_columns_without_room_are_a_table_below() -> None:
+    cells = {"k": ["1111", "2222", "3333"]}
+    assert table_lines(["a", "b", "c"], cells, 13) == [
+        "      a     b",
+        "k  1111  2222",
+        "",
+        "      c",
+        "k  3333",
+    ]
+
+
+def test_the_intervals_of_greedy_completions_are_a_line_of_their_own() -> None:
+    side = result(greedy={"reward_mean": 1.0, "reward_ci": [0.9, 1.0]})
+    lines = [line.split() for line in render(side, as_json=False).splitlines()]
+    assert ["reward_mean", "0.500", "(1.000)"] in lines
+    assert ["reward_ci", "0.400", "to", "0.600"] in lines
+    assert ["reward_ci,", "greedy", "0.900", "to", "1.000"] in lines

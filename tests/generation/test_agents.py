@@ -143,6 +143,70 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     assert added == whole[border:]
 
 
+def continued(
+    tokenizer: Any, given: Given, answer: str, said: Any, later: Given, *, finish: FinishReason = "stop"
+) -> Sample | None:
+    """The row of an episode in which the policy wrote `answer`, and the agent got `said` of it and sends `later`; None if
+    that begins another row.
+    """
+    episode = episode_of(tokenizer)
+    first = episode.call([5, 6], given, limit=None, stop=["END", "\n"])
+    assert first is not None
+    sampled(first.sequence, ids(tokenizer, answer), finish)
+    first.answered({"content": said})
+    second = episode.call([7, 8], later, limit=None, stop=[])
+    assert second is not None
+    sampled(second.sequence, [40], "eos")
+    second.answered({"content": "x"})
+    rows = episode.samples()
+    return rows[0] if len(rows) == 1 else None
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    ["I look:\n  x =  1", "I look: x = 1 END", "I look: x = 1\nEND\n", "  I look: x = 1"],
+)
+def test_an_answer_that_comes_back_with_other_space_or_its_stop_string_is_continued(
+    server: Running, repeated: str
+) -> None:
+    """By the tokens that were sampled, and then by what the template writes behind an answer."""
+    answer: Any = {"role": "assistant", "content": repeated}
+    row = continued(server.tokenizer, Given([USER]), "I look: x = 1 END", "I look: x = 1 ", Given([USER, answer, MORE]))
+    assert row is not None
+    assert row.response == ids(server.tokenizer, "I look: x = 1 END") + ids(server.tokenizer, "</s><user>and?<a>") + [
+        40
+    ]
+
+
+@pytest.mark.parametrize("repeated", ["I look: x = 2", "I look: x = 1 AND", "I look: x=1", "x = 1 END"])
+def test_an_answer_that_comes_back_with_other_words_is_another_row(server: Running, repeated: str) -> None:
+    answer: Any = {"role": "assistant", "content": repeated}
+    later = Given([USER, answer, MORE])
+    assert continued(server.tokenizer, Given([USER]), "I look: x = 1 END", "I look: x = 1 ", later) is None
+
+
+@pytest.mark.parametrize(
+    ("repeated", "read"),
+    [
+        ("hello x END and", " and"), ("hello x and", "and"), ("hello x  END and", " and"),
+        ("hello x\nEND and", " and"), ("hello x  and", " and"),
+    ],
+)  # fmt: skip
+def test_a_text_that_comes_back_with_its_stop_string_reads_it_once(server: Running, repeated: str, read: str) -> None:
+    row = continued(server.tokenizer, Given(text="hello"), " x END", " x ", Given(text=repeated))
+    assert row is not None
+    assert row.response == [*ids(server.tokenizer, " x END"), *ids(server.tokenizer, read), 40]
+
+
+@pytest.mark.parametrize("repeated", ["hello xs END and", "hello y END and"])
+def test_a_text_that_comes_back_otherwise_is_another_row(server: Running, repeated: str) -> None:
+    assert continued(server.tokenizer, Given(text="hello"), " x END", " x ", Given(text=repeated)) is None
+
+
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:
     """Or other variables of the template, such as tools: the policy would not have read them at its first answer."""
     first = server.say(USER)
@@ -367,6 +431,10 @@ def greedy(row, base_url, api_key):
     return said
 
 
+def wishful(row, base_url, api_key):
+    return ask(base_url, api_key, row["prompt"], response_format={"type": "json_object"})
+
+
 def careless(row, base_url, api_key):
     ask(base_url, api_key, row["prompt"])
     raise RuntimeError("planted")
@@ -475,3 +543,16 @@ def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
     assert line["reward/dropped"] == dropped
     if not dropped:
         assert line["completion/truncated"] == 1.0
+
+
+def test_a_wish_of_an_agent_is_noted_once(tiny: TinyModels, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
+    for agent, count in (("wishful", 1), ("greedy", 0)):
+        settings = running.config(
+            "grpo",
+            tiny("llama"),
+            environment={"agent": f"{tmp_path / 'agents.py'}:{agent}", "max_concurrency": 2},
+            run={"num_steps": 2, "eval_every": 0, "eval_prompts": 0},
+        )
+        assert running.train(settings, tmp_path, name=agent)[0] == 0
+        assert capfd.readouterr().err.count("response_format") == count

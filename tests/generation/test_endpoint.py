@@ -117,8 +117,8 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
     [
         ({"model": "gpt-4"}, {}, 404, "policy, base"),
         ({"response_format": {"type": "json_object"}}, {}, 400, "response_format"),
-        ({"max_tokens": 1000}, {}, 400, "128 positions"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "positions"),
+        ({"max_tokens": 1000}, {}, 400, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "context_length_exceeded"),
         ({"chat_template_kwargs": {"thinking": True}}, {}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, {}, 400, "top_logprobs"),
         (b"{", {}, 400, "JSON"),
@@ -170,13 +170,34 @@ def test_variables_of_a_template_that_are_its_own_are_not_a_clients(name: str, c
         client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1, extra_body=own)
 
 
-def test_in_an_episode_such_wishes_are_the_policys_to_learn(live: LiveScheduler) -> None:
-    with listening_to(live, episodes={}) as server:
-        tokenizer = live.tokenizer
-        server.endpoint.episodes = {"key": episode_of(tokenizer, left=64, calls=8, positions=128)}
-        asked: Any = {"model": "policy", "prompt": "hello", "max_tokens": 1}
-        wishes = {"response_format": {"type": "json_object"}, "stop_sequences": ["x"]}
-        assert client_of(server, "key").completions.create(**asked, extra_body=wishes).choices
+WISHED = {"response_format": {"type": "json_object"}, "tool_choice": "required", "reasoning_effort": "low"}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+NO_WISHES = {
+    "parallel_tool_calls": False, "store": True, "verbosity": "low", "metadata": {"a": "b"}, "user": "me",
+    "tool_choice": "none", "response_format": {"type": "text"},
+}  # fmt: skip
+
+
+def test_in_an_episode_wishes_are_the_policys_to_learn_and_are_listed(live: LiveScheduler) -> None:
+    with listening_to(live, positions=4096, episodes={}) as server:
+        server.endpoint.episodes = {"key": episode_of(live.tokenizer)}
+        ask = client_of(server, "key").chat.completions.create
+        asked: Any = {"model": "policy", "messages": HELLO, "tools": TOOLS, "max_tokens": 1}
+        assert ask(**asked, extra_body=NO_WISHES).choices
+        assert server.endpoint.wishes == {}
+        assert ask(**asked, extra_body=WISHED).choices
+        assert ask(**asked, extra_body={"tool_choice": NAMED}).choices
+        assert {*server.endpoint.wishes} == {*WISHED}
+        assert server.endpoint.wishes["tool_choice"] == 'tool_choice="required"'
+
+
+@pytest.mark.parametrize("wish", [*WISHED.items(), ("tool_choice", NAMED)])
+def test_what_no_episode_learns_is_refused(wish: tuple[str, Any], client: openai.OpenAI) -> None:
+    name, value = wish
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1, extra_body={name: value})
+    asked: Any = {"model": "policy", "messages": HELLO, "max_tokens": 1}
+    assert client.chat.completions.create(**asked, extra_body=NO_WISHES).choices
 
 
 # ---- too much ----

@@ -12,6 +12,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
+from tinyrl.training.method import Method
 
 QUICK: dict[str, Any] = {"options": Options(device="cpu"), "quick": True}
 ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
@@ -395,6 +397,34 @@ def test_too_many_requests_are_refused_before_a_run(tmp_path: Path) -> None:
     values["reward"] = {"functions": [{**judge, "max_requests": most - 1}]}
     with pytest.raises(ValueError, match=f"{most:,}"):
         check_before_loading(Config.model_validate(values))
+
+
+class OfTenSteps(Method):
+    """A method whose epoch is ten steps of 32 prompts."""
+
+    @property
+    def rows_of_epoch(self) -> tuple[int, int]:
+        return 320, 32
+
+
+def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> None:
+    """20 steps of 32 x 8, five evaluations of 64 prompts, sampled and greedy, and 44 gold answers before step 1."""
+    (tmp_path / "rubric.md").write_text("Be kind.", encoding="utf-8")
+    judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
+    values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "run": {"epochs": 2, "eval_every": 5}}
+    most = 20 * 32 * 8 + 5 * 64 * 2 + 44
+    for allowed in (most, most - 1):
+        values["reward"] = {"functions": [{**judge, "max_requests": allowed}]}
+        settings = Config.model_validate(values)
+        check_before_loading(settings)  # steps are not known yet
+        policy: Any = SimpleNamespace(config=settings, world=None)
+        method = OfTenSteps(policy)
+        if allowed == most:
+            method.resolve_epochs()
+            assert method.config.run.num_steps == 20
+        else:
+            with pytest.raises(ValueError, match=f"{most:,}"):
+                method.resolve_epochs()
 
 
 def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:

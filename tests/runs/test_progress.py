@@ -38,6 +38,31 @@ def test_a_metric_that_is_unknown_is_left_out(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.splitlines() == ["step 0/3 · entropy 1.5"]
 
 
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ("57", "step 1/3 · reward 0.5 · kl 0.0123 · length 9 · 00:20 left"),  # 57 characters
+        ("56", "step 1/3 · reward 0.5 · kl 0.0123 · 00:20 left"),
+        ("10", "step 1/3 · 00:20 left"),
+    ],
+)
+def test_in_a_terminal_a_step_is_one_line(columns: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stderr", screen)
+    shown = Display(num_steps=3)
+    shown.start()
+    now[0] += 10
+    shown.step(
+        1, {"reward/mean": 0.5, "objective/kl": 0.01234, "completion/mean_length": 9.0, "tokens_per_second": 99.0}
+    )
+    shown.close()
+    assert screen.getvalue().replace("\r\x1b[K", "").splitlines() == [line]
+
+
 class Screen(io.StringIO):
     """Standard error that can be closed; a terminal or a pipe."""
 

@@ -148,6 +148,25 @@ def passes_of(trainer: Any) -> list[Pass]:
     return [Pass("policy", samples, partial(own.loss, counts=Counts.of(samples), **more))]
 
 
+@pytest.mark.parametrize(("kind", "reaches"), [("shared", True), ("shared-detached", False)])
+def test_the_values_gradient_reaches_the_backbone_that_it_shares(tiny: TinyModels, *, kind: str, reaches: bool) -> None:
+    """Advantages are 0, so that no other gradient is there; the head's own is, of both."""
+    trainer: Any = loaded(running.config("ppo", tiny("llama"), critic={"kind": kind}))
+    policy = trainer.policy
+    with torch.no_grad():
+        policy.value_head.weight.fill_(0.1)
+    [joint] = passes_of(trainer)
+    samples: Any = joint.items
+    fill(samples, "advantage", torch.zeros(len(samples)))
+    with policy.acting("policy"):
+        loss, _ = joint.loss(policy.batch_of(samples))
+        loss.backward()
+    moved = [p.grad is not None and bool(p.grad.any()) for p in policy.parameters["policy"].values()]
+    assert any(moved) is reaches
+    assert policy.value_head.weight.grad.any()
+    trainer.close()
+
+
 SPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "dr_grpo": ("grpo", {"grpo": {"preset": "dr_grpo", "num_prompts": 4, "group_size": 2}}),
     "kto": ("dpo", {"dpo": {"loss": "kto"}}),

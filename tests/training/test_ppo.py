@@ -106,13 +106,14 @@ def test_a2c_is_the_gradient_of_a2c(model: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_neither_the_weight_of_the_kl_nor_text_moves_while_the_critic_warms_up(model: Path, tmp_path: Path) -> None:
-    """The policy does not move, so its KL of 0 says nothing of the weight."""
+    """The policy does not move, so its KL of 0 says nothing of the weight, and no time goes into its gradient."""
     own = with_text(target_kl=6.0)
     run = trained(running.config("ppo", model, critic={"warmup_steps": 2}, run={"num_steps": 4}, **own), tmp_path)
     lines = running.metrics(run)[1:]
     assert [line["objective/kl_coef"] for line in lines][:3] == [0.05] * 3
     assert lines[3]["objective/kl_coef"] != 0.05
     assert ["policy/ptx_loss" in line for line in lines] == [False, False, True, True]
+    assert ["policy/loss" in line for line in lines] == [False, False, True, True]
 
 
 TEXT = Path(__file__).parents[1] / "text_rows.jsonl"  # ten rows, of `text` and of `prompt` and `completion`

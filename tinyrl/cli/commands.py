@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -43,9 +44,18 @@ def version(
             raise ValueError(f"`{alone}` works in one process, and several were launched (WORLD_SIZE)")
 
 
-app.command()(command(train.train, trains=True))
-app.command()(command(check.check, trains=True))
-app.command("eval")(command(evaluate.evaluate))
-for function in (check.doctor, take.export, take.chat, take.serve, show.report, show.show):
-    app.command()(command(function))
-app.command("list")(command(show.list_names))
+def add(name: str, function: Callable[..., Any], summary: str, *, trains: bool = False) -> None:
+    """Add a command; `summary` is its line in `tinyrl --help`, which would cut the help itself."""
+    app.command(name, short_help=summary)(command(function, trains=trains))
+
+
+add("train", train.train, "Train a model: grpo, ppo, distill, sft, reward or dpo.", trains=True)
+add("check", check.check, "Report whether a run will work and what it costs.", trains=True)
+add("eval", evaluate.evaluate, "Evaluate policies or reward models on held-out rows.")
+add("doctor", check.doctor, "Diagnose a run by its metrics: what is wrong, what to change.")
+add("export", take.export, "Write the policy as a folder for other libraries, or one model.")
+add("chat", take.chat, "Talk to a policy or a model.")
+add("serve", take.serve, "Answer OpenAI clients with a policy or a model.")
+add("report", show.report, "Write report.html and report.png of a run, or of several.")
+add("show", show.show, "Show the checkpoints, samples or training prompts of a run.")
+add("list", show.list_names, "List settings, recipes or tasks.")

@@ -13,10 +13,10 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.records import json_safe
-from tinyrl.text import format_number
+from tinyrl.text import format_number, hang, terminal_columns
 
-WIDE = 18  # characters of a row's name; longer ones push the row's cells to the right
-CELL = 28  # characters of a cell: "0.9875 to 0.9990 (0.9921)" and the end of a target's name
+NAME = 28  # most characters of a target's name above its column: its end says which checkpoint
+SHORT_NAME = 18  # where the terminal has no room for more
 COUNTS = ("num_prompts", "num_samples", "trained_on", "left_out")  # not in the table
 
 
@@ -65,7 +65,7 @@ def evaluate(
 
         result = compare(targets, asked, options=options)
     if launched().rank == 0:
-        print(render(result, as_json=json_output))
+        print(render(result, as_json=json_output, columns=terminal_columns()))
 
 
 def announce_loading(targets: list[str]) -> None:
@@ -74,8 +74,8 @@ def announce_loading(targets: list[str]) -> None:
         print(f"evaluating {', '.join(targets)} ...", file=sys.stderr, flush=True)
 
 
-def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> str:
-    """Render the result of `evaluate_target` or `compare`."""
+def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, columns: int | None = None) -> str:
+    """Render the result of `evaluate_target` or `compare`, in lines of so many columns."""
     if as_json:
         return json.dumps(json_safe(result))
     from tinyrl.data.rows import FEW
@@ -83,35 +83,74 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool) -> s
     several = isinstance(result, list)
     sides = result if several else [result, result["other"]] if "other" in result else [result]
     first = sides[0]
-    names = [side["target"] for side in sides]  # the end of a name says which checkpoint
-    lines = [
-        " " * WIDE + "".join(f"  {name if len(name) <= CELL else f'…{name[1 - CELL :]}':>{CELL}}" for name in names)
-    ]
     rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
     there = dict.fromkeys(key for row in rows for key, value in row.items() if _is_known(value))
     rewards = [key for key in there if key.startswith("reward/")]
+    table = dict[str, list[str]]()
     for key in there:
-        if key not in COUNTS and (key not in rewards or len(rewards) > 1):
-            greedy = [row.get("greedy", {}).get(key) for row in rows]
-            cells = [_shown(row.get(key)) + (f" ({_shown(at)})" if at is not None else "")
-                     for row, at in zip(rows, greedy, strict=True)]  # fmt: skip
-            label = key.removeprefix("environment/")
-            lines.append(f"{label:{WIDE}}" + "".join(f"  {cell:>{CELL}}" for cell in cells))
+        if key in COUNTS or (key in rewards and len(rewards) == 1):
+            continue
+        label = key.removeprefix("environment/")
+        sampled = [_shown(row.get(key)) for row in rows]
+        greedy = [row.get("greedy", {}).get(key) for row in rows]
+        in_brackets = ["" if value is None else f" ({_shown(value)})" for value in greedy]
+        if any(isinstance(value, list) for value in greedy):  # two intervals are a line each
+            table[label] = sampled
+            table[f"{label}, greedy"] = ["" if value is None else _shown(value) for value in greedy]
+        else:
+            table[label] = [value + other for value, other in zip(sampled, in_brackets, strict=True)]
+    lines = table_lines([side["target"] for side in sides], table, columns)
+    notes = list[str]()
     if "reward_ci" in first:
         kl = "; KL in nats per response to where each started" if several else ""
-        lines.append(f"(greedy in brackets; {first['num_prompts']} prompts x {first['num_samples']}{kl})")
+        samples = "1 sample" if first["num_samples"] == 1 else f"{first['num_samples']} samples"
+        notes.append(f"({first['num_prompts']} prompts, {samples} each; greedy in brackets{kl})")
     for side in sides:
         if "difference" in side:
-            lines += _against(side, named=several)
+            notes += _against(side, named=several)
     if first.get("left_out"):
-        lines.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
+        notes.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
     if (seen := first.get("trained_on", 0)) is None:
-        lines.append(f"warning: the training rows of {first['target']} cannot be read; it may know some of these")
+        notes.append(f"warning: the training rows of {first['target']} cannot be read; it may know some of these")
     elif seen:
-        lines.append(f"warning: {first['target']} was trained on {seen} of these rows")
+        notes.append(f"warning: {first['target']} was trained on {seen} of these rows")
     if first.get("num_prompts", FEW) < FEW:
-        lines.append(f"warning: fewer than {FEW} prompts say little")
-    return "\n".join(lines)
+        notes.append(f"warning: fewer than {FEW} prompts say little")
+    return "\n".join([*lines, *(hang(note, columns) for note in notes)])
+
+
+def table_lines(names: list[str], table: dict[str, list[str]], columns: int | None) -> list[str]:
+    """Return a table with a column for each name, as wide as its widest cell; `table` has the cells of each row.
+
+    Where it has no room in `columns`, names are shortened from their beginning, and what still has none is a table of
+    its own below.
+    """
+    room = math.inf if columns is None else columns
+    label_width = max(map(len, table), default=0)
+    cell_widths = [max((len(cells[i]) for cells in table.values()), default=0) for i in range(len(names))]
+    widths = list[int]()
+    for longest in (NAME, SHORT_NAME):
+        widths = [max(width, min(len(name), longest)) for name, width in zip(names, cell_widths, strict=True)]
+        if label_width + sum(2 + width for width in widths) <= room:
+            break
+    groups: list[list[int]] = [[]]
+    for i, width in enumerate(widths):
+        used = label_width + sum(2 + widths[at] for at in groups[-1])
+        if groups[-1] and used + 2 + width > room:
+            groups.append([])
+        groups[-1].append(i)
+    titles = [_end_of(name, width) for name, width in zip(names, widths, strict=True)]
+    lines = list[str]()
+    for group in groups:
+        if lines:
+            lines.append("")
+        for label, cells in {"": titles, **table}.items():
+            lines.append(f"{label:{label_width}}" + "".join(f"  {cells[i]:>{widths[i]}}" for i in group))
+    return lines
+
+
+def _end_of(name: str, width: int) -> str:
+    return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
 def _against(side: dict[str, Any], *, named: bool) -> list[str]:

@@ -12,6 +12,7 @@ from tinyrl.data.readers import reader_of
 from tinyrl.data.rows import needed_data
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.models.reading import resolve_model_path
+from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
@@ -19,7 +20,6 @@ from tinyrl.tasks import load_task, read_ahead
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
-GOLD_QUESTIONS = {"score": 4 * 3 + 8 * 4, "rank": 4 + 8}  # to a judge before step 1, at most: Scorer.check
 THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
 
 
@@ -37,7 +37,8 @@ def check_before_loading(config: Config, *, reads_rows: bool = True) -> None:
         raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")
     _check_task(config)
     check_named(config)
-    _check_judges(config)
+    if config.run.epochs is None:  # else steps are known when rows are: Method.resolve_epochs
+        check_judge_budgets(config)
     if reads_rows:
         read_ahead(config)
 
@@ -85,23 +86,6 @@ def _check_named(named: Named) -> None:
             pass
 
 
-def _check_judges(config: Config) -> None:
-    """Check that no judge may need more requests than it is allowed."""
-    run = config.run
-    own = config.own
-    evaluations = (-(-run.num_steps // run.eval_every) if run.eval_every else 1) + 1 if run.eval_prompts else 0
-    prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "dynamic_sampling_rounds", 0)) * run.num_steps
-    for function in config.reward.functions:
-        if not function.is_judge:
-            continue
-        group = getattr(own, "group_size", 1) if function.mode == "score" else 1  # `rank` asks once a group
-        most = function.max_requests
-        evaluated = 2 * evaluations * run.eval_prompts  # sampled and greedy
-        needed = prompts * group + evaluated + GOLD_QUESTIONS[function.mode]
-        if most is not None and needed > most:
-            raise ValueError(f"reward.functions: max_requests={most}, and this run may ask its judge {needed:,} times")
-
-
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
     """Raise ValueError for targets, tasks, rows, settings and options that `tinyrl eval` cannot use."""
     found = find(target, asked)
@@ -113,7 +97,7 @@ def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> Non
         if config is not None and not asked.as_it_is:
             _check_task(config)
             check_named(config, sections=("reward", "task"))
-            _check_judges(config)
+            check_judge_budgets(config)
 
 
 def check_model_path(key: str, path: str | None) -> None:

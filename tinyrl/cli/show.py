@@ -9,6 +9,7 @@ from typing import Literal
 import typer
 
 from tinyrl.runs.run_dir import open_run
+from tinyrl.text import hang, terminal_columns
 
 
 def report(
@@ -74,16 +75,17 @@ def list_names(
         if name is not None and (name in packaged_recipes() or name.endswith(".yaml")):
             print(dump_config(load_config(method_of([name])[0], name, overrides=[])))
         else:
-            print(describe_settings(name))
+            print(describe_settings(name, columns=terminal_columns()))
     elif name is not None:
         raise ValueError(f"{name}: only `tinyrl list settings` takes a name")
     elif what == "recipes":
         from tinyrl.config.recipe import packaged_recipes
 
         for recipe, path in packaged_recipes().items():
-            print(f"{recipe:28} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+            summary = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            print(hang(summary, terminal_columns(), start=f"{recipe:25} ", indent=" " * 26))
     else:
         from tinyrl.tasks import TASKS, load_task
 
         for task in TASKS:
-            print(f"{task:20} {load_task(task).summary}")
+            print(hang(load_task(task).summary, terminal_columns(), start=f"{task:20} ", indent=" " * 21))

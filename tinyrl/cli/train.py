@@ -25,7 +25,7 @@ def train(
     words: list[str] | None = settings_argument(
         f"{or_list([*METHODS])}; a recipe, by path or name", before="METHOD [RECIPE] ", default=None
     ),
-    name: str | None = typer.Option(None, help="name of the run; default <method>-<task>-<n>"),
+    name: str | None = typer.Option(None, help="name of the run; default METHOD-TASK-N"),
     output_dir: str | None = typer.Option(None, help="where run folders are made; default runs (--from: beside RUN)"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace a run of that name"),
     resume: str | None = typer.Option(None, metavar="RUN", help="resume a run, with its own settings"),

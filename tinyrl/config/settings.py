@@ -19,7 +19,7 @@ from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_metho
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, quoted
-from tinyrl.text import did_you_mean, join_truncated, truncate
+from tinyrl.text import did_you_mean, hang, join_truncated, truncate
 
 MOST_SENTENCES = 3
 FAR = 1_000_000
@@ -251,9 +251,13 @@ def _words(kind: Kind, *, brief: bool = False) -> list[str]:
     if kind["type"] == "object":
         return ["a mapping"]
     if kind["type"] == "array":
-        return [f"a list of {allowed(kind['items'], brief=brief)}"]
+        item = allowed(kind["items"], brief=brief)
+        items = re.sub(r"^a (whole )?number", r"\1numbers", item)
+        return [f"a list of {items}"]
     bounds = [name for name in LIMITS if name in kind and not (brief and abs(kind[name]) >= FAR)]
     limits = " and ".join(f"{LIMITS[name]} {kind[name]}" for name in bounds)
+    if bounds == ["minimum", "maximum"]:
+        limits = f"from {kind['minimum']} to {kind['maximum']}"
     return PLAIN.get(kind["type"]) or [f"{NUMBERS[kind['type']]} {limits}".rstrip()]
 
 
@@ -276,8 +280,10 @@ def describe(section: str) -> list[tuple[str, str, str]]:
     return rows
 
 
-def describe_settings(section: str | None = None) -> str:
-    """Return one section, or all, as YAML that a recipe may hold: name and default of each field, and its meaning."""
+def describe_settings(section: str | None = None, *, columns: int | None = None) -> str:
+    """Return one section, or all, as YAML that a recipe may hold: name and default of each field, and its meaning, in
+    lines of so many columns.
+    """
     if section is not None and section not in SECTIONS:
         near = did_you_mean(section, [*SECTIONS])
         raise ValueError(f"there is no section '{truncate(section)}'.{near} Sections: {', '.join(SECTIONS)}")
@@ -285,8 +291,8 @@ def describe_settings(section: str | None = None) -> str:
     for name in [section] if section else SECTIONS:
         users = [method for method, its in METHODS.items() if name in its.sections]
         about = f"{Config.model_fields[name].description}{f' (read by {and_list(users)})' if users else ''}"
-        lines.append(f"{name}:  # {about}")
+        lines.append(hang(about, columns, start=f"{name}:  # ", indent=" " * len(name) + "   # "))
         for key, default, meaning in describe(name):
             setting = f"{'# ' if '[]' in key else ''}{key}: {default}"
-            lines.append(f"  {setting:30}  # {meaning}")
+            lines.append(hang(meaning, columns, start=f"  {setting:30}  # ", indent=" " * 34 + "# "))
     return "\n".join(lines)

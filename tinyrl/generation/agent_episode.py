@@ -2,7 +2,8 @@
 
     an agent asks     1. its key names the episode that the call belongs to
                       2. if it continues an earlier answer of the episode, that answer's own tokens stay, and only what
-                         follows is tokenised: what is trained is what was sampled
+                         follows is tokenised: what is trained is what was sampled. It continues one that it repeats
+                         with other white space, or with the stop string that ended it
                       3. otherwise it begins a conversation of its own: edited history, another system prompt, a
                          sub-agent
                       4. the call counts when its answer is sent: one that the agent gave up before (it hung up, or
@@ -205,13 +206,28 @@ class AgentEpisode:
             if given.messages is not None:
                 added = None if known is None else self._added(conversation.last, known, given)
             elif given.text is not None:
-                if known is not None and known.text is not None and given.text.startswith(known.text):
-                    added = tokens_behind(self.tokenizer, known.text, given.text[len(known.text) :])
+                added = self._text_behind(conversation.last, known, given.text)
             elif prompt[: len(tokens := conversation.tokens)] == tokens:
                 added = prompt[len(tokens) :]
             if added is not None:
                 return conversation, added
         return None, []
+
+    def _text_behind(self, last: Sequence, known: Given | None, text: str) -> list[int] | None:
+        """Encode what follows an answer in a text; None if the text does not begin with what is known."""
+        if known is None or known.text is None:
+            return None
+        rest = text[len(known.text) :] if text.startswith(known.text) else None
+        stripped = known.text.rstrip()
+        if rest is None and text.startswith(stripped):
+            behind = text[len(stripped) :]
+            ends_there = not behind or behind[0].isspace() or behind.startswith(tuple(last.stop))
+            rest = behind if ends_there else None
+        if rest is None:
+            return None
+        if last.finish_reason == "stop" and not known.text.endswith(tuple(last.stop)):
+            rest = _without_stop(rest, last.stop)  # which was sampled, and not shown
+        return tokens_behind(self.tokenizer, known.text, rest)
 
     def _added(self, last: Sequence, known: Given, given: Given) -> list[int] | None:
         """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
@@ -223,7 +239,7 @@ class AgentEpisode:
         before = theirs[: len(ours)]
         if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
-        if [*map(_content, ours)] != [*map(_content, before)]:
+        if not all(_is_same(one, other, stops=last.stop) for one, other in zip(ours, before, strict=True)):
             return None
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)
@@ -240,8 +256,31 @@ class AgentEpisode:
         return tokens_behind(self.tokenizer, str(self.tokenizer.decode([last.tokens[-1]])), behind)
 
 
-def _content(message: Message) -> tuple[Any, ...]:
-    """Return what must be the same of a message that comes back; ids of calls may differ."""
+def _without_stop(text: str, stops: list[str]) -> str:
+    """Remove a stop string from the beginning of a text, and space before it."""
+    for stop in stops:
+        if text.startswith(stop):
+            return text.removeprefix(stop)
+        if stop.strip() and text.lstrip().startswith(stop.strip()):
+            return text.lstrip().removeprefix(stop.strip())
+    return text
+
+
+def _is_same(ours: Message, theirs: Message, *, stops: list[str]) -> bool:
+    """Return whether a message has come back: its role and calls are the same, whatever ids they have, and its text up
+    to white space; up to a stop string, too, if it is an answer.
+    """
+    endings = stops if ours["role"] == "assistant" else []
+    same_text = bool(_readings(ours, endings) & _readings(theirs, endings))
+    return ours["role"] == theirs["role"] and _calls(ours) == _calls(theirs) and same_text
+
+
+def _readings(message: Message, endings: list[str]) -> set[str]:
+    """Return the words of a message, with one of the endings and without."""
+    text = " ".join((message.get("content") or "").split())
+    return {text} | {text.removesuffix(" ".join(ending.split())).rstrip() for ending in endings}
+
+
+def _calls(message: Message) -> list[tuple[Any, Any]]:
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    named = [(call.get("name"), call.get("arguments")) for call in calls]
-    return message["role"], (message.get("content") or "").strip(), named
+    return [(call.get("name"), call.get("arguments")) for call in calls]

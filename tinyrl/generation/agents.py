@@ -39,6 +39,7 @@ class AgentRunner:
         self.environment = Agents(config.environment, call_tokens=self.call_tokens)
         self.environment.start()
         self._listening: Listening | None = None
+        self._noted = set[str]()  # fields of requests that were ignored, as a note has said
 
     @property
     def max_episode_tokens(self) -> int:
@@ -99,6 +100,15 @@ class AgentRunner:
             first.further = further
             samples.append(first)
         return samples
+
+    def notes(self) -> list[str]:
+        """Return a note on what agents asked for and did not get, unless an earlier one has named it."""
+        wishes = {} if self._listening is None else self._listening.endpoint.wishes
+        new = {name: wish for name, wish in wishes.items() if name not in self._noted}
+        self._noted.update(new)
+        if not new:
+            return []
+        return [f"`{self.environment.name}` asks for {', '.join(new.values())}: ignored, for the policy to learn"]
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""

@@ -5,7 +5,7 @@
     live_answer.py, answer_writer.py                            an answer that is being sampled, and how it is sent
 
 Requests are decoded together as they come (scheduler.py). What a client asks for and does not get is refused by name;
-in an agent's episode such wishes are for the policy to learn, and are ignored.
+in an agent's episode such wishes are for the policy to learn: they are listed, and ignored.
 
 Nothing here keeps other requests waiting: the number of sequences and of characters is limited before anything is
 tokenised, and that runs in a thread.
@@ -62,6 +62,7 @@ LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 CLIENT_GONE = 499  # nginx's status; nobody receives it
 LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
 MOST_SEQUENCES = 4096  # of all requests together
+MOST_WISHES = 20  # fields that are listed
 OWN_VARIABLES = {  # of a chat template, which are given here
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenize", "tools",
 }  # fmt: skip
@@ -104,6 +105,7 @@ class Endpoint:
         self.episodes = episodes
         self.started = int(time.time())
         self.num_sequences = 0  # of all requests that are being answered
+        self.wishes = dict[str, str]()  # what agents asked for and did not get, by field
         longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.most_characters = positions * longest_token  # no longer text fits into the model's positions
         self.form: CallForm | None = None
@@ -169,7 +171,9 @@ class Endpoint:
         self._check_model(body.model)
         wishes = body.wishes()
         if wishes and episode is None:
-            raise Refused(400, f"{wishes[0]} is not supported")
+            raise Refused(400, f"{next(iter(wishes.values()))} is not supported")
+        if len(self.wishes) < MOST_WISHES:
+            self.wishes = wishes | self.wishes
         count = body.num_sequences
         if self.num_sequences + count > MOST_SEQUENCES:
             here = f"{self.num_sequences} are being sampled" if self.num_sequences else "of one request and of all"

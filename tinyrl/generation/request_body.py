@@ -82,13 +82,13 @@ class Body(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def wishes(self) -> list[str]:
-        """Return the fields that are to change the answer and do not, each as `name=value`."""
-        found = list[str]()
+    def wishes(self) -> dict[str, str]:
+        """Return the fields that are to change the answer and do not, each with `name=value`, by name."""
+        found = dict[str, str]()
         for name, value in {**(self.model_extra or {}), "tool_choice": self.tool_choice}.items():
             if value is None or name in HARMLESS:
                 continue
             neutral = NEUTRAL.get(name, ())
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-                found.append(f"{truncate(name)}={truncate(json.dumps(value))}")
+                found[name] = f"{truncate(name)}={truncate(json.dumps(value))}"
         return found

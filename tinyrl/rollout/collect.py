@@ -93,6 +93,10 @@ class Collector:
         model = self.scorer.model.model if self.scorer.model is not None else None
         return self.policy.describe_memory(reward_model=model, sampling_copy=self.engine.copy_bytes)
 
+    def notes(self) -> list[str]:
+        """Return notes on what was sampled since the last call."""
+        return self.runner.notes() if isinstance(self.runner, AgentRunner) else []
+
     @property
     def workers(self) -> list[Any]:
         """The functions of rewards and of the environment."""

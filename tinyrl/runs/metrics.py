@@ -88,7 +88,7 @@ TABLE = (
         "a slow rise that buys reward; a jump is too large a step.", held="eval/kl", title="KL from the reference",
         unit="nats per response", from_zero=True, label="KL", column="kl"),
     Metric("eval/kl", row="KL to the reference, nats"),
-    Metric("eval/loss", row="loss, held-out"),
+    Metric("eval/loss", column="held-out loss", row="loss, held-out"),
     Metric("eval/perplexity", row="perplexity, held-out"),
     Metric("eval/accuracy", row="accuracy, held-out"),
     Metric("rewards/sides", "Both sides of the pairs.", "they part; both may fall.", title="Rewards of both sides",

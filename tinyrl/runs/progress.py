@@ -51,20 +51,24 @@ class Display:
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.silent
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Print the line of a finished step, without metrics that are unknown; pass@1 is left out where it equals the
-        held-out reward.
+        """Print the line of a finished step, without metrics that are unknown, and in a terminal without the last ones
+        where it is too narrow; pass@1 is left out where it equals the held-out reward.
         """
         found = {metric.column: to_float(metrics.get(metric.key)) for metric in TABLE if metric.column}
         columns = {column: value for column, value in found.items() if math.isfinite(value)}
         if columns.get("pass@1") == columns.get("held-out"):
             columns.pop("pass@1", None)
-        parts = [f"step {step}/{self.num_steps}"]
-        parts += [f"{column} {format_short(value)}" for column, value in columns.items()]
+        place = f"step {step}/{self.num_steps}"
+        known = [f"{column} {format_short(value)}" for column, value in columns.items()]
+        left = list[str]()
         if step > self._first:
             seconds = int((time.monotonic() - self._started) / (step - self._first) * (self.num_steps - step))
-            parts.append(f"{format_clock(seconds)} left")
+            left.append(f"{format_clock(seconds)} left")
         self._step = step
-        self.note(" · ".join(parts))
+        room = shutil.get_terminal_size().columns if self._live else math.inf
+        while known and len(" · ".join([place, *known, *left])) > room:
+            known.pop()
+        self.note(" · ".join([place, *known, *left]))
 
     def sample(self, samples: list[dict[str, Any]]) -> None:
         """In a terminal, print an evaluation's greedy sample to the first prompt, with its reward."""

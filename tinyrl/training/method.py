@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from tinyrl.models.batch import Batch, Item
+from tinyrl.rewards.budget import check_judge_budgets
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -56,7 +57,10 @@ class Method:
         raise NotImplementedError
 
     def resolve_epochs(self) -> str:
-        """Set run.num_steps where run.epochs gives it; return a note of the steps of an epoch."""
+        """Set run.num_steps where run.epochs gives it; return a note of the steps of an epoch.
+
+        Raises ValueError where that many steps may ask a judge more often than allowed.
+        """
         rows, of_step = self.rows_of_epoch
         run = self.config.run
         note = f"an epoch is {rows / of_step:.4g} steps: {rows:,} training rows, {of_step:,} of them a step"
@@ -65,6 +69,7 @@ class Method:
         num_steps = math.ceil(Fraction(str(run.epochs)) * rows / of_step)
         run = run.model_copy(update={"num_steps": num_steps})
         self.policy.config = self.config.model_copy(update={"run": run})
+        check_judge_budgets(self.config)
         return f"{note}; run.epochs={run.epochs:g} is {num_steps:,} steps"
 
     def check(self) -> list[str]:

@@ -139,6 +139,8 @@ class OnPolicy(Method):
         samples = self.collector.collect(prompts, group_size=self.group_size, step=step)
         apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
         self.sampler.update(prompts, scores_of(samples))
+        for note in self.collector.notes():
+            run.display.note(note)
         self._report_failures(run, samples, step)
         return samples
 

@@ -5,21 +5,37 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.metrics import Metric
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import differing, write_overlay
-from tinyrl.tools.report.charts import hover_svg, spread
+from tinyrl.tools.report.charts import (
+    STYLE,
+    ZOOM,
+    draw,
+    fitted,
+    fitted_unit,
+    hover_svg,
+    spread,
+    text_width,
+    wrapped,
+)
 from tinyrl.tools.report.panels import (
     MOST_BARS,
     Line,
     Panel,
+    bar_spans,
     cells,
     group_runs,
     outcome,
     overlaid,
+    panel_of,
     panels_of,
     phase_seconds,
     smoothed,
@@ -36,7 +52,7 @@ def labels(panel: Panel) -> list[str]:
 
 def test_panels_are_those_of_the_method(tmp_path: Path) -> None:
     line = {"value/loss": 4.0, "completion/truncated": 0.0, "time/update": 1.1, "time/rollout": 0.5, "time/total": 1.9}
-    metrics = [{"step": i, **line, "value/explained_variance": i / 60 - 9 / (i + 1)} for i in range(1, 91)]
+    metrics = [{"step": i, **line, "value/explained_variance": i / 60 - 9 / (i + 1)} for i in range(1, 121)]
     found = panels(tmp_path / "ppo", metrics)
     assert [*found] == ["Value loss", "Explained variance", "Time by phase"]  # nothing that is zero throughout
     assert found["Explained variance"].metric.unit == "1 is best (cut at \u22121)"
@@ -100,6 +116,109 @@ def test_values_on_hovering_are_those_of_all_lines() -> None:
     ]  # fmt: skip
 
 
+# ---- bars and axes ----
+
+
+def drawn(panel: Panel) -> Axes:
+    """The axes of a panel that was drawn into a figure of its own."""
+    figure = Figure(figsize=(6, 4))
+    draw(figure, panel, (0, 0, 432, 288), (-0.5, 10.5), named=True)
+    return figure.axes[0]
+
+
+def test_bars_reach_half_way_to_their_neighbours_with_one_gap() -> None:
+    # half-way: 0.5 1.5 3 6 8.5 9.5; the gap is 18 % of the narrowest
+    wanted = [(0.59, 1.41), (1.59, 2.91), (3.09, 5.91), (6.09, 8.41), (8.59, 9.41)]
+    assert bar_spans([1, 2, 4, 8, 9]) == [pytest.approx(span) for span in wanted]
+
+
+def test_the_bars_of_few_steps_are_narrow() -> None:
+    assert bar_spans([7]) == [pytest.approx((6.9, 7.1))]
+    assert bar_spans([1, 3]) == [pytest.approx((0.6, 1.4)), pytest.approx((2.6, 3.4))]  # 40 % of a distance of 2
+
+
+def test_layers_of_time_are_drawn_at_the_spans_of_their_steps() -> None:
+    layers = [Line("update", "1", [(1, 2.0), (2, 3.0), (4, 1.0)]), Line("rollout", "2", [(1, 1.0), (2, 1.0), (4, 0.5)])]
+    patches = drawn(Panel(Metric("time"), layers, stacked=True)).patches
+    bars = [patch.get_bbox() for patch in patches if isinstance(patch, Rectangle)]
+    # three bars are 60 % of the narrowest distance, which is 1
+    spans = [(0.7, 1.3), (1.7, 2.8), (3.2, 4.8)] * 2
+    heights = [(0, 2), (0, 3), (0, 1), (2, 3), (3, 4), (1, 1.5)]
+    assert [(bar.x0, bar.x1) for bar in bars] == [pytest.approx(span) for span in spans]
+    assert [(bar.y0, bar.y1) for bar in bars] == [pytest.approx(height) for height in heights]
+
+
+def held_out(values: list[float], intervals: list[tuple[float, float]], **about: Any) -> Panel:
+    points = list(enumerate(values))
+    line = Line("held-out", "held", points, dict(enumerate(intervals)), measured=True)
+    [panel] = panel_of(Metric("k", unit="higher is better", **about), [line])
+    return panel
+
+
+def test_intervals_of_equal_values_are_cut_and_the_chart_says_so() -> None:
+    panel = held_out([1.0, 1.0], [(0.51, 1.0), (0.51, 1.0)])  # Wilson's of four right answers of four
+    assert panel.shown_range == pytest.approx((0.95, 1.0))  # half a tenth of the value
+    assert panel.metric.unit == "higher is better (intervals cut)"
+    assert drawn(panel).get_ylim() == pytest.approx((0.946, 1.004))  # 8 % of 0.05 to either side
+
+
+def test_the_interval_of_a_single_point_is_shown_whole() -> None:
+    panel = held_out([1.0], [(0.51, 1.0)])
+    assert panel.shown_range == (0.51, 1.0)
+    assert panel.metric.unit == "higher is better"
+
+
+def test_intervals_that_leave_the_values_room_are_shown_whole() -> None:
+    panel = held_out([0.4, 0.8], [(0.3, 0.5), (0.5, 0.95)])
+    assert panel.shown_range == (0.3, 0.95)
+    assert panel.metric.unit == "higher is better"
+    assert drawn(panel).get_ylim() == pytest.approx((0.248, 1.002))
+
+
+def test_what_is_cut_at_a_floor_and_of_intervals_is_said_together() -> None:
+    panel = held_out([-9.0, 0.0], [(-9.0, 5.0), (0.0, 0.5)], floor=-1.0)
+    assert panel.shown_range == (-1.5, 0.5)  # values from -1 to 0, half as much to either side
+    assert panel.metric.unit == "higher is better (cut at \u22121, intervals cut)"
+
+
+def test_a_line_without_intervals_has_the_axis_of_its_values() -> None:
+    assert held_out([0.25, 0.5], []).shown_range == (0.25, 0.5)
+
+
+# ---- texts of the picture ----
+
+
+def test_a_text_is_as_wide_as_matplotlib_draws_it() -> None:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(dpi=72 * ZOOM)
+        for text, size, weight in (("Cut at the length limit", 12.2, "bold"), ("held-out, nats", 11.0, "normal")):
+            extent = figure.text(0, 0, text, size=size, weight=weight).get_window_extent()
+            assert text_width(text, size=size, bold=weight == "bold") == pytest.approx(extent.width / ZOOM, abs=1.0)
+
+
+def test_a_text_without_room_is_cut_to_what_has_room() -> None:
+    room = text_width("nats per…", size=11)
+    assert fitted("nats per response", room, size=11) == "nats per…"
+    assert fitted("nats per response", 1.0, size=11) == ""
+    assert fitted("nats per response", text_width("nats per response", size=11), size=11) == "nats per response"
+
+
+def test_a_unit_without_room_loses_its_last_parts() -> None:
+    whole = text_width("held-out, nats per response", size=11)
+    assert fitted_unit("held-out, nats per response", whole) == "held-out, nats per response"
+    assert fitted_unit("held-out, nats per response", whole - 1) == "held-out"
+
+
+def test_lines_break_between_words_where_the_next_has_no_room() -> None:
+    room = text_width("A  run: rose", size=12.8)
+    assert wrapped("A  run: rose from unspeakable to 2", room, size=12.8) == [
+        "A  run: rose",
+        "from",
+        "unspeakable",
+        "to 2",
+    ]
+
+
 # ---- the outcome ----
 
 FIRST: dict[str, Any] = {"step": 0, "eval/reward_mean": 0.5, "eval/reward_ci": [0.45, 0.55]}
@@ -114,6 +233,7 @@ FIRST: dict[str, Any] = {"step": 0, "eval/reward_mean": 0.5, "eval/reward_ci": [
         ([FIRST, {"step": 9, "eval/reward_mean": 0.6, "eval/reward_ci": [0.55, 0.65], "objective/kl": 0.25}],
          ["went from 0.500 to 0.600 in 9 steps", "intervals overlap", "0.250 nats per response."]),
         ([FIRST, {"step": 9, "eval/reward_mean": 0.5, "eval/reward_ci": [0.55, 0.65]}], ["stayed at 0.500 in 9 steps"]),
+        ([{"step": 0, "eval/loss": 1.3851}, {"step": 9, "eval/loss": 1.3854}], ["stayed at 1.39 in 9 steps"]),
         ([{"step": 0, "eval/reward_mean": 0.25}, {"step": 1, "reward/mean": 0.3}], ["is 0.250 at step 0", "once"]),
         ([{"step": step, "reward/mean": float(step)} for step in range(1, 21)],  # means of 1..5 and of 16..20
          ["Training reward rose from 3 to 18 in 19 steps", "no held-out"]),

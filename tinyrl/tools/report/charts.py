@@ -11,7 +11,6 @@ import io
 import math
 import os
 import re
-import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +23,14 @@ import numpy as np
 
 from tinyrl.runs.records import subsample
 from tinyrl.text import one_line, short_power, typeset_number
-from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, cells, smoothed
+from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, bar_spans, cells, smoothed
 
 with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}):  # the user's may name what is not here
     import matplotlib
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
     from matplotlib.ticker import MaxNLocator, NullLocator
 
 COLUMN = 344
@@ -45,6 +46,9 @@ LEFT = 40
 TOP = 10
 BOTTOM = 26  # around the plotting area
 LETTER = 6.6  # a letter's mean width
+OUTCOME_SIZE = 12.8
+TITLE_SIZE = 12.2
+UNIT_GAP = 7  # between a title and its unit
 # Every colour stands for one thing only: in SVG its text is replaced by a CSS variable of that name.
 COLOURS = {
     "ink": "#1c2733", "muted": "#5d6976", "grid": "#e4e8ec", "paper": "#ffffff",
@@ -101,28 +105,72 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
 
 def picture_png(panels: list[Panel], *, title: str, outcome: str, about: str = "") -> bytes:
     """Draw all panels in one picture with a title, a subtitle and the outcome above them."""
-    lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
-    top = 51 + 17 * len(lines)
-    grid = cells(len(panels))
     name = one_line(title, 48)
     span = _span(panels)
-    whole = top + max((row + rows for row, _, rows, _ in grid), default=0) * ROW - 11
-    with _new_figure(WIDTH, whole) as figure, io.BytesIO() as buffer:
-        about = one_line(about, int((WIDTH - 2 * MARGIN - 31 - 10.5 * len(name)) / 6.25))
+    grid = cells(len(panels))
+    rows_below = max((row + rows for row, _, rows, _ in grid), default=0)
+    with _new_figure(WIDTH, ROW) as figure, io.BytesIO() as buffer:
+        room = WIDTH - 2 * MARGIN
+        lines = [line for paragraph in outcome.splitlines() for line in wrapped(paragraph, room, size=OUTCOME_SIZE)]
+        top = 51 + 17 * len(lines)
+        whole = top + rows_below * ROW - 11
+        figure.set_size_inches(WIDTH / 72, whole / 72)
+        about = fitted(about, room - 31 - text_width(name, size=17, bold=True), size=11)
         figure.text(MARGIN / WIDTH, 1 - 22 / whole, name, size=17, weight="bold", va="center")
         figure.text(1 - MARGIN / WIDTH, 1 - 22 / whole, about, va="center", ha="right", color=COLOURS["muted"])
         for i, line in enumerate(lines):
-            figure.text(MARGIN / WIDTH, 1 - (45 + 17 * i) / whole, line, size=12.8, va="center")
+            figure.text(MARGIN / WIDTH, 1 - (45 + 17 * i) / whole, line, size=OUTCOME_SIZE, va="center")
         for i, (panel, (row, column, rows, columns)) in enumerate(zip(panels, grid, strict=True)):
             x = MARGIN + column * PICTURE_COLUMN
             y = top + row * ROW + 9
-            title = panel.metric.title
-            head = figure.text(x / WIDTH, 1 - y / whole, title, size=12.2, weight="bold", va="center")
-            draw(figure, panel, (x, y + 7, columns * PICTURE_COLUMN - 10, rows * ROW - 20), span, named=i == 0)
-            unit = one_line(panel.metric.unit, max(1, columns * 46 - len(title)))
-            figure.axes[-1].annotate(f"  {unit}", (1, 0.5), xycoords=head, va="center", color=COLOURS["muted"])
+            width = columns * PICTURE_COLUMN - 10
+            title = fitted(panel.metric.title, width, size=TITLE_SIZE, bold=True)
+            title_width = text_width(title, size=TITLE_SIZE, bold=True)
+            unit = fitted_unit(panel.metric.unit, width - title_width - UNIT_GAP)
+            figure.text(x / WIDTH, 1 - y / whole, title, size=TITLE_SIZE, weight="bold", va="center")
+            draw(figure, panel, (x, y + 7, width, rows * ROW - 20), span, named=i == 0)
+            unit_x = x + title_width + UNIT_GAP
+            figure.text(unit_x / WIDTH, 1 - y / whole, unit, va="center", color=COLOURS["muted"])
         figure.savefig(buffer, format="png", dpi=72 * ZOOM, metadata={"Software": None})
         return buffer.getvalue()
+
+
+def text_width(text: str, *, size: float, bold: bool = False) -> float:
+    """Return how wide a text is drawn in the picture, with its hinting, which widens small letters."""
+    font = FontProperties(family="DejaVu Sans", size=size, weight="bold" if bold else "normal")
+    renderer = RendererAgg(1, 1, 72 * ZOOM)
+    width, _, _ = renderer.get_text_width_height_descent(text, font, ismath=False)
+    return width / ZOOM
+
+
+def fitted(text: str, room: float, *, size: float, bold: bool = False) -> str:
+    """Return the text, or as much of its beginning as has room, with an ellipsis; "" where nothing has."""
+    if text_width(text, size=size, bold=bold) <= room:
+        return text
+    for length in range(len(text) - 1, 0, -1):
+        shorter = text[:length].rstrip() + "…"
+        if text_width(shorter, size=size, bold=bold) <= room:
+            return shorter
+    return ""
+
+
+def fitted_unit(unit: str, room: float) -> str:
+    """Return the unit of a chart, without its last parts ("held-out, nats per response") where they have no room."""
+    while ", " in unit and text_width(unit, size=11) > room:
+        unit = unit.rpartition(", ")[0]
+    return fitted(unit, room, size=11)
+
+
+def wrapped(text: str, room: float, *, size: float) -> list[str]:
+    """Break a paragraph into lines that have room; a longer word is a line of its own."""
+    lines = list[str]()
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, size=size) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
 
 
 def _span(panels: list[Panel]) -> tuple[float, float]:
@@ -180,15 +228,13 @@ def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, n
 def _draw_lines(axes: Axes, panel: Panel) -> list[float]:
     """Draw curves and measured points and set the limits; return where each line ends."""
     metric = panel.metric
-    seen = list[float]()
+    interval_alpha = 0.3 if panel.cuts_intervals else 0.65
     for line in panel.lines:
         finite = [(step, value) for step, value in line.points if math.isfinite(value)]
-        seen += [max(value, metric.floor) for _, value in finite]
-        seen += [edge for pair in line.intervals.values() for edge in pair]
         (steps, values), look = zip(*line.points, strict=True), dict[str, Any](color=COLOURS[line.role])
         if line.measured:
             for step, pair in line.intervals.items():
-                axes.plot([step, step], pair, linewidth=1.4, alpha=0.65, solid_capstyle="butt", **look)
+                axes.plot([step, step], pair, linewidth=1.4, alpha=interval_alpha, solid_capstyle="butt", **look)
             marker, size = ("D", 4.3) if line.role == "greedy" else ("o", 5.5)
             axes.plot(*zip(*finite, strict=True), marker=marker, markersize=size, linewidth=1.4, zorder=4,
                       markeredgecolor=COLOURS["paper"], markeredgewidth=0.9, **look)  # fmt: skip
@@ -201,14 +247,13 @@ def _draw_lines(axes: Axes, panel: Panel) -> list[float]:
             axes.plot(steps, values, linewidth=0.9, alpha=0.4, **look)
         marker = "o" if len(steps) <= 3 else None
         axes.plot(steps, line.curve, linewidth=2, marker=marker, markersize=4.5, solid_joinstyle="round", **look)
-    low = min(seen)
-    high = max(seen)
+    low, high = panel.shown_range
     if metric.any_scale and low > 0 and high > 100 * low:
         axes.set_yscale("log")
     else:
         zero = metric.from_zero and low >= 0
         low = 0.0 if zero else low
-        pad = (high - low) * 0.08 or abs(high) * 0.1 or (0.01 if metric.share else 1.0)
+        pad = (high - low) * 0.08 or panel.least_height
         axes.set_ylim(low if zero else low - pad, high + pad)
     return [line.end for line in panel.lines]
 
@@ -218,9 +263,11 @@ def _draw_stack(axes: Axes, panel: Panel) -> list[float]:
     steps = [step for step, _ in panel.lines[0].points]
     seconds = np.array([[value for _, value in line.points] for line in panel.lines])
     tops = seconds.cumsum(0)
-    width = min(0.82, 0.2 * len(steps)) * max(1.0, (steps[-1] - steps[0]) / len(steps))
+    spans = bar_spans(steps)
+    left_edges = [left for left, _ in spans]
+    widths = [right - left for left, right in spans]
     for line, heights, top in zip(panel.lines, seconds, tops, strict=True):
-        axes.bar(steps, heights, width, bottom=top - heights, color=COLOURS[line.role])
+        axes.bar(left_edges, heights, widths, bottom=top - heights, align="edge", color=COLOURS[line.role])
     axes.set_ylim(0, tops.max() * 1.05 or 1.0)
     return (tops - seconds / 2)[:, -1].tolist()
 

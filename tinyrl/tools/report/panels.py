@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean, median
 from string import ascii_uppercase
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ MOST_RUNS = 8  # more colours cannot be told apart
 MOST_FUNCTIONS = 5
 MOST_POINTS = 300
 MOST_MARKS = 100
-MOST_BARS = 40  # of a curve, of points drawn one by one, of the time by phase
+MOST_BARS = 100  # of a curve, of points drawn one by one, of the time by phase
+INTERVAL_REACH = 0.5  # how far intervals may stretch an axis beyond the values, in heights of the values
 FEWEST_TO_SMOOTH = 20
 TIME = metric_of("time")  # drawn last, in layers
 CHARTS = [metric for metric in TABLE if metric.title and not metric.series and metric != TIME]
@@ -97,6 +99,43 @@ class Panel:
     lines: list[Line]
     stacked: bool = False
 
+    @cached_property
+    def value_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest value that is drawn."""
+        values = [max(value, self.metric.floor) for line in self.lines for _, value in line.points
+                  if math.isfinite(value)]  # fmt: skip
+        return min(values), max(values)
+
+    @cached_property
+    def interval_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest edge of an interval; those of the values where there is none."""
+        edges = [edge for line in self.lines for pair in line.intervals.values() for edge in pair]
+        low, high = self.value_range
+        return min([low, *edges]), max([high, *edges])
+
+    @cached_property
+    def shown_range(self) -> tuple[float, float]:
+        """Return what the axis has to hold: all values, and as much of their intervals as leaves room for the values.
+
+        The interval of four equal rewards of 1 begins at 0.51: shown whole, it would flatten every curve beside it.
+        Where no line has more than a point there is no curve to flatten.
+        """
+        low, high = self.value_range
+        bottom, top = self.interval_range
+        if all(len(line.points) == 1 for line in self.lines):
+            return bottom, top
+        reach = INTERVAL_REACH * ((high - low) or self.least_height)
+        return max(bottom, low - reach), min(top, high + reach)
+
+    @property
+    def cuts_intervals(self) -> bool:
+        return self.shown_range != self.interval_range
+
+    @property
+    def least_height(self) -> float:
+        """Return the height that an axis has beside values that are all equal."""
+        return abs(self.value_range[1]) * 0.1 or (0.01 if self.metric.share else 1.0)
+
 
 def panel_of(metric: Metric, lines: list[Line], *, least: int = 1) -> list[Panel]:
     """Return the panel of a metric, or none where fewer lines have a finite number, or all are zero and say nothing."""
@@ -104,8 +143,29 @@ def panel_of(metric: Metric, lines: list[Line], *, least: int = 1) -> list[Panel
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if len(lines) < least or (metric.skip_zero and not any(values)):
         return []
-    cut = f" (cut at {typeset_number(metric.floor)})" if min(values) < metric.floor else ""
-    return [Panel(replace(metric, unit=metric.unit + cut), lines)]
+    panel = Panel(metric, lines)
+    cut = list[str]()
+    if min(values) < metric.floor:
+        cut.append(f"cut at {typeset_number(metric.floor)}")
+    if panel.cuts_intervals:
+        cut.append("intervals cut")
+    note = f" ({', '.join(cut)})" if cut else ""
+    return [replace(panel, metric=replace(metric, unit=metric.unit + note))]
+
+
+def bar_spans(steps: list[int]) -> list[tuple[float, float]]:
+    """Return where the bar of each step begins and ends: half-way to its neighbours, less a gap, the same everywhere.
+
+    The first and the last bar reach as far to their open side as to the other. One to four bars are narrower, so that
+    a single step is a bar and not a wall.
+    """
+    between = [(left + right) / 2 for left, right in pairwise(steps)]
+    start = 2 * steps[0] - between[0] if between else steps[0] - 0.5
+    end = 2 * steps[-1] - between[-1] if between else steps[0] + 0.5
+    edges = [start, *between, end]
+    narrowest = min(right - left for left, right in pairwise(edges))
+    gap = narrowest * (1 - min(0.82, 0.2 * len(steps)))
+    return [(left + gap / 2, right - gap / 2) for left, right in pairwise(edges)]
 
 
 def cells(count: int) -> list[tuple[int, int, int, int]]:
@@ -277,10 +337,12 @@ def outcome(run: RunRecords) -> str:
         elif (window := min(5, len(points) // 2)) > 1:
             start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
             around = f"means of the first and last {window} steps; "
+        before_text = typeset_number(start)
+        after_text = typeset_number(end)
         verb = "went" if overlap else "rose" if end > start else "fell"
-        change = f"{verb} from {typeset_number(start)} to {typeset_number(end)}"
-        if start == end:
-            change = f"stayed at {typeset_number(end)}"
+        change = f"{verb} from {before_text} to {after_text}"
+        if before_text == after_text:
+            change = f"stayed at {after_text}"
         return f"{name} {change} in {_steps(last - first)} ({around}{metric.unit}){caution}{paid}."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
