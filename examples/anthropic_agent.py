@@ -1,8 +1,8 @@
 """Anthropic's client (2.14), with its tool runner, as an agent: the policy behind /v1/messages.
 
 Set: the address without its /v1, key, model, and thread=False: by default the tool runner wants a server that keeps the
-conversation. Environment: `pip install -c constraints.txt -e '.[serve]' anthropic==2.14.0`. The first line makes a model
-that was taught to play (a minute on a CPU); any model whose chat template shows tools will do.
+conversation. Environment: `pip install -c constraints.txt -e '.[serve]' anthropic==2.14.0`. The first line makes a
+model that was taught to play (a minute on a CPU); any model whose chat template shows tools will do.
 
     python -m tests.agents.teach examples/anthropic_agent.py:run taught
     tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/anthropic_agent.py:run \\
@@ -11,6 +11,8 @@ that was taught to play (a minute on a CPU); any model whose chat template shows
 
 Seen: 80 episodes of two calls, none dropped.
 """
+
+# pyright: reportMissingImports=none
 
 from typing import Any
 

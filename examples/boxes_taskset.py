@@ -1,7 +1,6 @@
-"""The task of boxes.py as a taskset of `verifiers` (0.4), for verifiers_agent.py: its tool is a server, its reward its own.
+"""The task of boxes.py as a taskset of `verifiers` (0.4), for verifiers_agent.py: with a tool server and a reward."""
 
-PYTHONPATH=examples vf-eval boxes_taskset ...
-"""
+# pyright: reportMissingImports=none
 
 import random
 

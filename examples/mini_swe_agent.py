@@ -1,9 +1,9 @@
-"""mini-swe-agent (2.4) as an agent: **it runs the shell commands that the model writes**, here in a bubblewrap container.
+"""mini-swe-agent (2.4) as an agent: **it runs the shell commands that the model writes**, here in a container.
 
-Its own default runs them on the machine. The container has the programs of /usr, an empty /tmp and the folder of its
-episode; no network, no other file or process, none of our variables. Nothing limits memory and disk in it. Where
-bubblewrap does not work every episode is refused before the model is asked. Set: container, address, key, model, and
-cost_tracking, since nobody knows a price; prompts are those of its mini.yaml. Environment:
+By default it runs them on the machine. This container, of bubblewrap, has the programs of /usr, an empty /tmp and the
+folder of its episode; no network, no other file or process, none of our variables. Nothing limits memory and disk in
+it. Where bubblewrap does not work every episode is refused before the model is asked. Set: container, address, key,
+model, and cost_tracking, since nobody knows a price; prompts are those of its mini.yaml. Environment:
 `pip install -c constraints.txt -e '.[serve]' mini-swe-agent==2.4.6`, and bubblewrap (`apt-get install bubblewrap`). The
 first line makes a model that was taught to play.
 
@@ -14,6 +14,8 @@ first line makes a model that was taught to play.
 
 Seen: SEEN
 """
+
+# pyright: reportMissingImports=none
 
 from typing import Any
 

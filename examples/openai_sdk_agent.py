@@ -13,6 +13,8 @@ minute on a CPU); any model whose chat template shows tools will do.
 Seen: 80 episodes of two calls, none dropped.
 """
 
+# pyright: reportMissingImports=none
+
 from typing import Any
 
 from agents import Agent, RunConfig, Runner, function_tool

@@ -12,6 +12,8 @@ model that was taught to play (a minute on a CPU); any model whose chat template
 Seen: 80 episodes of two calls, none dropped.
 """
 
+# pyright: reportMissingImports=none
+
 from typing import Any
 
 from pydantic_ai import Agent

@@ -12,6 +12,8 @@ Seen: SEEN
 It writes earlier calls into its next prompt as text, so each call is a row of its own.
 """
 
+# pyright: reportMissingImports=none
+
 from typing import Any
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool

@@ -1,4 +1,4 @@
-"""smolagents' CodeAgent (1.26): **it runs the Python that the model writes**, here in tinyrl's sandbox and nowhere else.
+"""smolagents' CodeAgent (1.26) as an agent: **it runs the Python that the model writes**, here in tinyrl's sandbox.
 
 smolagents itself says that its local interpreter is no security sandbox. This one has no network, no file, no installed
 package and none of our environment, and takes Linux 5.13 or later with Landlock and seccomp; elsewhere every episode is
@@ -12,6 +12,8 @@ refused before the model is asked. Set: executor, address, key and model. Enviro
 
 Seen: SEEN
 """
+
+# pyright: reportMissingImports=none
 
 from pathlib import Path
 from typing import Any

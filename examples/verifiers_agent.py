@@ -1,4 +1,4 @@
-"""Tasks of a `verifiers` taskset (0.4) as an agent's episodes: its own harness plays one, its own reward is what counts.
+"""Tasks of a `verifiers` taskset (0.4) as an agent's episodes: its own harness plays one, its own reward counts.
 
 vf-eval is that of an environment with verifiers, uv and the taskset, which needs nothing of tinyrl. A row names a task:
 {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}; those of TASK are the tasks of VF_TASKSET, 0 to 71 to train on
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tinyrl.tasks import Task
 
@@ -39,7 +40,7 @@ def rows(split):
     return [{"prompt": f"{name} {number}", "taskset": name, "idx": number} for number in numbers]
 
 
-def given(prompts, completions, **columns):
+def given(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float | None]:
     """Return the rewards that `run` returned."""
     return [float(completion) for completion in completions]
 

@@ -50,6 +50,7 @@ from tinyrl.generation.engine import Sequence as Sampled
 from tinyrl.tasks import load_split, load_task
 
 POSITIONS = 2048
+EPISODES = 144  # that are learnt: those recorded, and their repetitions with other words
 TURN_BEGIN = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<pad>"
@@ -287,7 +288,8 @@ def teach(agent: str, folder: Path, *, task: str, most: int, concurrency: int, n
     """Record, train and export; return the folder of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     boxes = load("boxes")
-    rows = varied(record(agent, task, most=most, concurrency=concurrency), [boxes.COLOURS, boxes.THINGS], times=12)
+    recorded = record(agent, task, most=most, concurrency=concurrency)
+    rows = varied(recorded, [boxes.COLOURS, boxes.THINGS], times=EPISODES // most)
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write_model(tokenizer_of(rows, [*boxes.COLOURS, *boxes.THINGS]), folder / "random")

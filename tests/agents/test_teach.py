@@ -25,7 +25,8 @@ TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object",
 
 def run(row, base_url, api_key, model):
     client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    messages = [{"role": "system", "content": "A passage that is repeated."}, {"role": "user", "content": row["prompt"]}]
+    passage = "A passage that is repeated."
+    messages = [{"role": "system", "content": passage}, {"role": "user", "content": row["prompt"]}]
     while True:
         tools = [{"type": "function", "function": TOOL}]
         said = client.chat.completions.create(model=model, messages=messages, tools=tools).choices[0].message
