@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,8 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
 def continued(
     tokenizer: Any, given: Given, answer: str, said: Any, later: Given, *, finish: FinishReason = "stop"
 ) -> Sample | None:
-    """The row of an episode in which the policy wrote `answer`, and the agent got `said` of it and sends `later`; None if
-    that begins another row.
+    """The row of an episode in which the policy wrote `answer`, of which the agent got `said`, and then `later` was
+    asked; None if that begins another row.
     """
     episode = episode_of(tokenizer)
     first = episode.call([5, 6], given, limit=None, stop=["END", "\n"])
@@ -332,6 +333,19 @@ def finished(server: Running, *messages: Any, stream: bool = False) -> tuple[str
         return choice.message.content, choice.finish_reason
     choices = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
     return "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+
+
+def test_calls_made_at_once_are_those_made_one_after_another(server: Running) -> None:
+    """The same rows, and as much left; two of the three have the same prompt."""
+    prompts: list[Any] = [USER, MORE, USER]
+    rows = []
+    for at_once in (1, 3):
+        episode = server.open(left=24, call_tokens=8, calls=3)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(server.say, prompts))
+        rows.append((sorted((each.prompt, each.response) for each in episode.samples()), episode.left, episode.calls))
+    assert rows[0] == rows[1]
+    assert rows[0][2] == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""`tinyrl serve`: a run's policy, or a model, behind OpenAI's protocol on this machine (generation/endpoint.py)."""
+"""`tinyrl serve`: a run's policy, or a model, behind the protocols of OpenAI and Anthropic (generation/endpoint.py)."""
 
 from __future__ import annotations
 
