@@ -9,10 +9,10 @@ first line makes a model that was taught to play.
 
     python -m tests.agents.teach examples/mini_swe_agent.py:run taught
     tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/mini_swe_agent.py:run \\
-        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
-        run.num_steps=4 run.eval_prompts=0
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 generation.max_new_tokens=128 \\
+        grpo.num_prompts=5 grpo.group_size=4 run.num_steps=4 run.eval_prompts=0
 
-Seen: SEEN
+Seen: 80 episodes of two calls, none dropped.
 """
 
 # pyright: reportMissingImports=none

@@ -7,8 +7,8 @@ minute on a CPU); any model whose chat template shows tools will do.
 
     python -m tests.agents.teach examples/openai_sdk_agent.py:run taught
     tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/openai_sdk_agent.py:run \\
-        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
-        run.num_steps=4 run.eval_prompts=0
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 generation.max_new_tokens=128 \\
+        grpo.num_prompts=5 grpo.group_size=4 run.num_steps=4 run.eval_prompts=0
 
 Seen: 80 episodes of two calls, none dropped.
 """

@@ -5,10 +5,10 @@ line makes a model that was taught to play (a minute on a CPU); any model whose 
 
     python -m tests.agents.teach examples/smolagents_agent.py:run taught
     tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/smolagents_agent.py:run \\
-        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 grpo.num_prompts=5 grpo.group_size=4 \\
-        run.num_steps=4 run.eval_prompts=0
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 generation.max_new_tokens=128 \\
+        grpo.num_prompts=5 grpo.group_size=4 run.num_steps=4 run.eval_prompts=0
 
-Seen: SEEN
+Seen: 80 episodes of two calls, none dropped.
 It writes earlier calls into its next prompt as text, so each call is a row of its own.
 """
 

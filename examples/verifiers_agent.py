@@ -1,9 +1,20 @@
 """Tasks of a `verifiers` taskset (0.4) as an agent's episodes: its own harness plays one, its own reward counts.
 
-vf-eval is that of an environment with verifiers, uv and the taskset, which needs nothing of tinyrl. A row names a task:
-{"prompt": "wordle 3", "taskset": "wordle", "idx": 3}; those of TASK are the tasks of VF_TASKSET, 0 to 71 to train on
-and 72 to 89 held out. Words of VF_EVAL behind the program are vf-eval's. The harness `null` runs only the taskset's
-tools. verifiers' default, `bash`, runs what the model writes: give that one a container (--env.agent.runtime.type).
+**verifiers' default harness, `bash`, runs what the model writes**: it takes a container (--env.agent.runtime.type). The
+harness `null` runs the taskset's tools and nothing else. Set: address, key, model and harness. Environment: vf-eval is
+of one with `pip install verifiers==0.4.0 uv` and the taskset, which needs nothing of tinyrl; uv has to be on the path.
+
+    export VF_EVAL='vf/bin/vf-eval --env.agent.harness.id null --env.agent.runtime.type subprocess'
+    export VF_TASKSET=boxes_taskset PYTHONPATH=examples
+    python -m tests.agents.teach examples/verifiers_agent.py:run taught --task examples/verifiers_agent.py:TASK --most 6
+    tinyrl train grpo task.name=examples/verifiers_agent.py:TASK environment.agent=examples/verifiers_agent.py:run \\
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 environment.max_concurrency=2 \\
+        grpo.num_prompts=5 grpo.group_size=4 run.num_steps=1 run.eval_prompts=0
+
+A row names a task: {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}; those of TASK are the tasks of VF_TASKSET, 0
+to 71 to train on and 72 to 89 held out. Words of VF_EVAL behind the program are vf-eval's.
+
+Seen: SEEN
 """
 
 import json
@@ -42,7 +53,15 @@ def rows(split):
 
 def given(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float | None]:
     """Return the rewards that `run` returned."""
-    return [float(completion) for completion in completions]
+    return [number_in(completion) for completion in completions]
+
+
+def number_in(text: str) -> float:
+    """Return the number that a text is; 0 for another, as of an episode that ran out of tokens or turns."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 TASK = Task(name="verifiers", summary="tasks of VF_TASKSET", rows=rows, verify=given, columns=("taskset", "idx"))

@@ -259,6 +259,7 @@ def tokenizer_of(rows: list[Row], words: list[str]) -> PreTrainedTokenizerFast:
 
 def write_model(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a small model with random weights."""
+    ids: Any = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -269,8 +270,7 @@ def write_model(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         initializer_range=0.1,  # with 0.02 it takes several times as long to learn to copy
         max_position_embeddings=POSITIONS,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **ids,
         tie_word_embeddings=True,
     )
     with torch.random.fork_rng(devices=[]):

@@ -142,3 +142,12 @@ def test_boxes_have_two_different_things_each_and_no_prompt_in_both_splits() -> 
     for row in random.Random(0).sample(boxes.rows("train"), 20):
         upper, lower = re.fullmatch(r"(\w+), below it (\w+)", row["boxes"][row["colour"]]).groups()  # pyright: ignore[reportOptionalMemberAccess]
         assert upper != lower
+
+
+def test_a_verifiers_episode_has_the_reward_that_its_taskset_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that ran out of tokens; a row names a task, and no task is in both splits."""
+    monkeypatch.setenv("VF_TASKSET", "wordle")
+    task = load("verifiers_agent").TASK
+    assert task.verify([""] * 4, ["0.25", "1.0", "", "x"]) == [0.25, 1.0, 0.0, 0.0]
+    assert task.rows("train")[3] == {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}
+    assert not {row["idx"] for row in task.rows("train")} & {row["idx"] for row in task.rows("eval")}
