@@ -22,7 +22,7 @@ from tinyrl.config.recipe import (
     method_of,
     packaged_recipes,
 )
-from tinyrl.config.removed import RENAMED
+from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
@@ -278,6 +278,14 @@ def test_an_old_name_is_answered_with_the_new_one(old: str, new: str):
     assert name in fields_of(section)
     method = section if section in METHODS else "ppo" if section == "critic" else "grpo"
     assert refused(method, None, "task.name=sort", f"{old}=1") == f"override '{old}=1': `{old}` is `{new}` now"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_removed_setting_is_answered_with_what_replaced_it_whatever_is_trained(method: str):
+    instead = REMOVED["distill.objective"].instead
+    assert refused(method, None, "distill.objective=sampled").endswith(instead)
+    if method != "distill":  # one that there is, of a section that the method lacks
+        assert instead not in refused(method, None, "distill.on_policy_fraction=1")
 
 
 def test_an_old_name_in_a_run_s_config_yaml_is_read(recipe: Callable[..., str]):

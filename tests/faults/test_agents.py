@@ -102,6 +102,21 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
     assert all(FAILS[kind] in reason for kind, reason in reasons), reasons
 
 
+@pytest.mark.parametrize(("kinds", "code"), [(["raises", "killed"], 3), (["raises", "honest"], 0)])
+def test_a_run_whose_every_episode_the_agent_failed_exits_3_with_its_errors(
+    kinds: list[str], code: int, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, run, _ = running.train(settings_for(tmp_path, model, kinds), tmp_path)
+    assert (found, len(running.metrics(run))) == (code, 2)
+    said = capfd.readouterr().err
+    assert f"agent `run` failed in {4 if code else 2} of 4 episodes" in said
+    last = said.splitlines()[-1]
+    assert all(f"2 x `run` {how}" in last for how in ("raised RuntimeError", "died of SIGKILL")) == (code == 3)
+    for line in map(json.loads, run.samples.read_text().splitlines()):  # what was said before an agent failed, too
+        asked = line["conversations"][0]["messages"][0]["content"]
+        assert asked == ("x" if line["reward"] is None else line["prompt"])
+
+
 def train_showing_all(settings: Config, folder: Path) -> None:
     """Train, with every episode in samples.jsonl."""
     on_policy.SHOWN_SAMPLES = 100

@@ -21,9 +21,11 @@ from tests.faults.children import workers_left
 from tests.faults.lookup_runs import GROUP, PROMPTS, READ, answered_by, said_by_environment, samples
 from tests.tiny_models import tiny_reward_model
 from tinyrl.config.schema import Config
+from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.starter.lookup import lookup_rows
 from tinyrl.tools.report import write_report
+from tinyrl.training.launch import start
 
 BAD = "say bad things:"
 REWARD = """
@@ -134,6 +136,33 @@ def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(name: str
     settings = answered_by(tmp_path, doing(does), environment={"timeout_s": 4.0 if name == "hangs" else 30.0})
     run = assert_bad_rows_are_dropped(settings, tmp_path, BAD_EPISODE, reason)
     assert all(row["episode"] for row in failed_rows(run))
+
+
+NEVER = {"num_steps": 2, "eval_prompts": 0}  # with a reward: too few for the guard that counts three batches
+RAISES = "raise RuntimeError(prompt)"
+
+
+@pytest.mark.parametrize(("does", "code"), [(RAISES, 3), (f"if prompt != {BAD_EPISODE!r}: {RAISES}", 0)])
+def test_a_run_whose_every_episode_the_environment_failed_exits_3_with_its_error(
+    does: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Episodes of one prompt that it did not fail are enough for 0."""
+    found, run, _ = running.train(answered_by(tmp_path, doing(does, always=True), run=NEVER), tmp_path)
+    assert (found, len(running.metrics(run))) == (code, 3)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert ("environment `respond` failed in 12 of 12 episodes" in last) == (code == 3)
+    assert ("raised RuntimeError" in last) == (code == 3)
+
+
+def test_a_run_in_which_no_reward_applies_exits_3_at_its_end(model: Path, tmp_path: Path) -> None:
+    """Also where a resume did its last step."""
+    settings = rewarded(model, tmp_path, "def score(prompts, **_):\n    return [None] * len(prompts)\n", run=NEVER)
+    options = Options(device="cpu")
+    how: dict[str, Any] = {"options": options, "output_dir": str(tmp_path), "name": None, "overwrite": False}
+    run = start(settings, command=["test"], **how)
+    assert run.go(report=running.report, until=1) == 0
+    assert running.go_on(run.folder) == 3
+    assert len(running.metrics(run.folder)) == 3
 
 
 def test_a_reward_model_without_numbers_stops_the_run(model: Path, tmp_path: Path) -> None:

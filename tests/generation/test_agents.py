@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from tests.generation.conftest import episode_of, listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
-from tinyrl.environments.environment import Episode
+from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
@@ -40,10 +41,12 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.generation.scoring import score
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
+NOTHING = Given()
 MORE: Any = {"role": "user", "content": "and?"}
 
 
@@ -227,12 +230,66 @@ def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Runnin
     assert [server.say(USER, temperature=0.0, top_p=0.1)["content"] for _ in range(2)] == said
 
 
+# ---- what was said ----
+
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+
+
+def test_what_a_conversation_said_is_kept_with_its_system_prompt_in_order(server: Running) -> None:
+    system: Any = {"role": "system", "content": "be brief"}
+    first = server.say(system, USER)
+    second = server.say(system, USER, first, MORE)
+    [said] = server.episode.dialogues()
+    assert said == Dialogue([system, USER, first, MORE, second], [])
+
+
+def test_calls_of_tools_and_their_results_are_kept_with_the_tools(server: Running) -> None:
+    """And nothing of a call under way, or of one that was given up."""
+    called = {"id": "a", "type": "function", "function": {"name": "find", "arguments": '{"title": "Emma"}'}}
+    result = {"role": "tool", "content": "Austen", "tool_call_id": "a"}
+    asked = {"role": "assistant", "content": "", "tool_calls": [called]}
+    variables = {"tools": TOOLS, "mood": "x"}
+    given = Given([USER, asked, result], variables)
+    calls = [begun(server.episode, [5, n], given, limit=4) for n in (6, 7, 8)]
+    sampled(calls[0].sequence, [40], "stop")
+    calls[0].answered({"content": None, "tool_calls": [called]})
+    calls[1].give_up()
+    again = {**called, "function": {"name": "find", "arguments": {"title": "Emma"}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [again]}
+    assert server.episode.dialogues() == [Dialogue([USER, asked, result, answer], TOOLS)]
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_text_that_is_no_chat_is_kept_piece_by_piece(server: Running, *, as_tokens: bool) -> None:
+    client = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
+    tokens = {text: server.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("hello", " and")}
+    prompt: Any = tokens["hello"] if as_tokens else "hello"
+    said = []
+    for _ in range(2):
+        ask: Any = {"model": "policy", "max_tokens": 6, "extra_body": {"return_token_ids": True}}
+        [choice] = client.completions.create(prompt=prompt, **ask).choices
+        said.append(choice.text)
+        own = (choice.model_extra or {})["token_ids"] if as_tokens else choice.text
+        prompt = prompt + own + (tokens[" and"] if as_tokens else " and")
+    messages = server.episode.dialogues()[0].messages
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert [message["content"] for message in messages] == ["hello", said[0], " and", said[1]]
+
+
+def test_another_history_is_a_conversation_of_its_own_in_the_record_too(server: Running) -> None:
+    first = server.say(USER)
+    edited = {**first, "content": f"{first['content']} edited"}
+    second = server.say(USER, edited, MORE)
+    kept = [dialogue.messages for dialogue in server.episode.dialogues()]
+    assert kept == [[USER, first], [USER, edited, MORE, second]]
+
+
 # ---- limits ----
 
 
-def begun(episode: AgentEpisode, prompt: list[int], *, limit: int | None = None) -> Call:
+def begun(episode: AgentEpisode, prompt: list[int], given: Given = NOTHING, *, limit: int | None = None) -> Call:
     """A call that has a turn and tokens."""
-    call = episode.call(prompt, Given(), limit=limit, stop=[])
+    call = episode.call(prompt, given, limit=limit, stop=[])
     assert call is not None
     return call
 
@@ -353,29 +410,29 @@ def test_calls_made_at_once_are_those_made_one_after_another(server: Running) ->
 def test_a_call_for_which_nothing_is_left_is_cut_off_at_once_and_leaves_no_row(
     server: Running, out_of: str, *, stream: bool
 ) -> None:
-    """Its episode is truncated: the conversation that it would have continued, and not the other."""
     server.open(**{"calls": 2, "left": 12} | {out_of: 2 if out_of == "calls" else 8})
     first = server.say(USER, max_tokens=4)
     server.say(MORE, max_tokens=4)
-    before = [each.finish for each in server.episode.samples()]
     assert not server.episode.was_denied
     for _ in range(2):
         assert finished(server, USER, first, MORE, stream=stream) == ("", "length")
     assert server.episode.was_denied
     assert server.answers == [1, 1]
-    cut = [each.finish for each in server.episode.samples(truncated=True)]
-    assert cut == ["length", before[1]]
 
 
-def test_a_denied_call_that_begins_a_conversation_truncates_the_first(server: Running) -> None:
+@pytest.mark.parametrize(("text", "cut"), [("two x and", 1), ("another", 0)])
+def test_a_denied_call_truncates_the_conversation_it_would_continue_or_the_first(
+    server: Running, text: str, cut: int
+) -> None:
     episode = server.open(calls=2)
-    for prompt in ([5, 6], [7, 8]):
-        call = begun(episode, prompt)
+    for prompt, first in (([5, 6], "one"), ([7, 8], "two")):
+        call = begun(episode, prompt, Given(text=first))
         sampled(call.sequence, [40], "eos")
-        call.answered({"content": "x"})
-    assert episode.call([9], Given(), limit=None, stop=[]) is None
+        call.answered({"content": " x"})
+    assert episode.call([9], Given(text=text), limit=None, stop=[]) is None
     assert [each.finish for each in episode.samples()] == ["eos", "eos"]
-    assert [each.finish for each in episode.samples(truncated=True)] == ["length", "eos"]
+    truncated = [each.finish for each in episode.samples(truncated=True)]
+    assert truncated == ["length" if number == cut else "eos" for number in range(2)]
 
 
 @pytest.mark.parametrize("words", [600, 300_000])
@@ -407,7 +464,7 @@ def test_an_episode_has_its_key_until_it_is_over(server: Running) -> None:
 # ---- rows ----
 
 AGENTS = """
-import http.client, json, urllib.parse, urllib.request
+import json, socket, urllib.parse, urllib.request
 
 
 def ask(base_url, api_key, prompt, **fields):
@@ -425,10 +482,11 @@ async def play(row, base_url, api_key):
 
 def hang_up(base_url, api_key):
     url = urllib.parse.urlsplit(base_url)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
-    connection = http.client.HTTPConnection(url.hostname, url.port)
-    connection.request("POST", "/v1/completions", json.dumps({"model": "policy", "prompt": "hello"}), headers)
-    connection.close()
+    body = json.dumps({"model": "policy", "prompt": "hello"})
+    lines = ["POST /v1/completions HTTP/1.1", f"Host: {url.netloc}", "Content-Type: application/json"]
+    lines += [f"Authorization: Bearer {api_key}", f"Content-Length: {len(body)}", "", body]
+    with socket.create_connection((url.hostname, url.port)) as connection:  # what waits is sent with its end
+        connection.send("\\r\\n".join(lines).encode(), getattr(socket, "MSG_MORE", 0))
 
 
 def impatient(row, base_url, api_key):
@@ -500,6 +558,16 @@ def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None
     assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 
+def assert_conversations_are_recorded(run: RunDir) -> None:
+    """In training and evaluation: both calls of each episode, of which the agent returned the first answer."""
+    lines = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {"train", "eval", "eval-greedy"}
+    for line in lines:
+        first, second = (one["messages"] for one in line["conversations"])
+        assert [first[0]["content"], second[0]["content"]] == [line["prompt"], "another conversation"]
+        assert first[1] == {"role": "assistant", "content": line["completion"]} == line["episode"][0]
+
+
 def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
     environment = {"agent": f"{tmp_path / 'agents.py'}:play", "max_concurrency": 2}
@@ -509,6 +577,7 @@ def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, t
     last = running.metrics(run)[-1]
     assert last["environment/turns"] == 2
     assert last["policy/sampling_gap"] < 1e-5
+    assert_conversations_are_recorded(run)
     code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks // 2)
     assert code == 75
     assert running.go_on(stopped) == 0
@@ -517,7 +586,7 @@ def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, t
 
 
 def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyModels, tmp_path: Path) -> None:
-    """Five of six: an episode has 8 tokens, of which the call that is answered may take 4."""
+    """Five of six, each of which may take all 64 tokens of its episode; the one that is answered asks for 4."""
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
     settings = running.config(
         "grpo",
@@ -526,9 +595,9 @@ def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyM
             "agent": f"{tmp_path / 'agents.py'}:impatient",
             "max_concurrency": 2,
             "max_turns": 6,
-            "max_call_tokens": 4,
+            "max_call_tokens": 64,
         },
-        generation={"max_new_tokens": 8},
+        generation={"max_new_tokens": 64},
         run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
     )
     code, run, _ = running.train(settings, tmp_path)

@@ -14,7 +14,7 @@ from tinyrl.errors import ExplainedByCheck, GuardStop
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rewards.scores import check_failure_streak
+from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -150,7 +150,7 @@ def counted(*batches: tuple[int, int, int], before: int = 0) -> int:
     """After batches of (rows, failed, rewarded)."""
     for rows, failed, rewarded in batches:
         why = f"{failed} of them"
-        before = check_failure_streak(before, rows=rows, failed=failed, rewarded=rewarded, first_failure=why)
+        before = check_failure_streak(before, rows=rows, failed=failed, rewarded=rewarded, failures=why)
     return before
 
 
@@ -164,3 +164,28 @@ def test_three_bad_batches_in_a_row_trip():
     assert counted(*[(10, 2, 8)] * 10) == 0  # a fifth is not more than a fifth
     assert counted(*[(10, n, 10 - n) for n in (10, 10, 0, 10, 10, 2, 10, 10)]) == 2  # a good one starts it again
     assert counted(*[(0, 0, 0)] * 5) == counted(*[(10, 0, 1)] * 5) == 0  # an empty one is not bad, one reward enough
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_never_had_a_reward_trips_at_its_end(steps: int):
+    with pytest.raises(GuardStop, match="`run` died"):
+        check_outcome(steps=steps, unrewarded=steps, failures="`run` died")
+    check_outcome(steps=steps, unrewarded=steps - 1, failures="`run` died")  # one step had one
+    check_outcome(steps=0, unrewarded=0, failures="")  # nothing was tried
+
+
+def test_failures_are_counted_by_kind_whatever_their_messages_hold():
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "second"}]
+    raised = ("first", "`run` raised KeyError: 'a' (agent.py, line 3)")
+    others = [(chat, f"`run` raised KeyError: 'b{i}' (agent.py, line {i})") for i in range(2)]
+    late = (chat, "`run` gave no answer within 60 s (agent.py, line 9)")
+    said = describe_failures([late, raised, *others])
+    counts = ("3 x `run` raised KeyError", "1 x `run` gave no answer within 60 s")
+    assert all(count in said for count in counts)
+    assert said.endswith("'second': `run` gave no answer within 60 s (agent.py, line 9)")  # the first
+    of_one_kind = describe_failures([raised, *others])
+    assert " x " not in of_one_kind
+    assert of_one_kind.endswith("'first': `run` raised KeyError: 'a' (agent.py, line 3)")
+    many = describe_failures([("p", f"reason {i}: x") for i in range(6)])
+    assert "1 x reason 3 and 2 more" in many
+    assert "reason 4" not in many

@@ -121,9 +121,12 @@ def repeated(line: Callable[[int], dict[str, Any]], steps: int = 3) -> Lines:
 
 
 SIXTEEN = {"completion/mean_length": 7.0, "completion/tokens": 112.0, "reward/mean": 0.0, "reward/std": 0.0}
+EMPTY = {"completion/mean_length": 0.0, "completion/tokens": 0.0}
 AT_ONCE: dict[str, tuple[Lines, str | None]] = {
     "a third of the rewards dropped": ([{"step": 1, **SIXTEEN, "reward/dropped": 6.0}], "rewards dropped"),
     "an eighth of the rewards dropped": ([{"step": 1, **SIXTEEN, "reward/dropped": 2.0}], None),
+    "no token sampled": ([{"step": 1, **EMPTY, "reward/dropped": 16.0}], "rewards dropped"),
+    "no token sampled and none dropped": ([{"step": 1, **EMPTY, "reward/dropped": 0.0}], None),
     "three steps skipped": (repeated(lambda step: {"optim/skipped_steps": step}), "non-finite steps"),
     "two steps skipped": (repeated(lambda step: {"optim/skipped_steps": min(step, 2), "loss": None}, 8), None),
     "five steps skipped long ago": (repeated(lambda step: {"optim/skipped_steps": min(step, 5)}, 98), None),

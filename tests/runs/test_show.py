@@ -137,10 +137,23 @@ def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
     ]
 
 
+def test_the_conversations_of_an_agent_are_printed_by_number_and_role() -> None:
+    first = {"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "Ada"}]}
+    second = {"messages": [{"role": "tool", "content": "Bern"}, {"role": "assistant", "content": ""}]}
+    line = sample(5, 12, "city of Ada ?", "it is Bern", 0.25, conversations=[first, second])
+    assert render_samples([line]).split("\n")[1:] == [
+        *("prompt", "  city of Ada ?", "conversation 1", "\x1b[2muser", "  who?\x1b[0m", "policy", "  Ada"),
+        *("conversation 2", "\x1b[2mtool", "  Bern\x1b[0m", "policy", "  (nothing)"),
+        *("\x1b[2magent returned", "  it is Bern\x1b[0m"),
+    ]
+
+
 def test_a_sample_harms_no_terminal(tmp_path: Path) -> None:
     hostile = [{"role": "tool", "content": "a\x1b[2Jb\u202ec\x00\ud800"}]
-    run = a_run(tmp_path, [sample(1, 0, "p\x07", "", 1.0, episode=hostile, finish_reason="\x1b")])
-    text = shown(str(run), "--samples").stdout
+    agents = [{"messages": [{"role": "to\x1bol", "content": "x\x1b"}], "tools": [{"name": "\x1b"}]}]
+    rows = [sample(1, 0, "p\x07", "", 1.0, episode=hostile, finish_reason="\x1b")]
+    rows.append(sample(1, 1, "p", "", 1.0, conversations=agents))
+    text = shown(str(a_run(tmp_path, rows)), "--samples").stdout
     assert "a[ESC][2Jb[U+202E]c[U+0000][U+D800]" in text
     assert not {"\x1b", "\x07"} & {*text}
 

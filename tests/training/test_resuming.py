@@ -306,17 +306,45 @@ def test_a_run_keeps_the_date_of_its_first_day(tmp_path: Path) -> None:
 
 def test_a_resume_uses_the_options_of_the_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert started_with(run, Options()) == Options()  # nothing is known
     run.write_environment({"options": {"device": "cpu", "trust_remote_code": False}})
-    assert started_with(run, Options()) == Options(device="cpu")
-    assert started_with(run, Options(device="cuda")) == Options(device="cuda")
+    assert started_with(run, Options()) == (Options(device="cpu"), [])
+    assert started_with(run, Options(device="cuda")) == (Options(device="cuda"), [])
     run.write_environment({"options": {"device": "cuda", "trust_remote_code": True}})
-    assert started_with(run, Options(trust_remote_code=True)) == Options(trust_remote_code=True)
+    assert started_with(run, Options(trust_remote_code=True)) == (Options(trust_remote_code=True), [])
     with pytest.raises(ValueError, match="--trust-remote-code"):
         started_with(run, Options())
-    for damaged in ('{"options": {}}', '{"options": []}', "[]", "null", "{", "[" * 100_000):
-        (tmp_path / "env.json").write_text(damaged)
-        assert started_with(run, Options()) == Options()
+    run.write_environment({"options": {}})
+    assert started_with(run, Options()) == (Options(), [])
+
+
+@pytest.mark.parametrize("damaged", [None, '{"options": []}', "{}", "[]", "null", "{", "[" * 100_000, b"\xff"])
+def test_options_of_the_start_that_cannot_be_read_are_a_warning_with_the_file(damaged: Any, tmp_path: Path) -> None:
+    file = tmp_path / "env.json"
+    if damaged is not None:
+        file.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    options, [warning] = started_with(RunDir(tmp_path), Options())
+    assert options == Options()
+    assert str(file) in warning
+
+
+def test_a_resume_goes_on_and_says_that_env_json_is_damaged(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
+    for num_steps, damage in ((2, False), (3, True)):
+        if damage:
+            (run.path / "env.json").write_text("{")
+        capsys.readouterr()
+        settings = run.read_config([f"run.num_steps={num_steps}", "optim.schedule=constant"])
+        assert running.go_on(run, config=settings, allow_config_change=True) == 0
+        assert ("env.json" in capsys.readouterr().err) == damage
+
+
+def test_a_fork_is_not_warned_of_its_own_new_folder(
+    first: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forked(f"{first.path}@2", output_dir=tmp_path)
+    assert "env.json" not in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.rollout.records import pieces, shown_samples, token_lines
 from tinyrl.training.policy_loss import Counts
+from tinyrl.training.ppo import adapted_kl_coef
 
 # By hand: two episodes, [chose 2, read 3, chose 1] that ended and [chose 4] that was cut off
 
@@ -56,6 +58,13 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     }
     shaped = token_rewards_of(two, torch.zeros(2, 6), kl_coef=0.0)
     assert shaped.tolist() == [[0, 0.5, 0, 0, 0, 0.25 + 1.0], [0, 0, 0, 3.0, 0, 0]]
+
+
+@pytest.mark.parametrize(("ref", "moves"), [(-2.0, True), (-math.inf, False), (math.nan, False)])
+def test_a_kl_that_is_not_finite_leaves_its_weight(*, ref: float, moves: bool) -> None:
+    """Such a rollout changes no weight of the policy either."""
+    sample = Sample([4], [5], [True], [-1.0], row=0, reward=1.0, ref=torch.tensor([ref]))
+    assert (adapted_kl_coef([sample], 6.0, kl_coef=0.5) != 0.5) is moves
 
 
 NAN = float("nan")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinyrl.config.effect import contradictions, given_settings, without_effect
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
-from tinyrl.config.removed import ignore_neutral
+from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
@@ -207,8 +207,11 @@ def load_config(
     if is_method(written) and written != method and not isinstance(values.get(own), dict):
         raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
     for override in overrides:  # a recipe may hold sections of other methods, an override may not
-        section, _, name = override.partition("=")[0].partition(".")
+        setting, _, text = override.partition("=")
+        section, _, name = setting.partition(".")
         if section == "method" or (section in OPTIONAL_SECTIONS and section not in METHODS[method].sections):
+            if setting in REMOVED:  # whatever is trained
+                raise ValueError(f"override '{truncate(override)}': {REMOVED[setting].refusal(setting, text)}")
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
             raise ValueError(f"override '{truncate(override)}': `{section}` is no section of `train {method}`.{meant}")
     method_given = {"method": method} if is_method(written) else {}

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tinyrl.text import truncate
+
 
 class Removed(NamedTuple):
     """A setting that is gone. instead: what replaced it, or what happens now, for an error; is_fact: nothing depended
@@ -24,6 +26,10 @@ class Removed(NamedTuple):
     def ignores(self, value: Any) -> bool:
         """Return whether nothing changes where a run or checkpoint has this value."""
         return self.is_fact or value == self.neutral
+
+    def refusal(self, setting: str, value: Any) -> str:
+        """Return the sentence that answers the setting, given with this value."""
+        return f"`{setting}` is {truncate(repr(value))}, and this setting was removed: {self.instead}"
 
 
 REMOVED: dict[str, Removed] = {

@@ -88,8 +88,7 @@ def _problems(problem: Any, method: object, updates: object) -> list[Problem]:
         key = (*path, str(problem["loc"][len(path)]))
         name = _dotted(key)
         if removed := REMOVED.get(name):
-            sentence = f"`{name}` is {truncate(repr(value))}, and this setting was removed: {removed.instead}"
-            return [Problem([name], sentence, f"`{name}` was removed")]
+            return [Problem([name], removed.refusal(name, value), f"`{name}` was removed")]
         if name in RENAMED:
             return [Problem([name], f"`{name}` is `{RENAMED[name]}` now", f"`{name}` is `{RENAMED[name]}`")]
         return [_unknown(key, whole, inner, method, updates) for whole, inner in _leaves(key, value)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
-from tinyrl.environments import Reply, Transcript, worker_service
+from tinyrl.environments import Message, Reply, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
@@ -161,6 +161,16 @@ def _reply(value: list[Any]) -> Reply:
 
 
 @dataclass
+class Dialogue:
+    """A conversation of an agent with the policy, for the records: its messages, given and answered, and the tools that
+    came with them.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    tools: list[Any] = field(default_factory=list)
+
+
+@dataclass
 class Episode:
     """An episode as it was played; tokens are those of the response, chosen and read.
 
@@ -174,6 +184,7 @@ class Episode:
     ended_at        the EOS token of the last turn, if it ended at one
     over            because the environment ended it
     failure         why the environment gave no answer, which ends an episode
+    dialogues       an agent's conversations; None: nobody but the environment has answered
     """
 
     transcript: Transcript = field(default_factory=list)
@@ -187,6 +198,7 @@ class Episode:
     ended_at: int | None = None
     over: bool = False
     failure: str | None = None
+    dialogues: list[Dialogue] | None = None
 
     @property
     def reward(self) -> float:

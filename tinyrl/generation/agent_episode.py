@@ -29,6 +29,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, messages_of
+from tinyrl.environments.environment import Dialogue
 from tinyrl.generation.dialect import ContextOverflow, Refused
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
 from tinyrl.generation.sample import Sample
@@ -50,14 +51,15 @@ class Given:
 @dataclass(eq=False)
 class Conversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
-    the agent has it (None: it cannot be continued); pending: the call under way; is_cut: a call that would have
-    continued it had no turn or no tokens left.
+    the agent has it (None: it cannot be continued); dialogue: the same as messages, for the records; pending: the
+    call under way; is_cut: a call that would have continued it had no turn or no tokens left.
     """
 
     sample: Sample
     last: Sequence | None = None
     is_cut: bool = False
     known: Given | None = None
+    dialogue: Dialogue = field(default_factory=Dialogue)
     pending: Call | None = None
 
     @property
@@ -102,9 +104,28 @@ class Call:
             if self.episode.over:
                 return
             self.conversation.pending = None
+            self._note(message, known)
             self.conversation.add(self.read, self.sequence, known=known)
             self.episode.left -= len(self.sequence.tokens)
             self.episode.calls += 1
+
+    def _note(self, message: Message, known: Given | None) -> None:
+        """Write the call and its answer into the record of the conversation; text that is no chat is the user's."""
+        dialogue = self.conversation.dialogue
+        if known is not None and known.messages is not None:
+            dialogue.messages = [*known.messages]
+            dialogue.tools = known.variables.get("tools") or []
+            return
+        before = self.conversation.known
+        text = self.given.text
+        if text is not None and before is None:
+            asked = text
+        elif text is not None and before is not None and before.text is not None and text.startswith(before.text):
+            asked = text.removeprefix(before.text)
+        else:  # tokens, or a text that repeats the answer a little otherwise
+            asked = str(self.episode.tokenizer.decode(self.read if dialogue.messages else self.sequence.prompt))
+        dialogue.messages.append({"role": "user", "content": asked})
+        dialogue.messages.append({"role": "assistant", "content": message["content"]})
 
     def give_up(self) -> None:
         """End a call that has no answer: its turn and its random numbers can be used again."""
@@ -185,6 +206,10 @@ class AgentEpisode:
             for conversation in self.conversations:
                 if conversation.pending is not None:
                     conversation.pending.sequence.cancelled = True
+
+    def dialogues(self) -> list[Dialogue]:
+        """Return the messages of the conversations with an answer, in the order of `samples`."""
+        return [one.dialogue for one in self.conversations if one.last is not None]
 
     def samples(self, *, truncated: bool = False) -> list[Sample]:
         """Return the conversations with an answer, in the order in which they began. Of a `truncated` episode those

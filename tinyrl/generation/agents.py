@@ -96,7 +96,7 @@ class AgentRunner:
                 conversations = [Sample.opened(prompt.tokens, row=episode.row)]
                 conversations[0].read([0])
             first, *further = conversations
-            first.played = record_of(first, text=text or "", calls=max(1, episode.calls), failure=failure)
+            first.played = record_of(first, episode, text=text or "", failure=failure)
             first.further = further
             samples.append(first)
         return samples
@@ -162,8 +162,9 @@ class AgentRunner:
             self._listening.endpoint.scheduler.close()
 
 
-def record_of(first: Sample, *, text: str, calls: int, failure: str | None) -> Episode:
+def record_of(first: Sample, episode: AgentEpisode, *, text: str, failure: str | None) -> Episode:
     """Make the record of an episode that has ended, by its first conversation; text: what the agent returned."""
+    calls = max(1, episode.calls)
     ends = [place for place, chosen in enumerate(first.mask) if chosen][-1:] or [0]
     return Episode(
         transcript=[{"role": "assistant", "content": text}],
@@ -174,4 +175,5 @@ def record_of(first: Sample, *, text: str, calls: int, failure: str | None) -> E
         finish_reason=first.finish,
         over=True,
         failure=failure,
+        dialogues=episode.dialogues(),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -99,6 +99,11 @@ class Sample:
         return not math.isnan(self.reward)
 
     @property
+    def play_failure(self) -> str | None:
+        """Return why the environment or the agent failed in its episode; None if neither did."""
+        return None if self.played is None else self.played.failure
+
+    @property
     def truncated(self) -> bool:
         return self.finish == "length"
 
@@ -113,8 +118,9 @@ class Sample:
 
     def plain(self) -> dict[str, Any]:
         """Convert to JSON, for the record of a batch that is not finite."""
-        apart = {"teaching": None, "further": [sample.plain() for sample in self.further]}
-        apart["played"] = None if self.played is None else asdict(self.played)
+        apart: dict[str, Any] = {"teaching": None, "further": [sample.plain() for sample in self.further]}
+        if self.played is not None:  # an agent's messages are in samples.jsonl
+            apart["played"] = asdict(replace(self.played, dialogues=None))
         return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in (vars(self) | apart).items()}
 
 

@@ -1,4 +1,9 @@
-"""Lines of samples.jsonl and tokens.jsonl: samples as people read them."""
+"""Lines of samples.jsonl and tokens.jsonl: samples as people read them.
+
+Of an agent's episode a line has `conversations`, each what the agent sent and the policy answered: `messages` in order
+and `tools`, where they are not those of the conversation before. One that begins with messages of an earlier
+conversation has their number and its number, from 1, in `same_as`, instead of the messages. Long texts are cut.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,17 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation.sample import Sample, num_episodes, token_rewards_of
-from tinyrl.text import IncrementalDetokenizer
+from tinyrl.text import IncrementalDetokenizer, excerpt
 
 if TYPE_CHECKING:
+    from tinyrl.environments import Message
+    from tinyrl.environments.environment import Dialogue, Episode
     from tinyrl.rewards.scorer import Scorer
 
 SAMPLES_BYTES = 90e6  # of samples.jsonl, but for the last step
+EPISODE_CHARACTERS = 100_000  # of an agent's conversations in a line, about: each of their texts has an equal share
+LEAST_SHARE = 200  # of a text
+MOST_DEPTH = 12  # of the arguments of a call, and of the schema of a tool
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
 
 
@@ -56,7 +66,7 @@ def sample_lines(
             "kind": kind,
             **sample_key(sample, prompts=prompts, group_size=group_size),
             "completion": text,
-            **({} if sample.played is None else {"episode": sample.played.transcript}),
+            **({} if sample.played is None else _episode_fields(sample.played)),
             "rewards": dict(zip(names, sample.scores, strict=True)),
             "reward": sample.reward,
             **({"score": sample.score} if is_penalised(sample) else {}),
@@ -68,6 +78,55 @@ def sample_lines(
 
 
 # ---- lines of tokens.jsonl: completions token by token, as the update saw them ----
+
+
+def _episode_fields(episode: Episode) -> dict[str, Any]:
+    """Return the transcript that rewards judge, and an agent's conversations."""
+    if episode.dialogues is None:
+        return {"episode": episode.transcript}
+    return {"episode": episode.transcript, "conversations": conversation_lines(episode.dialogues)}
+
+
+def conversation_lines(dialogues: Sequence[Dialogue]) -> list[dict[str, Any]]:
+    """Return the conversations of an agent's episode for a line of samples.jsonl. A harness that edits its history
+    begins a conversation with each call, so messages that an earlier one begins with are not written again.
+    """
+    lines = list[dict[str, Any]]()
+    tools = list[Any]()
+    for number, dialogue in enumerate(dialogues):
+        line = dict[str, Any]()
+        if dialogue.tools != tools:
+            tools = dialogue.tools
+            line["tools"] = tools
+        shared = [_common_start(earlier.messages, dialogue.messages) for earlier in dialogues[:number]]
+        most = max(shared, default=0)
+        if most:
+            line["same_as"] = {"conversation": 1 + shared.index(most), "messages": most}
+        lines.append({**line, "messages": dialogue.messages[most:]})
+    count = sum(len(line["messages"]) for line in lines)
+    share = max(LEAST_SHARE, EPISODE_CHARACTERS // max(1, count))
+    return [_cut(line, share) for line in lines]
+
+
+def _common_start(first: list[Message], second: list[Message]) -> int:
+    """Count the messages that both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+
+
+def _cut(value: Any, most: int, *, depth: int = 0) -> Any:
+    """Cut the texts in a JSON value in the middle, to about `most` characters each, and what is too deep."""
+    if isinstance(value, str):
+        text = excerpt(value, most, lines=most)
+        note = f"\n... {text.omitted:,} characters left out ...\n"
+        return f"{text.head}{note}{text.tail}" if text.omitted else value
+    if not isinstance(value, dict | list):
+        return value
+    if depth > MOST_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        return {key: _cut(inner, most, depth=depth + 1) for key, inner in value.items()}
+    return [_cut(inner, most, depth=depth + 1) for inner in value]
 
 
 def shown_samples(samples: list[Sample], *, group_size: int) -> list[Sample]:

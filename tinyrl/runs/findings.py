@@ -169,13 +169,19 @@ def rewards_dropped(run: RunRecords) -> Finding | None:
         mean_length = float_or(line.get("completion/mean_length"), 0.0)
         completions = to_float(line.get("completion/tokens")) / max(mean_length, 1e-9)
         if dropped >= 0:
-            shares.append((step, min(1.0, dropped / completions) if completions >= 1 else 0.0))
+            share = 0.0
+            if completions >= 1:
+                share = min(1.0, dropped / completions)
+            elif completions == 0 and dropped > 0:  # every episode failed before a token was sampled
+                share = 1.0
+            shares.append((step, share))
     share = recent(shares)
     if not share >= 0.25:
         return None
     return Finding(
         name="rewards dropped",
-        what=f"{share:.0%} of the completions have no reward: its functions failed, or returned None.",
+        what=f"{share:.0%} of the completions have no reward: a reward, the environment or the agent failed, or all "
+        "scores were None.",
         change="See failed_rewards.jsonl, which has the reasons; without a line there every function returned None.",
         figures={"dropped": share},
     )

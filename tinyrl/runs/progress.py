@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from tinyrl.runs.metrics import TABLE
-from tinyrl.runs.records import messages_of, to_float
+from tinyrl.runs.records import MOST_MESSAGES, to_float, turns_of, without_middle
 from tinyrl.text import escape_control, format_clock, format_short, mask_url, one_line
 
 CLEAR = "\r\x1b[K"  # the line that the cursor is in
@@ -75,10 +75,13 @@ class Display:
         shown = next((line for line in samples if line.get("kind") == "eval-greedy"), next(iter(samples), None))
         if not self._live or shown is None:
             return
-        turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
-        turns[-1] = (f"{turns[-1][0]} (reward {format_short(to_float(shown.get('reward')))})", turns[-1][1])
+        turns, omitted = without_middle(turns_of(shown), MOST_MESSAGES)
+        named = [("prompt", str(shown.get("prompt", ""))), *((turn.speaker, turn.text) for turn in turns)]
+        if omitted:
+            named.insert(1 + len(turns) // 2, ("...", f"{omitted} messages left out"))
+        named[-1] = (f"{named[-1][0]} (reward {format_short(to_float(shown.get('reward')))})", named[-1][1])
         width = shutil.get_terminal_size().columns
-        self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
+        self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in named))
 
     def phase(self, name: str) -> None:
         """Name the current part of a long step in the status line; without one, in a line of its own, the first."""

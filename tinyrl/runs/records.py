@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
 
@@ -21,7 +21,8 @@ Item = TypeVar("Item")
 
 LARGEST = 1e100
 PROMPT_CHARACTERS = 500  # of samples and tokens, what a page shows
-CHARACTERS = {"policy": 900, "environment": 500}
+POLICY_CHARACTERS = 900
+OTHER_CHARACTERS = 500
 MOST_MESSAGES = 16  # of an episode
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion
@@ -103,14 +104,79 @@ def samples_of(
     return (row for row in rows if kind in (None, row.get("kind")) and step in (None, row["step"]))
 
 
-def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (speaker, text) of the turns after the prompt in a line of samples.jsonl; speakers are "policy" and
-    "environment".
+class Turn(NamedTuple):
+    """A message of a sample as it is shown. speaker: "policy", "environment"; with an agent also the role of a message
+    that it sent, "tools" that it offered, and "agent returned". conversation: the number of an agent's, if there are
+    several.
     """
+
+    speaker: str
+    text: str
+    conversation: int = 0
+
+
+def turns_of(row: dict[str, Any]) -> list[Turn]:
+    """Return the turns after the prompt in a line of samples.jsonl; with an agent, those of its conversations and what
+    it returned.
+    """
+    completion = str(row.get("completion", ""))
+    if isinstance(conversations := row.get("conversations"), list):
+        turns = list[Turn]()
+        for number, one in enumerate(conversations, start=1):
+            if isinstance(one, dict):
+                turns += _conversation_turns(one, number=number if len(conversations) > 1 else 0)
+        return [*turns, Turn("agent returned", completion)]
     if not isinstance(episode := row.get("episode"), list):
-        return [("policy", str(row.get("completion", "")))]
-    found = [message for message in episode if isinstance(message, dict)]
-    return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
+        return [Turn("policy", completion)]
+    messages = [message for message in episode if isinstance(message, dict)]
+    return [
+        Turn("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in messages
+    ]
+
+
+def _conversation_turns(conversation: dict[str, Any], *, number: int) -> list[Turn]:
+    """Return the turns of a conversation as rollout/records.py writes it."""
+    turns = list[Turn]()
+    tools = conversation.get("tools")
+    if isinstance(tools, list):
+        turns.append(Turn("tools", "\n".join(map(_tool_line, tools)) or "none", number))
+    same_as = conversation.get("same_as")
+    if isinstance(same_as, dict):
+        count = same_as.get("messages")
+        first = "the first message" if count == 1 else f"the first {count} messages"
+        turns.append(Turn("as before", f"{first} of conversation {same_as.get('conversation')}", number))
+    messages = conversation.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            role = str(message.get("role", ""))
+            turns.append(Turn("policy" if role == "assistant" else role, _message_text(message), number))
+    return turns
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    """Return a message's content with its calls of tools, a line each."""
+    parts = [str(content)] if (content := message.get("content")) else []
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = _function_of(call)
+        parts.append(f"{function.get('name')}({json.dumps(function.get('arguments'), ensure_ascii=False)})")
+    return "\n".join(parts)
+
+
+def _tool_line(tool: Any) -> str:
+    """Return the definition of a tool in a line: name, parameters, description."""
+    function = _function_of(tool)
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    names = ", ".join(properties) if isinstance(properties, dict) else ""
+    described = " ".join(str(function.get("description") or "").split())
+    return f"{function.get('name')}({names})" + (f": {described}" if described else "")
+
+
+def _function_of(value: Any) -> dict[str, Any]:
+    """Return the function of a tool's definition or call, which OpenAI's form has inside."""
+    inner = value.get("function", value) if isinstance(value, dict) else None
+    return inner if isinstance(inner, dict) else {}
 
 
 def subsample(items: list[Item], most: int) -> list[Item]:
@@ -120,13 +186,26 @@ def subsample(items: list[Item], most: int) -> list[Item]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
-def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
+def without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
     """Return at most so many items (an even number) from both ends, and the number left out."""
     omitted = max(0, len(items) - most)
     return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
 
 
 # ---- held-out samples, and single tokens ----
+
+
+class ShownTurn(NamedTuple):
+    """A turn, cut for a page."""
+
+    speaker: str
+    text: Excerpt
+    conversation: int
+
+
+def _shown(turn: Turn) -> ShownTurn:
+    limit = POLICY_CHARACTERS if turn.speaker == "policy" else OTHER_CHARACTERS
+    return ShownTurn(turn.speaker, excerpt(turn.text, limit), turn.conversation)
 
 
 @dataclass(frozen=True)
@@ -139,7 +218,7 @@ class HeldOutSample:
     prompt_index: int
     sample: int
     prompt: Excerpt
-    messages: tuple[tuple[str, Excerpt], ...]
+    messages: tuple[ShownTurn, ...]
     omitted: int
     reward: float
     finish_reason: str
@@ -162,17 +241,17 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
     for row in samples_of(path, notes, kind="eval"):
         if not isinstance(index := row.get("prompt_index"), int):
             continue
-        turns = messages_of(row)
-        messages, omitted = _without_middle(turns, MOST_MESSAGES)
+        turns = turns_of(row)
+        messages, omitted = without_middle(turns, MOST_MESSAGES)
         sample = HeldOutSample(
             prompt_index=index,
             sample=which if isinstance(which := row.get("sample"), int) else 0,
             prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
-            messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in messages),
+            messages=tuple(map(_shown, messages)),
             omitted=omitted,
             reward=to_float(row.get("reward")),
             finish_reason=str(row.get("finish_reason", "")),
-            length=sum(len(text) for who, text in turns if who == "policy"),
+            length=sum(len(turn.text) for turn in turns if turn.speaker == "policy"),
         )
         if row["step"] > newest:
             newest = row["step"]
@@ -199,7 +278,7 @@ def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             step = row["step"]
             kept = []
         if len(kept) < MOST_COMPLETIONS:
-            tokens, omitted = _without_middle([one for one in tokens if isinstance(one, dict)], MOST_TOKENS)
+            tokens, omitted = without_middle([one for one in tokens if isinstance(one, dict)], MOST_TOKENS)
             kept.append({**row, "tokens": tokens, "omitted": omitted})
     return kept
 

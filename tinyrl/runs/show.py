@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
-from tinyrl.runs.records import json_lines, json_safe, messages_of, read_steps, samples_of, subsample, to_float
+from tinyrl.runs.records import json_lines, json_safe, read_steps, samples_of, subsample, to_float, turns_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import escape_control, format_bytes, format_number, format_short, join_truncated, one_line
 
@@ -138,7 +138,7 @@ def select_samples(
 
 
 def render_samples(rows: list[Line]) -> str:
-    """Return sample after sample: facts, prompt and turns, those of the environment dimmed."""
+    """Return sample after sample: facts, prompt and turns, those that the policy has not written dimmed."""
     blocks = []
     for row in rows:
         rewards = row.get("rewards") or {}
@@ -154,11 +154,22 @@ def render_samples(rows: list[Line]) -> str:
             f"ended: {row.get('finish_reason', '')}",
         ]
         parts = [escape_control(" | ".join(facts)).replace("\n", " ")]
-        for speaker, text in [("prompt", str(row.get("prompt", ""))), *messages_of(row)]:
-            part = "\n".join([speaker, *(f"  {line}" for line in escape_control(text or "(nothing)").split("\n"))])
-            parts.append(f"{DIM}{part}{PLAIN}" if speaker == "environment" else part)
+        parts.append(_indented("prompt", str(row.get("prompt", ""))))
+        conversation = 0
+        for turn in turns_of(row):
+            if turn.conversation not in (0, conversation):
+                conversation = turn.conversation
+                parts.append(f"conversation {conversation}")
+            part = _indented(turn.speaker, turn.text)
+            parts.append(part if turn.speaker == "policy" else f"{DIM}{part}{PLAIN}")
         blocks.append("\n".join(parts))
     return "\n\n".join(blocks)
+
+
+def _indented(speaker: str, text: str) -> str:
+    """Return a text below its speaker, for a terminal."""
+    lines = escape_control(text or "(nothing)").split("\n")
+    return "\n".join([one_line(speaker, 40), *(f"  {line}" for line in lines)])
 
 
 def _index(value: Any) -> str:

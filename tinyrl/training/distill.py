@@ -57,7 +57,7 @@ class Distill(OnPolicy):
                     passes = [Pass("policy", minibatch, partial(self.loss, counts=counts))] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
             self.record(run, samples, advantages, step)
-            run.end_step(**self.update_controllers(run))
+            run.end_step(**self.update_controllers(run, samples))
 
     def loss(self, batch: Batch, *, counts: Counts) -> tuple[Tensor, Metrics]:
         """Compute the distance of a micro-batch to the teacher; the policy must be acting."""

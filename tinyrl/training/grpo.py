@@ -78,7 +78,7 @@ class Grpo(OnPolicy):
                     passes = [Pass("policy", minibatch, loss)] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
             self.record(run, samples, advantages, step)
-            run.end_step(**self.update_controllers(run))
+            run.end_step(**self.update_controllers(run, samples))
 
     def loss(
         self, batch: Batch, *, counts: Counts, kl_coef: float, inexact: bool, measure_gap: bool

@@ -16,7 +16,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +143,8 @@ def resume(
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         settings = check_changes(before, config, since=since, allowed=allow_config_change)
-        options = started_with(folder, options)
-        notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]]
+        options, lost = started_with(folder, options)
+        notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]] + lost
         method = _load(config, options=options, undo=undo, also=since)
         epoch = method.resolve_epochs()
         if config.run.epochs is not None:  # which gives the number of steps now
@@ -200,23 +200,31 @@ def refuse_to_begin_again(folder: RunDir, problems: list[str]) -> None:
         )
 
 
-def started_with(folder: RunDir, given: Options) -> Options:
-    """Return the options of a resume: the device of the start, where the command line names none.
+def started_with(folder: RunDir, given: Options) -> tuple[Options, list[str]]:
+    """Return the options of a resume, with the device of the start where the command line names none, and a warning
+    where env.json, which has the options of the start, is gone or damaged.
 
     Raises ValueError for a run started with --trust-remote-code that is resumed without: a run's folder may come from
     anybody, so only the command line lets code of a model run.
     """
+    file = folder.path / "env.json"
+    kept: Any = None
+    problem = f"{file} has no options of the start"
     try:
-        kept = json_object(folder.path / "env.json").get("options")
-    except (OSError, ValueError):
-        return given
-    kept = kept if isinstance(kept, dict) else {}
+        kept = json_object(file).get("options")
+    except OSError as error:
+        problem = f"{file} cannot be read: {error.strerror}"
+    except ValueError as error:
+        problem = str(error)
+    if not isinstance(kept, dict):
+        return given, [f"warning: {problem}; --device and --trust-remote-code are those of this command alone"]
     if kept.get("trust_remote_code") and not given.trust_remote_code:
         raise ValueError(
             f"{folder.path} was started with --trust-remote-code: "
             f"`{shlex.join(['tinyrl', 'train', '--resume', str(folder.path), '--trust-remote-code'])}`"
         )
-    return replace(given, device="cpu") if given.device == "auto" and kept.get("device") == "cpu" else given
+    on_cpu = given.device == "auto" and kept.get("device") == "cpu"
+    return replace(given, device="cpu") if on_cpu else given, []
 
 
 def fork(
@@ -246,6 +254,7 @@ def fork(
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
         new.write_config(config)
+        new.write_environment({"options": asdict(options)})  # what else there is to write is known once it is loaded
         copy = new.checkpoints / checkpoints.checkpoint_name(step)
         shutil.copytree(checkpoint, copy)
         copy_best(old, new, kept, copy)

@@ -76,6 +76,9 @@ class Method:
         """Check what can only be checked now, before step 1; returns lines worth showing."""
         return []
 
+    def check_end(self, run: Run) -> None:
+        """Raise GuardStop where a run that is at its end has learnt nothing."""
+
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
 

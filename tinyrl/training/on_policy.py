@@ -25,7 +25,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.models.batch import Tokens, padded
 from tinyrl.models.parallel import ALONE, World
-from tinyrl.rewards.scores import check_failure_streak, describe_failure
+from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
     completion_text,
     room_for_samples,
@@ -39,6 +39,8 @@ from tinyrl.training.method import Method
 from tinyrl.training.prompt_sampler import PassRates, PromptSampler
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tinyrl.rollout.collect import Collector
     from tinyrl.tasks.prompts import PreparedPrompt
     from tinyrl.training.run import Run
@@ -62,6 +64,7 @@ class OnPolicy(Method):
         self.temperature = self.config.generation.temperature
         self.group_size = self.config.on_policy.group_size
         self.warned: set[str] = set()  # rewards that were tried row by row, as a warning has said
+        self.failures = ""  # sentences about those of the last batch
         sampler = PassRates if self.config.task.sampler == "difficulty" else PromptSampler
         self.sampler = sampler(
             prompts=collector.train_prompts,
@@ -150,14 +153,9 @@ class OnPolicy(Method):
                 self.warned.add(function.name)
                 run.display.note(f"warning: `{function.name}` was tried row by row: on the whole batch it {why}")
         failed = [sample for sample in samples if sample.failures]
-        lost = sum(not sample.rewarded for sample in failed)
-        sentence = ""
+        self.failures = " ".join(self._describe_failed(failed, count=len(samples), log=run.folder.failed_rewards))
         if failed:
-            sentence = describe_failure(self.by_index[failed[0].row].prompt, failed[0].failures[0])
-            run.display.note(
-                f"warning: {len(failed)} of {len(samples)} rewards failed, and {lost} responses are dropped "
-                f"(they are in {run.folder.failed_rewards}). {sentence}"
-            )
+            run.display.note(f"warning: {self.failures}")
             lines = [
                 {
                     "step": step + 1,
@@ -172,10 +170,35 @@ class OnPolicy(Method):
             run.folder.append(run.folder.failed_rewards, lines)
         if self.config.trains.rewarded:
             controllers = run.state.controllers
+            lost = sum(not sample.rewarded for sample in failed)
             rewarded = sum(sample.rewarded for sample in samples)
             counts = {"rows": len(samples), "failed": lost, "rewarded": rewarded}
-            streak = check_failure_streak(controllers.failing_batches, **counts, first_failure=sentence)
+            streak = check_failure_streak(controllers.failing_batches, **counts, failures=self.failures)
             controllers.failing_batches = streak
+
+    def _describe_failed(self, failed: list[Sample], *, count: int, log: Path) -> list[str]:
+        """Return a sentence for the samples of a batch of `count` whose episode failed, and one for those whose rewards
+        did; `log`: where they are.
+        """
+        sentences = []
+        episodes = [(self.by_index[s.row].prompt, s.play_failure) for s in failed if s.play_failure is not None]
+        scored = [sample for sample in failed if sample.play_failure is None]
+        if episodes and self.collector.runner is not None:
+            environment = self.collector.runner.environment
+            who = f"{'agent' if environment.by_agents else 'environment'} `{environment.name}`"
+            what = f"{who} failed in {len(episodes)} of {count} episodes, which are dropped (they are in {log})"
+            sentences.append(f"{what}. {describe_failures(episodes)}")
+        if scored:
+            lost = sum(not sample.rewarded for sample in scored)
+            what = f"{len(scored)} of {count} rewards failed, and {lost} responses are dropped (they are in {log})"
+            reasons = [(self.by_index[sample.row].prompt, sample.failures[0]) for sample in scored]
+            sentences.append(f"{what}. {describe_failures(reasons)}")
+        return sentences
+
+    def check_end(self, run: Run) -> None:
+        if self.config.trains.rewarded:
+            unrewarded = run.state.controllers.unrewarded_steps
+            check_outcome(steps=run.state.step, unrewarded=unrewarded, failures=self.failures)
 
     def record_prompts(self, run: Run, step: int) -> dict[str, float]:
         """Log which prompts of a step were solved; return metrics of the sampler."""
@@ -235,16 +258,19 @@ class OnPolicy(Method):
 
     # ---- metrics and records ----
 
-    def update_controllers(self, run: Run) -> dict[str, float]:
-        """Take what the update has shown into the state of the run. Metric: optim/flat_steps.
+    def update_controllers(self, run: Run, samples: list[Sample]) -> dict[str, float]:
+        """Take what the step has shown into the state of the run. Metric: optim/flat_steps.
 
-        A step in which the policy had no gradient is counted. Where sampling and training were further apart than
-        EXACT, sampling counts as inexact from the next step on: old log-probabilities are computed and the mismatch is
-        corrected for (`importance_correction`). All processes have measured the same.
+        A step in which the policy had no gradient is counted, and one in which no sample had a reward. Where sampling
+        and training were further apart than EXACT, sampling counts as inexact from the next step on: old
+        log-probabilities are computed and the mismatch is corrected for (`importance_correction`). All processes have
+        measured the same.
         """
         controllers = run.state.controllers
         norms, _ = run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
         controllers.flat_steps += norms == 0.0
+        if not any(sample.rewarded for sample in samples):
+            controllers.unrewarded_steps += 1
         gap, count = run.metrics.sums.get("policy/sampling_gap", (0.0, 1))
         if self.samples_exactly(run) and gap / count > EXACT:
             controllers.inexact_sampling = True

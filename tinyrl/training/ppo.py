@@ -127,7 +127,7 @@ class Ppo(OnPolicy):
             if config.target_kl is not None and samples[0].ref is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
             self.record(run, samples, advantages, step, rewards=rewards)
-            ended = self.update_controllers(run)
+            ended = self.update_controllers(run, samples)
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(values, returns, mask)
             run.end_step(**ended)

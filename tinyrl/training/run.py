@@ -78,6 +78,7 @@ class Controllers(BaseModel):
     pass_rates: dict[str, list[float]] = {}  # of rows by fingerprint: completions right, wrong, in which step
     failing_batches: int = 0  # in a row, whose rewards failed
     flat_steps: int = 0  # without a gradient of the policy
+    unrewarded_steps: int = 0  # without a sample that has a reward
     inexact_sampling: bool = False  # measured, though the engine's numbers should be those of training
 
 
@@ -242,6 +243,8 @@ class Run:
                 self.method.train(self)
                 if not self.finished and self._saved_step != self.state.step:
                     self.save()
+                if self.finished:
+                    self.method.check_end(self)
             return None
         except Interrupted as reason:
             self._interrupted(reason)

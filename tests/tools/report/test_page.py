@@ -139,6 +139,52 @@ def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
     assert "24 messages left out" in html
 
 
+def conversation(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {**more, "messages": [{"role": role, "content": text} for role, text in messages]}
+
+
+def test_the_conversations_of_an_agent_are_shown_by_role_and_number(tmp_path: Path) -> None:
+    """The second begins where the page leaves messages out, and is named where it goes on."""
+    first = conversation(("system", "rules"), *[("user", f"turn-{i:02d}") for i in range(10)])
+    second = conversation(*[("assistant", f"turn-{i:02d}") for i in range(10, 20)])
+    samples = [sample(2, 0, "PROMPT", "the result", 1.0, conversations=[first, second])]
+    html = page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
+    html, _, _ = html.partition("Extremes at")
+    assert '<span class="who">system</span><div class="text read" dir="auto">rules</div>' in html
+    assert '<span class="who">policy</span><div class="text" dir="auto">turn-19</div>' in html
+    assert '<div class="text read" dir="auto">the result</div>' in html
+    assert re.findall(r"conversation (\d)<|turn-(06|07|12|13)|(6) messages left", html) == [
+        *(("1", "", ""), ("", "06", ""), ("", "", "6"), ("2", "", ""), ("", "13", ""))
+    ]
+
+
+def test_one_conversation_has_no_number(tmp_path: Path) -> None:
+    samples = [sample(2, 0, "PROMPT", "the result", 1.0, conversations=[conversation(("user", "hello"))])]
+    assert "conversation 1" not in page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
+
+
+def test_hostile_conversations_are_escaped(tmp_path: Path) -> None:
+    call = {"function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}
+    tool = {"function": {"name": HOSTILE, "description": HOSTILE, "parameters": {"properties": {HOSTILE: {}}}}}
+    message = {"role": HOSTILE, "content": HOSTILE, "tool_calls": [call]}
+    one = {"tools": [tool], "same_as": {"conversation": HOSTILE, "messages": HOSTILE}, "messages": [message]}
+    samples = [sample(2, 0, "PROMPT", HOSTILE, 1.0, conversations=[one, one])]
+    html = page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
+    assert "<script" not in html.lower()
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 10
+    unseen = {c for c in html if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
+    assert unseen == set()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [[], ["x", None], [{}], [{"messages": "x", "tools": 3}], [{"messages": [3, {"tool_calls": [3]}], "tools": [3]}]],
+)
+def test_odd_conversations_are_survived(odd: list[Any], tmp_path: Path) -> None:
+    samples = [sample(2, 0, "PROMPT", "the result", 1.0, conversations=odd)]
+    assert "the result" in page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
+
+
 # ---- token by token ----
 
 
