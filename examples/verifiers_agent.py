@@ -8,13 +8,13 @@ of one with `pip install verifiers==0.4.0 uv` and the taskset, which needs nothi
     export VF_TASKSET=boxes_taskset PYTHONPATH=examples
     python -m tests.agents.teach examples/verifiers_agent.py:run taught --task examples/verifiers_agent.py:TASK --most 6
     tinyrl train grpo task.name=examples/verifiers_agent.py:TASK environment.agent=examples/verifiers_agent.py:run \\
-        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 environment.max_concurrency=2 \\
+        model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 generation.max_new_tokens=128 \\
         grpo.num_prompts=5 grpo.group_size=4 run.num_steps=1 run.eval_prompts=0
 
 A row names a task: {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}; those of TASK are the tasks of VF_TASKSET, 0
 to 71 to train on and 72 to 89 held out. Words of VF_EVAL behind the program are vf-eval's.
 
-Seen: SEEN
+Seen: 20 episodes, 19 of two calls and one that answered at once, none dropped; 24 s an episode on busy cores.
 """
 
 import json
