@@ -12,7 +12,7 @@ first line makes a model that was taught to play.
         model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 generation.max_new_tokens=128 \\
         grpo.num_prompts=5 grpo.group_size=4 run.num_steps=4 run.eval_prompts=0
 
-Seen: 80 episodes of two calls, none dropped.
+Seen: 80 episodes with 160 calls, none dropped.
 """
 
 # pyright: reportMissingImports=none

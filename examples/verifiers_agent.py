@@ -14,7 +14,7 @@ of one with `pip install verifiers==0.4.0 uv` and the taskset, which needs nothi
 A row names a task: {"prompt": "wordle 3", "taskset": "wordle", "idx": 3}; those of TASK are the tasks of VF_TASKSET, 0
 to 71 to train on and 72 to 89 held out. Words of VF_EVAL behind the program are vf-eval's.
 
-Seen: 20 episodes, 19 of two calls and one that answered at once, none dropped; 24 s an episode on busy cores.
+Seen: 20 episodes with 39 calls, none dropped; 24 s an episode on two busy cores.
 """
 
 import json
