@@ -4,8 +4,9 @@ By default it runs them on the machine. This container, of bubblewrap, has the p
 folder of its episode; no network, no other file or process, none of our variables. Nothing limits memory and disk in
 it. Where bubblewrap does not work every episode is refused before the model is asked. Set: container, address, key,
 model, and cost_tracking, since nobody knows a price; prompts are those of its mini.yaml. Environment:
-`pip install -c constraints.txt -e '.[serve]' mini-swe-agent==2.4.6`, and bubblewrap (`apt-get install bubblewrap`). The
-first line makes a model that was taught to play.
+`pip install -c constraints.txt -e '.[serve]' mini-swe-agent==2.4.6`, and bubblewrap (`apt-get install bubblewrap`).
+LiteLLM asks for a list of prices when it is imported; LITELLM_LOCAL_MODEL_COST_MAP=True: not. The first line makes a
+model that was taught to play.
 
     python -m tests.agents.teach examples/mini_swe_agent.py:run taught
     tinyrl train grpo task.name=examples/boxes.py:TASK environment.agent=examples/mini_swe_agent.py:run \\
