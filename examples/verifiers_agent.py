@@ -4,8 +4,8 @@
 harness `null` runs the taskset's tools and nothing else. Set: address, key, model and harness. Environment: vf-eval is
 of one with `pip install verifiers==0.4.0 uv` and the taskset, which needs nothing of tinyrl; uv has to be on the path.
 
-    export VF_EVAL='vf/bin/vf-eval --env.agent.harness.id null --env.agent.runtime.type subprocess'
-    export VF_TASKSET=boxes_taskset PYTHONPATH=examples
+    export VF_EVAL="$PWD/vf/bin/vf-eval --env.agent.harness.id null --env.agent.runtime.type subprocess"
+    export VF_TASKSET=boxes_taskset PYTHONPATH=$PWD/examples PATH=$PWD/vf/bin:$PATH
     python -m tests.agents.teach examples/verifiers_agent.py:run taught --task examples/verifiers_agent.py:TASK --most 6
     tinyrl train grpo task.name=examples/verifiers_agent.py:TASK environment.agent=examples/verifiers_agent.py:run \\
         model.path=taught/model lora.enabled=false optim.learning_rate=1e-3 generation.max_new_tokens=128 \\
