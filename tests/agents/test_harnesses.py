@@ -1,9 +1,9 @@
 """Published harnesses, each by the example that is its page: a taught model's episodes are trained on, none is refused.
 
 Each is tested where it is installed (the examples have the lines that install it), with
-`pytest -m "release or not release" tests/agents`; elsewhere it is skipped. Run so with smolagents 1.26.0 (its
-ToolCallingAgent) on two busy CPU cores, in seven minutes; tests of what the model writes also with mini-swe-agent 2.4.6
-and bubblewrap 0.8.0. Runs with all of them are in docs/environments.md.
+`pytest -m "release or not release" tests/agents`; elsewhere it is skipped. Run so with anthropic 2.14.0,
+pydantic-ai 2.62.0 and smolagents 1.26.0 (its ToolCallingAgent) on two busy CPU cores, in 1.5 to 7.5 minutes each; tests
+of what the model writes also with mini-swe-agent 2.4.6 and bubblewrap 0.8.0. Runs with all are in docs/environments.md.
 """
 
 from __future__ import annotations
