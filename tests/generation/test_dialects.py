@@ -411,6 +411,21 @@ def test_parallel_calls_and_results_in_another_order_are_one_row(kind: Any, stre
     assert (prompt, tokens, mask) == expected[:3]
 
 
+def call_ids(question: str) -> list[str]:
+    with listening_to(Script(), positions=4096, episodes={}) as listening:
+        open_episode(listening)
+        harness = Chat(listening, streams=False, tools=Chat.tools)
+        harness.say(question)
+        return [call for call, _ in harness.calls]
+
+
+def test_ids_of_calls_are_those_of_the_same_episode_and_no_others() -> None:
+    """A harness may write them into its next prompt, of which the random numbers are."""
+    ids = call_ids("weather in Oslo and Rome?")
+    assert ids == call_ids("weather in Oslo and Rome?")
+    assert len({*ids, *call_ids("weather in Bern?")}) == 4
+
+
 # ---- around them ----
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
@@ -110,7 +110,7 @@ class AnswerWriter:
             if calls and not any(call.problem for call in calls):
                 return Ended(
                     content=before.rstrip() or None,
-                    calls=[call_entry(call) for call in calls],
+                    calls=call_entries(calls, of=[*sequence.prompt, *sequence.tokens]),
                     reason="tool_calls",
                     logprobs=logprobs,
                     fields=fields,
@@ -163,7 +163,13 @@ class AnswerWriter:
         return str(self.tokenizer.decode([token]))
 
 
-def call_entry(call: ToolCall) -> JSON:
-    """Return a call of a tool as chat completions write it, under an id of its own."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
+def call_entries(calls: list[ToolCall], *, of: list[int]) -> list[JSON]:
+    """Return the calls of a turn as chat completions write them; of: the tokens up to its end. An id follows from these
+    and the call's place, so that a harness that writes ids into its next prompt sends the same one in a repeated run.
+    """
+    digest = hashlib.sha256(json.dumps(of).encode()).hexdigest()
+    entries = list[JSON]()
+    for place, call in enumerate(calls):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        entries.append({"id": f"call_{digest[:16]}{place}", "type": "function", "function": function})
+    return entries
