@@ -47,7 +47,8 @@ from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
 from tinyrl.generation.engine import Sequence as Sampled
-from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks import load_task
+from tinyrl.tasks.run_rows import rows_of_run
 
 POSITIONS = 2048
 EPISODES = 144  # that are learnt: those recorded, and their repetitions with other words
@@ -153,7 +154,7 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
     """
     tokenizer = chat_tokenizer(tiny_tokenizer())
     scheduler = Scripted(tokenizer)
-    rows = load_split(task_config(task, agent), "train")
+    rows = rows_of_run(task_config(task, agent)).train
     rows = rows[:: max(1, len(rows) // most)][:most]
     prompt = load_task(task).prompt
     episodes = {
