@@ -20,7 +20,7 @@ from tests.training.rows import Row, assistant, chat_model, loaded, on_all, row_
 from tinyrl.config.method_sections import DpoConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.tasks.answers import render_answer
-from tinyrl.training import dpo
+from tinyrl.training import dpo, load
 from tinyrl.training.dpo import logprobs_of
 from tinyrl.training.rows import Example
 from tinyrl.training.step import Updater, role_optimizers
@@ -112,7 +112,7 @@ def test_a_reference_that_is_another_model_stops_the_run(
     method = loaded(config)
     assert method.check()
     stir(method.policy.parameters["policy"])
-    monkeypatch.setattr(dpo, "Dpo", lambda *_: method)
+    monkeypatch.setitem(load.FROM_ROWS, "dpo", lambda *_: method)
     with pytest.raises(ValueError, match="policy and reference differ"):
         running.train(config, tmp_path)
     assert not (tmp_path / "run").exists()
