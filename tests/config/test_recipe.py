@@ -276,6 +276,8 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
          "run.num_steps=13 optim.warmup_steps=2 grpo.num_epochs=2"),
         ("grpo", ["max_steps=-1", "warmup_ratio=0.1", "seed=1"], "run.seed=1"),
         ("grpo", ["log_completions=true", "seed=1"], "run.seed=1"),
+        ("grpo", ["vllm_server_base_url=http://127.0.0.1:8000"],
+         "generation.engine=server generation.url=http://127.0.0.1:8000"),
         ("grpo", ["log_completions=true", "report_to=wandb"], "run.log_completions=true 'run.trackers=[wandb]'"),
     ],
 )  # fmt: skip

@@ -209,11 +209,8 @@ def load_config(
     if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
         recipe = METHODS[method].recipe
         missing = ["model.path", "task.data"]
-        if (
-            METHODS[method].samples
-            and METHODS[method].rewarded
-            and _override_of(["reward.functions"], overrides) is None
-        ):
+        needs_reward = METHODS[method].samples and METHODS[method].rewarded
+        if needs_reward and _override_of(["reward.functions"], overrides) is None:
             missing.append("reward.functions")
     path = find_recipe(recipe) if recipe else None
     values, lines = read_with_lines(path) if path else ({}, {})

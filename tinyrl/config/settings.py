@@ -274,6 +274,8 @@ def _copy_of(alias: str, setting: str, value: Any, given: Given) -> Copy:
     own_weight = "use_bias_correction_kl" in given.values
     if alias == "beta" and setting == "grpo.kl_coef" and _above_zero(value) and not own_weight:
         line += " grpo.kl_unbiased=true"  # TRL's default
+    if alias == "vllm_server_base_url" and line:
+        line = f"generation.engine=server {line}"  # without which the address has no effect
     return Copy(line=line) if line else of_itself
 
 
@@ -307,7 +309,7 @@ def _batch(given: Given) -> Copy:
         return Copy(line=line)
     if "batch_size" in fields_of(section):
         return Copy(line=f"{section}.batch_size={given.of_update}")
-    return Copy(without=f"see {section}.num_prompts and what an optimizer step has")
+    return Copy(without=f"see {section}.num_prompts")
 
 
 def _for_method(setting: str, method: object) -> str:
