@@ -1,5 +1,6 @@
 """Recipes and overrides: broken files, mistakes and how they are answered, and config.yaml read back."""
 
+import ast
 import re
 import shlex
 from collections.abc import Callable
@@ -300,11 +301,24 @@ def last_lines(*given: str) -> dict[str, str]:
 def test_the_line_to_copy_of_a_whole_configuration_is_taken():
     given = ["learning_rate=2e-5", "per_device_train_batch_size=8", "gradient_accumulation_steps=4", "top_p=0.9",
              "beta=0.04", "max_steps=40", "num_iterations=2", "warmup_ratio=0.1", "log_completions=true",
-             "eval_strategy=steps", "max_completion_length=64", "temperature=0.9", "loss_type=dr_grpo"]  # fmt: skip
+             "eval_strategy=steps", "max_completion_length=64", "temperature=0.9", "loss_type=dr_grpo",
+             "max_tool_calling_iterations=3"]  # fmt: skip
     line = last_lines(*given)["to"].removeprefix("copy: ")
     config = load_config("grpo", None, overrides=["task.name=sort", *shlex.split(line)])
     assert (config.grpo.num_prompts, config.run.num_steps, config.optim.warmup_steps) == (4, 20, 2)
     assert (config.grpo.kl_coef, config.grpo.kl_unbiased, config.grpo.aggregation) == (0.04, True, "constant")
+
+
+def test_the_line_for_the_grpo_config_of_the_docs_is_the_recipe_beside_it():
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(GRPOConfig\(.*?)```\n\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    call = next(node for node in ast.walk(ast.parse(block[1])) if isinstance(node, ast.Call))
+    given = [as_override(str(word.arg), ast.literal_eval(word.value)) for word in call.keywords]
+    beside = parse_plain(block[2], "settings.md")
+    own = [as_override(name, beside[name]) for name in ("model", "task", "reward", "lora")]  # not of a GRPOConfig
+    line = refused("grpo", None, *given).splitlines()[-1].removeprefix("to copy: --name sums ")
+    assert load_config("grpo", None, overrides=[*own, *shlex.split(line)]) == Config.model_validate(beside)
 
 
 def test_names_that_are_not_in_the_line_are_named():
@@ -464,6 +478,7 @@ VALUES = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictio
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from([*METHODS]) | SCALARS)
 @settings(max_examples=200, deadline=None)
 @example({1: 2}, None)
+@example({None: 1, 0: 1, "model": None, "lora": {None: 1, 0: 1}}, None)
 @example({"grpo": {None: 1}, "task": {"columns": {1: [2]}}}, "grpo")
 def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any], method: Any):
     try:

@@ -23,7 +23,7 @@ from tinyrl.config.effect import contradictions, given_settings, without_effect
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import explain, fields_of
+from tinyrl.config.settings import UNKNOWN, explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
 from tinyrl.errors import UnknownSettings
 from tinyrl.text import decode_utf8, did_you_mean, truncate
@@ -262,7 +262,7 @@ def build_config(
         config = Config.model_validate(values)
     except ValidationError as error:
         sentences = explain(error, values.get("method"), place, missing=missing)
-        has_unknown = any(one["type"] == "extra_forbidden" for one in error.errors(include_url=False))
+        has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     typed = given_settings(apply_overrides({}, overrides))
     for setting in typed:

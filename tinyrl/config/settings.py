@@ -22,6 +22,7 @@ from tinyrl.config.yaml_reader import dump_plain, quoted
 from tinyrl.text import did_you_mean, hang, join_truncated, truncate
 
 MOST_SENTENCES = 3
+UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names of problems
 MOST_NAMES = 60  # unknown ones that are answered, one a line
 FAR = 1_000_000
 KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use")
@@ -159,7 +160,7 @@ def _problems(problem: Any, given: Given) -> list[Problem]:
         if path:
             return [Problem([name, *named], f"`{name}`: {sentence}")]
         return [Problem(named or [""], sentence)]
-    if problem["type"] in ("extra_forbidden", "invalid_key"):
+    if problem["type"] in UNKNOWN:
         key = (*path, str(problem["loc"][len(path)]))
         name = _dotted(key)
         if removed := REMOVED.get(name):
