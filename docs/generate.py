@@ -23,7 +23,7 @@ TRL = """
 ## Coming from TRL
 
 A `GRPOConfig`, and the same run here. Give its names as settings (`tinyrl train grpo num_generations=8 beta=0.04`), and
-the message ends with the line to copy.
+the message ends with the line to copy. It says which names are not in that line, and which counts were divided.
 
 ```python
 GRPOConfig(
@@ -81,21 +81,26 @@ run:
 ```
 
 A step here is a rollout with all its optimizer steps. TRL counts optimizer steps, so `save_steps=50` with
-`num_iterations=2` is `run.save_every=25`. An epoch is all training rows once in both. What differs where nothing is
-set:
+`num_iterations=2` is `run.save_every=25`. A rollout has `num_iterations` optimizer steps while `steps_per_generation`
+is `gradient_accumulation_steps`, as it is by default; else as many times more as the first is larger than the second
+(then `grpo.minibatch_size` is the completions of one optimizer step). An epoch is all training rows once in both. What
+differs where nothing is set:
 
 | | TRL 1.16 | tinyrl |
 |---|---|---|
 | trained weights | all; LoRA with `peft_config` | LoRA, r 16, alpha 32; all with `lora.enabled=false` |
+| LoRA modules | PEFT's: `q_proj` and `v_proj` of Llama and Qwen | all linear layers (`lora.target_modules`) |
 | learning rate | 1e-6 | 5e-5 with LoRA, 1e-6 for all weights |
 | schedule | linear to 0 | constant (`optim.schedule`) |
 | length | 3 epochs | 200 steps (`run.num_steps`), or `run.epochs` |
 | a step samples | 8 completions (`per_device_train_batch_size`) | 32 prompts x 8 completions |
 | upper clip | as the lower, 0.2 | 0.28, DAPO's (`grpo.clip_eps_high`) |
+| `top_p`, `top_k`, `min_p` | cut what is sampled | refused in training; `tinyrl eval` and `serve` take the first two |
 | completion | at most 512 tokens | at most 256 (`generation.max_new_tokens`) |
 | KL where `beta` > 0 | weighed by the ratio since 1.11 (`use_bias_correction_kl`) | not weighed; `grpo.kl_unbiased` |
 | sampling mismatch | vLLM: sequences masked, cap 3 | weights of tokens, cap 2 (`grpo.importance_correction`) |
 | gradient checkpointing | on | off (`model.gradient_checkpointing`) |
+| held-out prompts | none without `eval_dataset` | a tenth of the prompts without `task.eval_data` |
 | evaluation | none | every 25 steps, on 64 held-out prompts |
 | checkpoints | every 500 optimizer steps, all kept | every 25 steps; three and the best are kept |
 """
@@ -144,8 +149,14 @@ def names(answers: dict[str, str]) -> list[str]:
     """Return table rows of {names there: answer}."""
     rows = []
     for found, answer in answers.items():
-        rows.append(row(", ".join(f"`{name}`" for name in found.split()), answer.replace("!", "not needed: ")))
+        rows.append(row(", ".join(f"`{name}`" for name in found.split()), _in_words(answer)))
     return rows
+
+
+def _in_words(answer: str) -> str:
+    """Return an answer to a name of another library without its mark."""
+    state = {"!": "not needed: ", "#": "cannot be set: "}.get(answer[0], "")
+    return state + answer[1:] if state else answer
 
 
 def head(*titles: str) -> list[str]:

@@ -24,6 +24,10 @@ NO_MEMORY = (  # messages of errors without a type of their own: torch's allocat
 MAY_BE_MEMORY = (MemoryError, RuntimeError, ImportError, OSError)  # the exceptions that carry them
 
 
+class UnknownSettings(ValueError):
+    """Settings that there are not: an answer to each, in a line of its own."""
+
+
 class Stop(Exception):
     """End a run on purpose before its last step; the message is for people."""
 

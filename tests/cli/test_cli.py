@@ -90,6 +90,19 @@ def test_an_option_or_command_that_is_wrong(arguments: str):
     assert len(result.output.splitlines()) <= 6
 
 
+@pytest.mark.parametrize("option", ["--learning_rate 2e-5", "--learning-rate=2e-5"])
+def test_a_setting_given_as_an_option_is_answered_with_how_it_is_written(option: str):
+    result = run("train", "grpo", *option.split())
+    assert result.exit_code == 2
+    assert "optim.learning_rate=2e-5" in result.output
+
+
+def test_each_unknown_name_is_shown_whatever_their_number():
+    names = ["beta", "epsilon", "num_generations", "num_iterations", "loss_type", "scale_rewards", "seed", "lora_alpha"]
+    shown = run("train", "grpo", *[f"{name}=1" for name in names]).stderr
+    assert [name for name in names if f"`{name}`" in shown] == names
+
+
 def test_debug_shows_where_it_came_from():
     result = run("train", "grpo", "r.yaml", "grpo.group_sise=4", "--debug")
     assert isinstance(result.exception, ValueError)

@@ -16,7 +16,7 @@ import typer
 
 import tinyrl
 from tinyrl.cli import check, evaluate, show, take, train
-from tinyrl.cli.options import command, user_errors
+from tinyrl.cli.options import CommandWithSettings, command, user_errors
 from tinyrl.runs.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
@@ -46,7 +46,7 @@ def version(
 
 def add(name: str, function: Callable[..., Any], summary: str, *, trains: bool = False) -> None:
     """Add a command; `summary` is its line in `tinyrl --help`, which would cut the help itself."""
-    app.command(name, short_help=summary)(command(function, trains=trains))
+    app.command(name, cls=CommandWithSettings, short_help=summary)(command(function, trains=trains))
 
 
 add("train", train.train, "Train a model: grpo, ppo, distill, sft, reward or dpo.", trains=True)

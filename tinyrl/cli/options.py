@@ -15,8 +15,9 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
-from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, no_memory
+from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.text import escape_control, mask_url
@@ -45,6 +46,31 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "device": (Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")], "auto"),
     "trust_remote_code": (TrustRemoteCode, False),
 }
+
+
+class CommandWithSettings(TyperCommand):
+    """A command that says how settings are written where one was given as an option."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        takes_settings = any("section.key=value" in (one.metavar or "") for one in self.params)
+        options = set[str]()
+        for one in self.get_params(ctx):
+            options |= {*one.opts, *one.secondary_opts}
+        for at, word in enumerate(args):
+            option, equals, value = word.partition("=")
+            if word == "--" or not takes_settings:
+                break
+            if not option.startswith("--") or option in options:
+                continue
+            from tinyrl.config.settings import written_as_setting  # with the schema: not for --help
+
+            following = args[at + 1 : at + 2]
+            if not equals:
+                value = following[0] if following and not following[0].startswith("-") else "VALUE"
+            setting = written_as_setting(option.lstrip("-").replace("-", "_"), value, args[0])
+            if setting:
+                ctx.fail(f"No such option: {option}. Settings are written section.key=value: {setting}")
+        return super().parse_args(ctx, args)
 
 
 def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[..., None]:
@@ -116,7 +142,9 @@ def configure_libraries() -> None:
 
 @contextmanager
 def user_errors(debug: bool, *, training: bool = False) -> Iterator[None]:
-    """Turn errors that a user can fix into at most six lines and an exit code; with `debug` they are raised.
+    """Turn errors that a user can fix into lines and an exit code; with `debug` they are raised.
+
+    At most six lines are shown, but of UnknownSettings all.
 
     While `training` a ValueError is a bug: only memory that ran out is reported.
     """
@@ -161,5 +189,7 @@ def _report(error: Exception) -> int:
     if isinstance(error, Interrupted):  # rank 0 reports it
         prints = prints and os.environ.get("RANK", "0") == "0"
     if prints:
-        print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
+        lines = f"tinyrl: {text}".splitlines()
+        shown = lines if isinstance(error, UnknownSettings) else lines[:MOST_LINES]
+        print("\n".join(shown), file=sys.stderr)
     return code

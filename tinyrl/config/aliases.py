@@ -1,8 +1,9 @@
 """Names of settings in TRL, verl, OpenRLHF, PEFT and transformers, with what they are here.
 
 A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n. An answer is a
-setting, with a remark behind it where there is one, or begins with "!" and gives the reason why there is no such
-setting. A message ends with the lines to copy: the setting with the value that was given, or what LINES has for it.
+setting, with a remark behind it where there is one, or begins with "!" or "#" and gives the reason why there is no
+such setting: "!" for what is not needed, "#" for what cannot be set. A message ends with the line to copy: the settings
+with the values that were given, or what LINES has for them, and names those that are not in it (NOT_IN_THE_LINE).
 """
 
 ANSWERS = {
@@ -45,25 +46,26 @@ ANSWERS = {
     "vllm_server_base_url": "generation.url",
     "stop_strings stop_sequences": "generation.stop",
     "temperature": "generation.temperature",
-    "top_p": "generation.top_p",
-    "top_k": "generation.top_k",
+    "top_p top_k":
+        "#training samples the whole distribution; leave it out. `tinyrl eval` takes generation.top_p and .top_k, "
+        "`tinyrl serve` both with a request",
     "lr": "optim.learning_rate",
     "warmup_ratio lr_warmup_steps": "optim.warmup_steps, in steps, not as a share of the run",
     "lr_scheduler_type": "optim.schedule",
     "critic.optim.lr": "optim.critic_learning_rate",
     "grad_clip": "optim.max_grad_norm",
     "max_steps total_training_steps":
-        "run.num_steps, in steps of num_prompts prompts (TRL counts optimizer steps, num_iterations of them a step)",
+        "run.num_steps, in steps of num_prompts prompts (TRL counts optimizer steps, of which a step may have several)",
     "num_train_epochs total_epochs": "run.epochs, passes over all training rows; or run.num_steps, not both",
-    "save_steps save_freq": "run.save_every, in steps (TRL counts optimizer steps, num_iterations of them a step)",
-    "eval_steps test_freq": "run.eval_every, in steps (TRL counts optimizer steps, num_iterations of them a step)",
+    "save_steps save_freq": "run.save_every, in steps (TRL counts optimizer steps, of which a step may have several)",
+    "eval_steps test_freq": "run.eval_every, in steps (TRL counts optimizer steps, of which a step may have several)",
     "eval_strategy evaluation_strategy": "run.eval_every, in steps (with no: run.eval_prompts=0)",
     "save_strategy": "run.save_every, in steps; 0 saves the last one only",
     "save_total_limit": "run.keep_checkpoints",
     "report_to trainer.logger": "run.trackers",
     "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size":
-        "grpo.minibatch_size, completions of an optimizer step in all; a step samples num_prompts x group_size of them "
-        "(sft, reward_model, dpo: batch_size)",
+        "grpo.num_prompts: per_device_train_batch_size x gradient_accumulation_steps completions an optimizer step = "
+        "num_prompts x group_size (sft, reward_model, dpo: batch_size)",
     "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu":
         "run.micro_batch_tokens, in tokens; auto fits the memory, and no size changes the gradient",
     "seed random_state": "run.seed",
@@ -104,18 +106,20 @@ ANSWERS = {
     "logging_steps": "!each step is logged, with 16 of its completions",
     "use_liger_kernel padding_free packing": "!rows are packed where the model allows it; logits are made in chunks",
     "vllm_importance_sampling_cap vllm_importance_sampling_clip_max":
-        "!weights of grpo.importance_correction are capped at 2",
-    "disable_dropout": "!dropout is off; lora.dropout is for sft, reward and dpo",
+        "#weights of grpo.importance_correction are capped at 2",
+    "disable_dropout": "#dropout is off; lora.dropout is for sft, reward and dpo",
     "n_gpus_per_node nnodes": "!`accelerate launch -m tinyrl ...` has the number of processes",
-    "sync_ref_model ref_model_sync_steps": "!the reference stays frozen; `tinyrl train --from RUN` takes another",
-    "delta clip_ratio_c top_entropy_quantile": "!no loss here has that term",
+    "sync_ref_model ref_model_sync_steps": "#the reference stays frozen; `tinyrl train --from RUN` takes another",
+    "delta clip_ratio_c top_entropy_quantile": "#no loss here has that term",
     "adv_estimator": "grpo.preset (grpo, rloo, reinforce++); gae is another method, `tinyrl train ppo`",
-    "adam_beta1 adam_beta2 adam_epsilon": "!AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8",
+    "adam_beta1 adam_beta2 adam_epsilon": "#AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8",
     "min_p repetition_penalty":
-        "!samples are drawn from softmax(logits / temperature), as a loss of other probabilities would be of another "
-        "policy",
+        "#training samples the whole distribution, softmax(logits / temperature); leave it out: a loss of other "
+        "probabilities would be of another policy",
     "peft_config":
-        "!LoRA is on by default: lora.r, lora.alpha, lora.dropout, lora.target_modules; off: lora.enabled=false",
+        "!LoRA is on by default: lora.r, lora.alpha, lora.dropout, lora.target_modules; off: lora.enabled=false. PEFT "
+        "trains q_proj and v_proj of Llama and Qwen where target_modules is not given, this all linear layers: "
+        "lora.target_modules=[q_proj, v_proj] is the same",
     "push_to_hub hub_model_id hub_private_repo hub_strategy":
         "!a run is uploaded when you say so: `tinyrl export RUN --push USER/NAME`, with --private",
     "fast_inference": "!this process samples by its own engine, which decodes rows together (generation.engine)",
@@ -200,11 +204,29 @@ OF_METHOD = {"beta": {"dpo": "dpo.beta", "distill": "teacher.divergence"}}  # se
 OPTIONS = {"output_dir": "--output-dir", "default_local_dir": "--output-dir", "run_name": "--name",
            "experiment_name": "--name"}  # fmt: skip
 OPTIMIZER_STEPS = {"max_steps", "save_steps", "eval_steps", "lr_warmup_steps", "warmup_steps"}  # what TRL counts
-OTHER_UNITS = {  # names whose value says something else than the setting's, so that there is no line to copy
-    "warmup_ratio", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-    "generation_batch_size", "train_batch_size", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu",
-    "filter_groups.enable", "filter_groups.max_num_gen_batches", "dynamic_filtering", "ref_model", "ref_model_path",
-    "reference_free", "reward_funcs", "custom_reward_function.path", "reward_weights", "missing_eos_penalty",
-    "prompt_key", "dataset_text_field", "trainer.logger", "kl_placement", "kl_controller", "stop_strings",
-    "stop_sequences", "rollout_correction.rollout_is", "enable_vllm_is_correction",
-}  # fmt: skip
+BATCH = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"}
+NOT_IN_THE_LINE = {  # names whose value says something else than the setting's, with the reason
+    "train_batch_size": "prompts in verl, completions in OpenRLHF",
+    "ppo_max_token_len_per_gpu": "no size changes the gradient",
+    "ppo_micro_batch_size_per_gpu": "no size changes the gradient",
+    "filter_groups.enable": "a number of rounds here",
+    "filter_groups.max_num_gen_batches": "rounds beside the first",
+    "dynamic_filtering": "a number of rounds here",
+    "ref_model": "the reference is what training starts from",
+    "ref_model_path": "the reference is what training starts from",
+    "reference_free": "a loss here",
+    "reward_funcs": "files or modules of reward.functions",
+    "custom_reward_function.path": "a file of reward.functions",
+    "reward_weights": "weights of reward.functions",
+    "missing_eos_penalty": "penalize subtracts 1",
+    "max_tool_calling_iterations": "counts with an environment, tools or an agent only",
+    "prompt_key": "a new name for a column",
+    "dataset_text_field": "a new name for a column",
+    "trainer.logger": "a list of trackers",
+    "kl_placement": "grpo.kl_estimator says where",
+    "kl_controller": "a target here",
+    "stop_strings": "a list here",
+    "stop_sequences": "a list here",
+    "rollout_correction.rollout_is": "grpo.importance_correction has names of its own",
+    "enable_vllm_is_correction": "grpo.importance_correction has names of its own",
+}

@@ -1,12 +1,14 @@
 """Recipes and key=value overrides: read into a `Config`, and written back to config.yaml.
 
-A recipe is a YAML file, given by path or by its packaged name. Every problem is a `ValueError` of at most six lines.
+A recipe is a YAML file, given by path or by its packaged name. Every problem is a `ValueError` of at most six lines,
+or `UnknownSettings` with a line for each.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -21,11 +23,13 @@ from tinyrl.config.effect import contradictions, given_settings, without_effect
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import explain, fields_of
+from tinyrl.config.settings import UNKNOWN, explain, fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
+from tinyrl.errors import UnknownSettings
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
 NULLS = ("", "~", "null", "Null", "NULL")
+DATA_FILES = (".jsonl", ".csv", ".parquet")  # which no recipe is
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
 
 
@@ -58,10 +62,13 @@ def find_recipe(name: str) -> Path:
     """Return the path of a YAML file, or of a packaged recipe by name. Raises ValueError if there is none."""
     packaged = packaged_recipes()
     key = name.removesuffix(".yaml")
-    if os.path.isfile(name):  # unlike Path.is_file it never raises
+    is_data = Path(name).suffix in DATA_FILES
+    if os.path.isfile(name) and not is_data:  # unlike Path.is_file it never raises
         return Path(name)
     if key in packaged:
         return packaged[key]
+    if is_data:
+        raise ValueError(f"'{truncate(name)}' is no recipe: rows are given by {shlex.quote(f'task.data={name}')}")
     near = did_you_mean(key, [*packaged, *METHODS])
     raise ValueError(
         f"recipe '{truncate(name)}' is neither a file nor a packaged recipe.{near} See: tinyrl list recipes"
@@ -198,8 +205,13 @@ def load_config(
     if method not in METHODS:
         near = did_you_mean(method, list(METHODS))
         raise ValueError(f"unknown method '{truncate(method)}'.{near} Methods: {', '.join(METHODS)}")
+    missing = list[str]()
     if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
         recipe = METHODS[method].recipe
+        missing = ["model.path", "task.data"]
+        needs_reward = METHODS[method].samples and METHODS[method].rewarded
+        if needs_reward and _override_of(["reward.functions"], overrides) is None:
+            missing.append("reward.functions")
     path = find_recipe(recipe) if recipe else None
     values, lines = read_with_lines(path) if path else ({}, {})
     written = values.get("method", method)
@@ -217,7 +229,7 @@ def load_config(
     method_given = {"method": method} if is_method(written) else {}
     values |= method_given
     source = Source(str(path or "settings"), lines)
-    config = build_config(values, overrides, source=source, new=True)
+    config = build_config(values, overrides, source=source, new=True, missing=missing)
     for setting in given_settings(values):
         sentence = without_effect(config, setting, of_recipe=True)
         if sentence is not None and note is not None:
@@ -226,12 +238,18 @@ def load_config(
 
 
 def build_config(
-    values: dict[str, Any], overrides: Sequence[str] = (), *, source: Source | None = None, new: bool = False
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: Source | None = None,
+    new: bool = False,
+    missing: Sequence[str] = (),
 ) -> Config:
     """Validate nested values with overrides laid over them. Raises ValueError with the first problems as sentences.
 
     An override that has no effect, or contradicts another setting, is refused. new: the values are somebody's, and not
-    a run's config.yaml, so no two of them may contradict each other.
+    a run's config.yaml, so no two of them may contradict each other. missing: settings that a run of one's own needs
+    besides, for the answer to unknown names.
     """
     source = source or Source("settings")
 
@@ -243,15 +261,28 @@ def build_config(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, values.get("method"), place)) from None
+        sentences = explain(error, values.get("method"), place, missing=missing)
+        has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
+        raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     typed = given_settings(apply_overrides({}, overrides))
     for setting in typed:
         if (sentence := without_effect(config, setting)) is not None:
-            raise ValueError(f"{place([setting])}: {sentence}")
+            raise ValueError(f"{place([setting])}: {sentence}{_remedy(config, setting, overrides)}")
     for found in contradictions(config):
         if new or any(setting in typed for setting in found.settings):
             raise ValueError(f"{place(found.settings)}: {found.sentence}")
     return config
+
+
+def _remedy(config: Config, setting: str, overrides: Sequence[str]) -> str:
+    """Return what to type for an override that counts only where another setting is null; "" for other conditions."""
+    section, _, name = setting.partition(".")
+    unmet = config.unmet(section, name)
+    override = _override_of([setting], overrides)
+    other, _, rest = ("", "", "") if unmet is None else unmet.full(section).partition(" is null")
+    if override is None or not other or " " in other or rest:
+        return ""
+    return f". To have it: {shlex.join([f'{other}=null', override])}"
 
 
 def _override_of(settings: Sequence[str], overrides: Sequence[str]) -> str | None:

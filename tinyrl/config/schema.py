@@ -239,5 +239,6 @@ def check_training(config: Config) -> None:
         if config.samples and value != field.default:
             raise ValueError(
                 f"generation.{name}={value} cuts the distribution that is sampled, not the one that is scored: KL "
-                "turns negative, ratios lie. `tinyrl eval` takes it"
+                "turns negative, ratios lie. Leave it out: training samples the whole distribution. "
+                "`tinyrl eval` takes it"
             )
