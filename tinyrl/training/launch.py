@@ -35,7 +35,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
-from tinyrl.runs.resolve import absolute_paths, resolve
+from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.load import load_method
@@ -70,7 +70,9 @@ def start(
     """
     check_trackers(config.run.trackers)
     with contextlib.ExitStack() as undo:
-        method = _load(resolve(config), options=options, undo=undo)
+        config = resolve(config)
+        check_room_for_responses(config)
+        method = _load(config, options=options, undo=undo)
         policy = method.policy
         world = method.world
         config = method.config  # with the date of the run

@@ -245,3 +245,9 @@ def test_rows_that_a_task_gives_for_both_splits_are_found(
     page = checked("grpo", "task.name=double.py:TASK", "model.path=starter", "--quick")
     names = [one["finding"] for one in page["findings"]]
     assert [name for name in names if name.startswith("held-out")] == found
+
+
+@pytest.mark.parametrize(("recipe", "shown"), [("starter-grpo", False), ("lookup", True)])
+def test_settings_of_an_environment_are_shown_where_there_is_one(recipe: str, shown: bool) -> None:
+    settings = checked("grpo", recipe, "--quick")["settings"]["settings"]
+    assert any(name.startswith("environment.") for name in settings) is shown

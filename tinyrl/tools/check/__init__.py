@@ -26,7 +26,7 @@ from tinyrl.errors import ExplainedByCheck
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
-from tinyrl.runs.resolve import resolve
+from tinyrl.runs.resolve import check_room_for_responses, resolve
 from tinyrl.tasks import load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
@@ -34,7 +34,7 @@ from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
 from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.check.offline import check_memory
-from tinyrl.tools.check.reward import check_reward
+from tinyrl.tools.check.reward import check_reward, has_environment
 from tinyrl.tools.check.section import CheckSection
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def check(
     """
     given = config
     config = resolve(config)
+    check_room_for_responses(config)
     yield check_settings(given, config)
     if offline:
         yield check_memory(config, device=options.device, memory=memory)
@@ -174,7 +175,10 @@ def check_settings(given: Config, config: Config) -> CheckSection:
     """Return the settings that differ from the defaults, those that `resolve` chose for the model, and the machine."""
     defaults = _by_name(Config(method=config.method))
     before = _by_name(given)
-    differing = {name: value for name, value in _by_name(config).items() if defaults.get(name) != value}
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    unused = () if config.environment.agent or has_environment(config, task) else ("environment.",)
+    now = {name: value for name, value in _by_name(config).items() if not name.startswith(unused)}
+    differing = {name: value for name, value in now.items() if defaults.get(name) != value}
     chosen = {name: value for name, value in differing.items() if isinstance(value, int) and before[name] != value}
     set_here = [as_override(name, value) for name, value in differing.items() if name not in chosen]
     lines = [f"{config.method}: {', '.join(set_here) or 'all defaults'}"]
