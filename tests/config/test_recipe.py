@@ -55,6 +55,14 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
     return str(caught.value)
 
 
+def test_a_function_in_place_of_a_list_is_refused_with_the_line_to_type():
+    refusal = refused("grpo", None, "task.name=sort", "reward.functions=rewards.py:score")
+    [line] = [word for word in shlex.split(refusal.replace("`", "")) if word.startswith("reward.functions=[")]
+    [function] = load_config("grpo", None, overrides=["task.name=sort", line]).reward.functions
+    assert function.use == "rewards.py:score"
+    assert "reward.functions=[" not in refused("grpo", None, "task.name=sort", "reward.functions=no function")
+
+
 # ---- files ----
 
 

@@ -11,6 +11,7 @@ from tinyrl.data.rows import (
     fingerprint,
     seeded_permutation,
     train_eval_split,
+    trained_on_too,
     with_num_steps,
 )
 
@@ -60,9 +61,17 @@ def test_at_most_512_rows_are_held_out_and_fewer_than_ten_prompts_are_trained_on
     rows = [{"q": i % 9, "n": i} for i in range(18)]
     train, held = train_eval_split(rows, prompt=lambda row: row["q"], seed=0)
     assert train == rows
-    assert [row["q"] for row in held] == list(range(9))
+    assert held == rows  # of a prompt all different rows
+    assert train_eval_split([*rows, rows[0]], prompt=lambda row: row["q"], seed=0)[1] == rows  # and equal ones once
     assert train_eval_split(rows, prompt=lambda row: row["q"], seed=0, repeat=True) == (rows, rows)
     assert [len(few_held_out(range(count))) for count in (3, 30)] == [1, 0]
+
+
+def test_different_prompts_on_both_sides_are_counted_once():
+    (note,) = trained_on_too(["a", "b", "b", "c"], ["b", "b", "c", "d"])
+    assert "2 of the 3 held-out prompts" in note
+    assert trained_on_too(["a"], ["b"]) == []
+    assert trained_on_too([], []) == []
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (2, 5), (0.1, 1), (None, 7)])

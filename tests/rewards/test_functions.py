@@ -16,6 +16,7 @@ from tests.running import LookedAt
 from tinyrl import errors
 from tinyrl.errors import Interrupted
 from tinyrl.rewards.functions import FunctionReward
+from tinyrl.rewards.scores import describe_failures
 from tinyrl.workers import calls, process
 from tinyrl.workers.values import RowResults
 
@@ -216,7 +217,10 @@ def test_rows_that_fail_alone_are_tried_for_a_limited_time(make_reward: MakeRewa
     monkeypatch.setattr(calls, "ROWS_TIMEOUTS", 0)
     call = score(raises, ["a", "5"])
     assert shown(call) == [None, None]
-    assert "was not tried again alone" in reasons(call)[1]
+    second = reasons(call)[1]
+    assert "was not tried again alone" in second
+    said = describe_failures([("p", second), ("q", second), ("r", "`score` gave no answer within 1 s")])
+    assert said.startswith("2 x `score` was not tried again alone, as 0 x timeout_s had gone into other rows, 1 x")
 
 
 def test_what_a_function_prints_is_kept_in_lines_and_stays_out_of_the_way(

@@ -9,7 +9,7 @@ import pytest
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import write_checkpoint
-from tinyrl.runs.resolve import resolve
+from tinyrl.runs.resolve import check_room_for_responses, resolve
 
 SFT = {"method": "sft", "task": {"data": "rows.jsonl"}}
 REWARD = {"method": "reward", "task": {"data": "rows.jsonl"}, "model": {"path": "base"}}
@@ -165,6 +165,18 @@ def test_max_new_tokens_leaves_room_for_a_prompt_where_nobody_has_set_it():
     assert asked["generation"]["max_new_tokens"] == 200
     assert settled(model={"path": "starter"})["generation"]["max_new_tokens"] == 128
     assert settled(model={"path": "owner/name"})["generation"]["max_new_tokens"] == 256
+
+
+@pytest.mark.parametrize(("tokens", "positions", "fits"), [(99, 100, True), (100, 100, False), (300, 100, False)])
+def test_a_response_leaves_a_position_for_the_prompt(tokens: int, positions: int, fits: bool, folder: Path):
+    Path("base/config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    values = {"model": {"path": "base"}, "generation": {"max_new_tokens": tokens}}
+    config = Config.model_validate({"method": "grpo", **values})
+    if fits:
+        check_room_for_responses(config)
+    else:
+        with pytest.raises(ValueError, match=r"generation\.max_new_tokens=50$"):
+            check_room_for_responses(config)
 
 
 @pytest.mark.parametrize("damaged", ["[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"n_positions": "many"}'])

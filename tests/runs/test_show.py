@@ -95,6 +95,17 @@ def test_the_summary_of_a_run_without_rewards_names_a_command_that_can_work(tmp_
     assert lines[-1] == f"next     tinyrl show {tmp_path} --samples"
 
 
+def test_the_summary_of_a_run_whose_reward_changed_has_the_step(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.write_config(Config.model_validate({"method": "grpo"}))
+    for step in (0, 6):
+        run.append_metrics(step, {"eval/reward_mean": 0.25})
+    unchanged = summary(run).splitlines()
+    run.write_environment({"reward_changed": [4]})
+    (added,) = set(summary(run).splitlines()) - set(unchanged)
+    assert "after step 4" in added
+
+
 # ---- samples ----
 
 

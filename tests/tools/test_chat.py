@@ -39,9 +39,9 @@ def session(run: Path) -> Iterator[ChatSession]:
 
 
 def say(session: ChatSession, asked: str | int) -> tuple[str, ChatAnswer]:
-    pieces: list[str] = []
-    answer = session.say(asked, lambda who, piece: pieces.append(piece))
-    return "".join(pieces), answer
+    pieces: list[tuple[str, str]] = []
+    answer = session.say(asked, lambda who, piece: pieces.append((who, piece)))
+    return "".join(piece for who, piece in pieces if who != "prompt"), answer
 
 
 def test_answers_are_the_engines_with_the_runs_reward(session: ChatSession) -> None:
@@ -137,6 +137,14 @@ def test_commands_do_what_help_says(session: ChatSession, typed: Any) -> None:
     assert session.greedy
     assert session.answer is not None
     assert session.answer.prompt.index == 1
+    assert f"[{session.answer.prompt.text}]" in written
+
+
+@pytest.mark.parametrize(("line", "unknown"), [("/bogus", 1), ("/help", 0)])
+def test_a_command_that_there_is_not_is_named(typed: Any, line: str, unknown: int) -> None:
+    written = typed(line)
+    assert written.count("unknown command /bogus") == unknown
+    assert "/temperature T" in written
 
 
 def test_what_a_model_writes_is_made_safe_to_show(

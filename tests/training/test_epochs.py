@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.launched import Options
 from tinyrl.training.launch import fork
+from tinyrl.training.load import load_method
 
 ROWS = 10  # and 3 of a step
+ROWS_OF_STEP = {"num_prompts": 3, "group_size": 2}
 
 
 def of_rows(method: str, tiny: TinyModels, folder: Path, **run: Any) -> Config:
@@ -28,7 +31,7 @@ def of_rows(method: str, tiny: TinyModels, folder: Path, **run: Any) -> Config:
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "eval.jsonl", [{**rows[0], "prompt": "say z:"}])
     task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
-    size = {"num_prompts": 3, "group_size": 2} if method == "grpo" else {"batch_size": 3}
+    size = ROWS_OF_STEP if method == "grpo" else {"batch_size": 3}
     limits = {"eval_every": 0, "eval_prompts": 0, "save_every": 1, **run}
     values = {"method": method, "model": {"path": str(tiny("llama"))}, "task": task, method: size, "run": limits}
     if method == "grpo":
@@ -99,3 +102,17 @@ def test_epochs_and_steps_are_not_both_given():
     with pytest.raises(ValueError, match=r"run\.num_steps"):
         load_config("sft", None, overrides=["model.path=starter", "run.epochs=1", "run.num_steps=5"])
     assert load_config("sft", None, overrides=["model.path=starter", "run.epochs=1"]).run.epochs == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "updates"),
+    [({}, "1 optimizer step"), ({"num_epochs": 2, "minibatch_size": 2}, "6 optimizer steps")],
+)
+def test_a_step_of_three_prompts_has_six_completions_in_minibatches(
+    section: dict[str, int], updates: str, tiny: TinyModels, tmp_path: Path
+) -> None:
+    """Six completions are three minibatches of two, in each of two epochs."""
+    config = of_rows("grpo", tiny, tmp_path)
+    config = Config.model_validate({**config.model_dump(exclude_unset=True), "grpo": {**ROWS_OF_STEP, **section}})
+    with closing(load_method(config, options=Options(device="cpu"))) as method:
+        assert method.epoch_note().endswith(f"3 prompts x 2 = 6 completions, {updates}")

@@ -90,6 +90,7 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert running.go_on(run, allow_config_change=True) == 0
     assert "changed since step-000001: reward.functions: " in capsys.readouterr().err
     assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+    assert run.read_environment()["reward_changed"] == [1]
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
 
 
@@ -371,6 +372,7 @@ def test_an_unchanged_fork_is_the_run_again_and_a_changed_one_shares_its_beginni
     environment = json.loads((again.path / "env.json").read_text())
     assert environment["command"] == "test"
     assert environment["forked_from"] == f"{first.path.resolve()}@1"
+    assert environment["reward_changed"] == []
     other = forked(f"{first.path}@2", "optim.learning_rate=0.1", "run.num_steps=4", output_dir=tmp_path)
     there, here = running.lasting(first), running.lasting(other)
     assert [line["step"] for line in here] == [0, 1, 2, 3, 4]

@@ -25,6 +25,7 @@ MOST_SENTENCES = 3
 UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names of problems
 MOST_NAMES = 60  # unknown ones that are answered, one a line
 FAR = 1_000_000
+FUNCTION = re.compile(r"[\w./-]+:\w+")  # FILE.py:FUNCTION, where YAML needs no quotes
 KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use")
 Kind = dict[str, Any]  # what a setting may be: a part of the JSON schema that pydantic gives
 schema = cache(Config.model_json_schema)  # takes a while, so only where it is needed
@@ -172,6 +173,9 @@ def _problems(problem: Any, given: Given) -> list[Problem]:
         return [Problem([name], f"`{name}` is missing; it must be {allowed(kind)}")]
     shown = json.dumps(value) if isinstance(value, bool | None) else truncate(repr(value))
     near = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
+    fields = [*_fields(kind["items"])] if "items" in kind else []
+    if fields[:1] == ["use"] and isinstance(value, str) and FUNCTION.fullmatch(value):
+        near = f" Type '{name}=[{{use: {value}}}]'"
     return [Problem([name], f"`{name}` is {shown}; it must be {allowed(kind)}.{near}")]
 
 

@@ -80,6 +80,16 @@ def few_held_out(prompts: Iterable[Any]) -> list[str]:
     return [f"warning: {where} (evaluation has {count}), {more}"] if count < FEW else []
 
 
+def trained_on_too(train: Iterable[Any], held_out: Iterable[Any], *, what: str = "prompts") -> list[str]:
+    """Warn if held-out prompts are among those to train on. what: their plural, where rows are told apart otherwise."""
+    held = {prompt_key(prompt) for prompt in held_out}
+    shared = held & {prompt_key(prompt) for prompt in train}
+    if not shared:
+        return []
+    counts = f"{len(shared):,} of the {len(held):,} held-out {what} are trained on too"
+    return [f"warning: {counts}: held-out scores say nothing of new {what}"]
+
+
 def seeded_permutation(key: str, count: int) -> list[int]:
     """Permute 0..count-1 by `key` alone, the same on every machine and Python."""
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
@@ -94,7 +104,7 @@ def train_eval_split(
     rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: bool = False
 ) -> tuple[list[Row], list[Row]]:
     """Split rows into (train, held-out): a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
-    With fewer than ten prompts none is held out: all are trained on and evaluated.
+    With fewer than ten prompts none is held out: all rows are trained on, and evaluation has them too, equal ones once.
 
     Rows with the same prompt fall on the same side; of a held-out prompt only the last row is kept unless `repeat`.
     Both keep the order of `rows`.
@@ -104,7 +114,10 @@ def train_eval_split(
     count = min(len(distinct) // HELD_OUT_SHARE, HELD_OUT_MOST)
     held = {distinct[i] for i in seeded_permutation(f"hold out {seed}", len(distinct))[:count]}
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
-    held_out = [(key, row) for key, row in zip(keys, rows, strict=True) if key in held or not held]
+    if held:
+        held_out = [(key, row) for key, row in zip(keys, rows, strict=True) if key in held]
+    else:
+        held_out = [(row_key(row), row) for row in rows]
     return train, [row for _, row in held_out] if repeat else list(dict(held_out).values())
 
 

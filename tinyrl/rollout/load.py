@@ -27,6 +27,7 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
 from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import no_room_for_prompt
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
@@ -75,7 +76,7 @@ def resolve_threads(policy: Policy) -> str:
         return f"device {device} ({torch.cuda.get_device_name(device)})"
     if wanted != "auto":
         torch.set_num_threads(wanted)
-        return f"device cpu, {wanted} threads (run.threads)"
+        return f"device cpu, {wanted} thread{'s' if wanted > 1 else ''} (run.threads)"
     cores = min(processes.gather(cores_here()))
     if processes.size > 1 and cores == 1:
         torch.set_num_threads(1)
@@ -158,11 +159,15 @@ def prompt_limit(policy: Policy, runner: Runner | None) -> int:
     longest = longest_response(policy.config, runner)
     positions = policy.positions
     if longest >= positions:
-        between = longest - generation.max_new_tokens
-        read = "" if runner is None else f" and up to {between} that are read between turns"
+        named = getattr(policy.causal.config.get_text_config(), "max_position_embeddings", None)
+        is_longrope = named is not None and positions < named
         raise ValueError(
-            f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
-            "positions for prompt and response (of longrope those of original_max_position_embeddings)"
+            no_room_for_prompt(
+                generation.max_new_tokens,
+                positions=positions,
+                between=longest - generation.max_new_tokens,
+                limited_by=" (its original_max_position_embeddings, as it has longrope)" if is_longrope else "",
+            )
         )
     return min(generation.max_prompt_tokens, positions - longest)
 

@@ -63,6 +63,24 @@ def json_object(file: Path) -> dict[str, Any]:
     return found
 
 
+REWARD_CHANGED = "reward_changed"  # in env.json: steps after which a resume or a fork went on with another reward
+
+
+def reward_changes(env: dict[str, Any]) -> list[int]:
+    """Return the steps of env.json after which the reward was another one."""
+    found = env.get(REWARD_CHANGED)
+    return [step for step in found if isinstance(step, int)] if isinstance(found, list) else []
+
+
+def reward_change_note(env: dict[str, Any]) -> str:
+    """Return a sentence for a run whose reward changed on the way; "" for others."""
+    steps = reward_changes(env)
+    if not steps:
+        return ""
+    after = f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
+    return f"The reward changed after {after}: numbers before and after do not compare."
+
+
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
     """Yield the objects with a step in a record; none where there is no such file. Lines that cannot be read, but for a
     cut-off last one, are counted in `notes` at the end. containing: skip lines without it, unparsed.

@@ -49,6 +49,29 @@ def resolve(config: Config) -> Config:
     return resolved
 
 
+def check_room_for_responses(config: Config) -> None:
+    """Raise ValueError where a response may fill all positions of the model, as its config.json has them."""
+    positions = _positions(config.model.path)
+    if not config.samples or positions is None or config.generation.max_new_tokens < positions:
+        return
+    raise ValueError(no_room_for_prompt(config.generation.max_new_tokens, positions=positions))
+
+
+def no_room_for_prompt(max_new_tokens: int, *, positions: int, between: int = 0, limited_by: str = "") -> str:
+    """Return the sentence for responses that leave no position for a prompt, with a value that would. between: tokens
+    that are read between turns; limited_by: what gives the model fewer positions than its config names.
+    """
+    read = f" and up to {between:,} that are read between turns" if between else ""
+    room = positions - between
+    change = "Take fewer environment.max_turns, or a smaller environment.max_observation_tokens"
+    if room >= 4:
+        change = f"For example generation.max_new_tokens={room // 2}"
+    return (
+        f"generation.max_new_tokens={max_new_tokens}{read}, but the model has {positions:,} positions for prompt and "
+        f"response{limited_by}. {change}"
+    )
+
+
 def _checkpoint_of_run(named: Named) -> str:
     """Return the newest sound checkpoint of a run that is named as a model; every other value as it is."""
     found = _run_at(named.value) if named.kind == "model" else None

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.records import json_lines, json_safe, nearest_run
+from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
 from tinyrl.text import one_line
 
 LOCK = ".lock"
@@ -95,6 +95,13 @@ class RunDir:
         """Write env.json: facts of provenance.py."""
         if self.writes:
             write_atomic(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
+
+    def read_environment(self) -> dict[str, Any]:
+        """Return the facts of env.json; none where it is gone or damaged."""
+        try:
+            return json_object(self.path / "env.json")
+        except (OSError, ValueError):
+            return {}
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self.append(self.metrics, [{"step": step, **metrics}])

@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
-from tinyrl.runs.records import json_lines, json_safe, read_steps, samples_of, subsample, to_float, turns_of
+from tinyrl.runs.records import (
+    json_lines,
+    json_safe,
+    read_steps,
+    reward_change_note,
+    samples_of,
+    subsample,
+    to_float,
+    turns_of,
+)
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import escape_control, format_bytes, format_number, format_short, join_truncated, one_line
 
@@ -72,6 +81,8 @@ def summary(run: RunDir) -> str:
             first, last = (to_float(line.get(metric.key)) for line in (lines[0], lines[-1]))
             if metric.row and not (math.isnan(first) and math.isnan(last)):
                 text.append(f"  {metric.row:26} {format_number(first)} -> {format_number(last)}")
+        if note := reward_change_note(run.read_environment()):
+            text.append(note)
     there = [
         name for name in ("report.html", "report.png", "metrics.jsonl", "samples.jsonl") if (run.path / name).exists()
     ]

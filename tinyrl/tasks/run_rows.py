@@ -15,7 +15,15 @@ from tinyrl.config.schema import Config
 from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, with_prompt
 from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
-from tinyrl.data.rows import HELD_OUT_SHARE, SPLIT_SEED, prompt_key, row_key, rows_needed, train_eval_split
+from tinyrl.data.rows import (
+    HELD_OUT_SHARE,
+    SPLIT_SEED,
+    prompt_key,
+    row_key,
+    rows_needed,
+    train_eval_split,
+    trained_on_too,
+)
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import load_task
 from tinyrl.tasks.task import Task
@@ -97,10 +105,20 @@ def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
 
 def _hold_out(rows: list[Row], kind: RowKind) -> tuple[list[Row], list[Row]]:
     """Split rows of one file into (train, held-out) by their prompts."""
-    prompt = kind.prompt
-    if kind.holds_out_rows and len({prompt_key(prompt(row)) for row in rows}) < HELD_OUT_SHARE:
-        prompt = row_key
+    prompt = row_key if splits_by_row(rows, kind) else kind.prompt
     return train_eval_split(rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats)
+
+
+def splits_by_row(rows: list[Row], kind: RowKind) -> bool:
+    """Return whether single rows are held out, as given answers have too few prompts."""
+    return kind.holds_out_rows and len({prompt_key(kind.prompt(row)) for row in rows}) < HELD_OUT_SHARE
+
+
+def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind) -> list[str]:
+    """Warn if held-out prompts are trained on, or rows where these are what is held out."""
+    if splits_by_row(train, kind):
+        return trained_on_too(map(row_key, train), map(row_key, held_out), what="rows")
+    return trained_on_too(map(kind.prompt, train), map(kind.prompt, held_out))
 
 
 # ---- prompts of a task ----

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.data.messages import Message, Prompt
+from tinyrl.data.messages import Message, Prompt, as_messages
 from tinyrl.environments.environment import Episode
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
@@ -41,7 +41,7 @@ HELP = """/temperature T   set the sampling temperature (0 = greedy)
 /help, /quit
 """
 ENDS = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}  # by finish reason
-OnText = Callable[[Literal["policy", "environment"], str], None]
+OnText = Callable[[Literal["prompt", "policy", "environment"], str], None]
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,12 @@ class ChatSession(ExitStack):
 
     def say(self, asked: str | int, on_text: OnText) -> ChatAnswer:
         """Answer a message of the conversation, or begin another with the prompt of a held-out row, by its number.
-        `on_text` gets the pieces as they come. A stop raises Interrupted.
+        `on_text` gets that prompt, then the pieces as they come. A stop raises Interrupted.
         """
         chats = self.chats and isinstance(asked, str)
         prompt = self._prepare([*self.messages, {"role": "user", "content": asked}] if chats else asked)
+        if isinstance(asked, int):
+            on_text("prompt", str(as_messages(prompt.prompt)[-1]["content"]))
         self.answer = answer = self._answer(prompt, on_text)
         if self.chats and not isinstance(prompt.prompt, str):
             added: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]
@@ -259,4 +261,6 @@ def _obey(session: ChatSession, line: str) -> None:
             print(f"\n(the environment gave no answer: {escape_control(episode.failure)})", end="")
         print(ENDS.get(answer.sample.finish, ""))
     elif line:
+        if command != "/help":
+            print(f"unknown command {escape_control(command)}; there are:")
         print(HELP, end="")

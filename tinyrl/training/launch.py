@@ -34,8 +34,8 @@ from tinyrl.rollout.load import resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
-from tinyrl.runs.records import json_object
-from tinyrl.runs.resolve import absolute_paths, resolve
+from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
+from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.load import load_method
@@ -70,7 +70,9 @@ def start(
     """
     check_trackers(config.run.trackers)
     with contextlib.ExitStack() as undo:
-        method = _load(resolve(config), options=options, undo=undo)
+        config = resolve(config)
+        check_room_for_responses(config)
+        method = _load(config, options=options, undo=undo)
         policy = method.policy
         world = method.world
         config = method.config  # with the date of the run
@@ -123,7 +125,9 @@ def _check_alike(method: Method, checkpoint: str) -> None:
 def write_environment(
     folder: RunDir, method: Method, *, options: Options, command: list[str], forked_from: str | None = None
 ) -> None:
-    """Write env.json of a run that trains `method`; forked_from: RUN@STEP of the checkpoint that a fork begins with."""
+    """Write env.json of a run that trains `method`; forked_from: RUN@STEP of the checkpoint that a fork begins with,
+    whose records of a changed reward are kept.
+    """
     device = method.policy.device
     processes = method.world.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -136,6 +140,8 @@ def write_environment(
         dtype=str(method.policy.causal.dtype).removeprefix("torch."),
         forked_from=forked_from,
     )
+    if forked_from is not None:
+        facts[REWARD_CHANGED] = reward_changes(folder.read_environment())
     folder.write_environment(facts)
 
 
@@ -201,10 +207,21 @@ def resume(
             if checkpoint is not None:
                 run.save()
             folder.write_config(config)
+            if kept is not None and any(map(change_is_of_reward, changes)):
+                note_reward_change(folder, step=kept.run.step)
         for note in notes:
             run.display.note(note)
         undo.pop_all()
         return run
+
+
+def note_reward_change(folder: RunDir, *, step: int) -> None:
+    """Write into env.json that numbers up to `step` are of another reward than those after it."""
+    facts = folder.read_environment()
+    if not facts:  # gone or damaged, of which the resume warns
+        return
+    earlier = [before for before in reward_changes(facts) if before < step]
+    folder.write_environment({**facts, REWARD_CHANGED: [*earlier, step]})
 
 
 def refuse_to_begin_again(folder: RunDir, problems: list[str]) -> None:
@@ -284,7 +301,9 @@ def fork(
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
         new.write_config(config)
-        new.write_environment({"options": asdict(options)})  # what else there is to write is known once it is loaded
+        changed = [before for before in reward_changes(old.read_environment()) if before <= step]
+        # what else there is to write is known once it is loaded
+        new.write_environment({"options": asdict(options), REWARD_CHANGED: changed})
         copy = new.checkpoints / checkpoints.checkpoint_name(step)
         shutil.copytree(checkpoint, copy)
         copy_best(old, new, kept, copy)
@@ -372,6 +391,13 @@ def change_invalidates(change: Change | ChangedInput) -> bool:
     if isinstance(change, ChangedInput) or change.setting == "run.seed":
         return True
     return not change.setting.startswith(("optim.", "run."))
+
+
+def change_is_of_reward(change: Change | ChangedInput) -> bool:
+    """Return whether rewards may be others after a change: of a reward's settings or files, or of the task's rule."""
+    name = change.name if isinstance(change, ChangedInput) else change.setting
+    of_reward = name.startswith(("reward.", "task.name", "task.grading"))
+    return of_reward and name != "reward.timeout_s"
 
 
 MOST_SHOWN = 3  # changes in an error

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
+from tinyrl.config.method_sections import PolicyGradientSection
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.generation.sample import (
     Sample,
@@ -81,6 +82,17 @@ class OnPolicy(Method):
     @property
     def rows_of_epoch(self) -> tuple[int, int]:
         return len(self.collector.train_prompts), self.config.on_policy.num_prompts
+
+    def epoch_note(self) -> str:
+        """Return the steps of an epoch, and how many completions and optimizer steps a step has."""
+        section = self.config.on_policy
+        updates = 1
+        if isinstance(section, PolicyGradientSection):
+            minibatch_size = section.minibatch_size or section.batch_size
+            updates = section.num_epochs * (section.batch_size // minibatch_size)
+        sampled = f"{section.num_prompts:,} prompts x {section.group_size} = {section.batch_size:,} completions"
+        steps = "1 optimizer step" if updates == 1 else f"{updates:,} optimizer steps"
+        return f"{super().epoch_note()}; a step is {sampled}, {steps}"
 
     def check(self) -> list[str]:
         return self.collector.check()

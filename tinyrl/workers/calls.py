@@ -134,7 +134,7 @@ class WorkerFunction:
             try:
                 if time.monotonic() > deadline:
                     raise CallFailed(
-                        f"was not tried again alone: {ROWS_TIMEOUTS} x timeout_s had gone into the others; with the "
+                        f"was not tried again alone, as {ROWS_TIMEOUTS} x timeout_s had gone into other rows: with the "
                         f"whole batch it {why}"
                     )
                 self._load()

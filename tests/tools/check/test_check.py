@@ -216,3 +216,38 @@ def test_what_does_not_fit_is_found() -> None:
     for text in ("24XB", "", "0GB", "GB"):
         with pytest.raises(ValueError, match="--memory"):
             bytes_of(text)
+
+
+DOUBLE = """
+from tinyrl.tasks import Task
+
+
+def rows(split):
+    start = {{"train": 0, "eval": {start}}}[split]
+    return [{{"prompt": f"{{n}} and {{n}} =", "answer": str(2 * n)}} for n in range(start, 200, 2)]
+
+
+def verify(prompts, completions, answer, **_):
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+
+
+TASK = Task(name="double", summary="twice", rows=rows, verify=verify, columns=("prompt", "answer"))
+"""
+
+
+@pytest.mark.parametrize(("start", "found"), [(0, ["held-out rows are trained on"]), (1, [])])
+def test_rows_that_a_task_gives_for_both_splits_are_found(
+    start: int, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even numbers to train on: held out are the even ones, or the odd ones."""
+    monkeypatch.chdir(tmp_path)
+    Path("double.py").write_text(DOUBLE.format(start=start))
+    page = checked("grpo", "task.name=double.py:TASK", "model.path=starter", "--quick")
+    names = [one["finding"] for one in page["findings"]]
+    assert [name for name in names if name.startswith("held-out")] == found
+
+
+@pytest.mark.parametrize(("recipe", "shown"), [("starter-grpo", False), ("lookup", True)])
+def test_settings_of_an_environment_are_shown_where_there_is_one(recipe: str, shown: bool) -> None:
+    settings = checked("grpo", recipe, "--quick")["settings"]["settings"]
+    assert any(name.startswith("environment.") for name in settings) is shown

@@ -148,3 +148,10 @@ def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatc
     trial = look(collector, knows_gold=False, minutes=minutes)
     assert (trial.prompts, trial.prompts_wanted) == (tried, 20)
     assert trial.seconds == 10.0 * tried
+
+
+@pytest.mark.parametrize(("samples", "known"), [(2, 0), (8, 1)])
+def test_the_share_of_groups_with_spread_takes_a_group_of_samples(samples: int, known: int) -> None:
+    """Groups of 8; of two samples a prompt there is none to tell by."""
+    shown = section(planted(groups_of([[1.0, 0.0] * (samples // 2)] * 4), "grpo.group_size=8"))
+    assert len([line for line in shown.lines if "of groups of 8" in line]) == known

@@ -246,6 +246,16 @@ def test_the_outcome_is_before_after_interval_and_kl(
     assert [part for part in parts if part not in text] == [], text
 
 
+def test_the_outcome_begins_with_the_step_after_which_the_reward_changed(tmp_path: Path) -> None:
+    lines = [FIRST, {"step": 9, "eval/reward_mean": 0.5}]
+    run = write_run(tmp_path / "run", lines)
+    unchanged = outcome(read_run(run))
+    (run / "env.json").write_text('{"reward_changed": [4]}')
+    before, after, sentence = outcome(read_run(run)).partition(unchanged)
+    assert "after step 4" in before
+    assert (after, sentence) == (unchanged, "")
+
+
 def test_time_is_by_phase_the_longest_first(tmp_path: Path) -> None:
     line = {"time/total": 10.0, "time/rollout": 4.0, "time/update": 5.0, "time/rollout/reward": 3.0}
     run = read_run(write_run(tmp_path / "a", [{"step": step, **line} for step in (1, 2)]))

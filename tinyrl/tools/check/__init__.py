@@ -26,15 +26,15 @@ from tinyrl.errors import ExplainedByCheck
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
-from tinyrl.runs.resolve import resolve
+from tinyrl.runs.resolve import check_room_for_responses, resolve
 from tinyrl.tasks import load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
-from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
 from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.check.offline import check_memory
-from tinyrl.tools.check.reward import check_reward
+from tinyrl.tools.check.reward import check_reward, has_environment
 from tinyrl.tools.check.section import CheckSection
 
 if TYPE_CHECKING:
@@ -67,11 +67,12 @@ def check(
     """
     given = config
     config = resolve(config)
+    check_room_for_responses(config)
     yield check_settings(given, config)
     if offline:
         yield check_memory(config, device=options.device, memory=memory)
         return
-    rows, train = _rows(config)
+    rows, train = _rows(config, quick=quick)
     parts = _without_models(config, train, asks_judges=quick)
     if quick:
         yield from (rows, *parts)
@@ -174,7 +175,10 @@ def check_settings(given: Config, config: Config) -> CheckSection:
     """Return the settings that differ from the defaults, those that `resolve` chose for the model, and the machine."""
     defaults = _by_name(Config(method=config.method))
     before = _by_name(given)
-    differing = {name: value for name, value in _by_name(config).items() if defaults.get(name) != value}
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    unused = () if config.environment.agent or has_environment(config, task) else ("environment.",)
+    now = {name: value for name, value in _by_name(config).items() if not name.startswith(unused)}
+    differing = {name: value for name, value in now.items() if defaults.get(name) != value}
     chosen = {name: value for name, value in differing.items() if isinstance(value, int) and before[name] != value}
     set_here = [as_override(name, value) for name, value in differing.items() if name not in chosen]
     lines = [f"{config.method}: {', '.join(set_here) or 'all defaults'}"]
@@ -197,13 +201,20 @@ def _by_name(config: Config) -> dict[str, Any]:
     return found
 
 
-def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
+def _rows(config: Config, *, quick: bool) -> tuple[CheckSection, list[Row]]:
     """Read the rows of both splits; the section shows how many there are and the first. Return those to train on."""
     rows = rows_of_run(config)
     train = rows.train
     held_out = rows.held_out
     source = config.task.data or f"the task {config.task.name}"
-    lines = [f"{len(train):,} to train on, {len(held_out):,} held out, of {source}", *rows.notes]
+    known = {row_key(row) for row in train}
+    seen = [row for row in held_out if row_key(row) in known]
+    held = f"{len(held_out):,} held out"
+    if len(seen) == len(held_out):
+        held = f"none held out (evaluation has {len(held_out):,} of them)"
+    lines = [f"{len(train):,} to train on, {held}, of {source}", *rows.notes]
+    if quick and config.run.eval_prompts:  # else the method's own notes have it
+        lines += shared_by_splits(train, held_out, rows.kind)
     row = train[0]
     if config.samples:
         task = load_task(config.task.name or "rows")
@@ -218,7 +229,6 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
             lines.append("read as letters of the task sort; rows of another kind need task.name=rows")
     lines.append("columns: " + ", ".join(f"{name}={one_line(repr(value), 30)}" for name, value in row.items()))
     section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
-    known = {row_key(row) for row in train}
     if len(known) == 1 < len(train):
         finding = Finding(
             name="one row",
@@ -226,12 +236,15 @@ def _rows(config: Config) -> tuple[CheckSection, list[Row]]:
             change="Other rows in task.data; task.max_samples=null.",
         )
         section.findings.append(finding)
-    seen = [row for row in held_out if row_key(row) in known]
-    if config.task.eval_data is not None and len(seen) > len(held_out) / 10:
+    is_split = config.task.data is not None and config.task.eval_data is None and not rows.kind.has_own_rows
+    if not is_split and len(seen) > len(held_out) / 10:
+        change = "Other rows as task.eval_data, or none: then some of task.data are held out."
+        if config.task.data is None:
+            change = f'Other rows for the split "eval" of the task {config.task.name}.'
         finding = Finding(
             name="held-out rows are trained on",
             what=f"{len(seen):,} of {len(held_out):,} held-out rows are among those to train on.",
-            change="Other rows as task.eval_data, or none: then some of task.data are held out.",
+            change=change,
             is_harmless=True,
         )
         section.findings.append(finding)

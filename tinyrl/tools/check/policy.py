@@ -507,7 +507,8 @@ def section(trial: Trial) -> CheckSection:
         lines.append(
             f"reward {format_number(trial.reward_mean)} on average, greedily {format_number(trial.reward_greedy)}"
         )
-        lines.append(f"{trial.spread:.0%} of groups of {trial.group_size} have rewards that differ")
+        if not math.isnan(trial.spread):  # fewer samples than a group
+            lines.append(f"{trial.spread:.0%} of groups of {trial.group_size} have rewards that differ")
         best = max(rewarded(trial.answers), key=lambda answer: answer.reward)
         worst = min(rewarded(trial.answers), key=lambda answer: answer.reward)
         for answer in (best, worst):

@@ -344,11 +344,12 @@ def attack(trial: ScoredTexts, scorer: TextScorer, task: Task, rows: list[Row]) 
     """Look for holes; return lines about them."""
     found = find_holes(scorer, task, rows)
     if found is None:
-        return ["holes: not looked for, which takes two rows with different right answers"]
+        known = "which a column `answer` has, or `gold` of a task"
+        return [f"holes: not looked for, which takes two rows with different right answers, {known}"]
     trial.holes = found.holes
     trial.is_blind = found.is_blind
     tried, kinds = found.tried
-    lines = [f"holes: {len(found.holes) or 'none'} found by {tried:,} wrong texts of {kinds} kinds"]
+    lines = [f"holes: {tried:,} wrong texts of {kinds} kinds tried, {len(found.holes) or 'none'} found"]
     for hole in found.holes[:SHOWN_HOLES]:
         ends = f"{hole.score:.3g} of a right answer's {hole.right:.3g}"
         lines.append(f"  {hole.name} ({hole.share:.0%} of the rows, {ends}): {one_line(hole.text, SHOWN)!r}")

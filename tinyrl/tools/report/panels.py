@@ -14,7 +14,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
-from tinyrl.runs.records import Points, RunRecords, subsample, to_float
+from tinyrl.runs.records import Points, RunRecords, reward_change_note, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import format_seconds, one_line, typeset_number
 
@@ -309,7 +309,13 @@ def subtitle(run: RunRecords) -> str:
 
 
 def outcome(run: RunRecords) -> str:
-    """Return one sentence: the score before and after, held out with its interval and the KL paid for it."""
+    """Return one sentence: the score before and after, held out with its interval and the KL paid for it. Before it
+    stands another one where the reward changed on the way, so that the two scores do not compare.
+    """
+    return f"{reward_change_note(run.env)} {_first_to_last_score(run)}".lstrip()
+
+
+def _first_to_last_score(run: RunRecords) -> str:
     for metric in TABLE:
         held = run.finite(metric.held)
         points = held or run.finite(metric.key)
