@@ -162,7 +162,7 @@ def test_an_update_waits_as_often_whatever_its_micro_batches(
         def counted(*args: Any, step: Callable[..., Any] = step, seen: list[int] = seen, **named: Any) -> Any:
             with counting_waits(device) as found:
                 metrics = step(*args, **named)
-            seen.append(sum(n for where, n in found.items() if not where.startswith(("/", "rollout/"))))
+            seen.append(sum(n for where, n in found.items() if not where.startswith(("/", "generation/sample"))))
             return metrics
 
         updater.step = counted
