@@ -86,8 +86,8 @@ def trained_on_too(train: Iterable[Any], held_out: Iterable[Any], *, what: str =
     shared = held & {prompt_key(prompt) for prompt in train}
     if not shared:
         return []
-    counts = f"{len(shared):,} of the {len(held):,} held-out {what} are trained on too"
-    return [f"warning: {counts}: held-out scores say nothing of new {what}"]
+    counts = f"held-out {what} that are trained on too: {len(shared):,} of {len(held):,}"
+    return [f"warning: {counts}; held-out scores say nothing of new {what}"]
 
 
 def seeded_permutation(key: str, count: int) -> list[int]:
