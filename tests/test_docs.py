@@ -21,7 +21,7 @@ from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of
 from tinyrl.runs import findings
 from tinyrl.tasks import Task
-from tinyrl.tasks.run_rows import check_row
+from tinyrl.tasks.run_rows import Prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
@@ -102,7 +102,7 @@ def test_the_code_of_the_pages_runs(tmp_path: Path):
     assert {episode.guess(number) for number in range(1, 10)} == {"right", "higher", "lower"}
     task: Task = loaded("double", blocks("data.md", "python")[0], tmp_path).TASK
     rows = task.rows("eval")
-    check_row(task, rows[0], verified=True)
+    Prompts(task, verified=True).check(rows[0])
     assert task.verify is not None
     prompts, right = [task.prompt(row) for row in rows], [row["answer"] for row in rows]
     assert set(task.verify(prompts, [task.gold(row) for row in rows], answer=right)) == {1.0}

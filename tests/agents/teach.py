@@ -43,7 +43,7 @@ from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.messages import Message
 from tinyrl.data.readers import Row
 from tinyrl.environments.agent import Agents
-from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
+from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
 from tinyrl.generation.engine import Sequence as Sampled
@@ -130,7 +130,7 @@ class RecordedEpisode(AgentEpisode):
     scheduler: Scripted | None = None
     sft_rows: list[Row] = field(default_factory=list)
 
-    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call | None:
+    def call(self, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]) -> Call | None:
         call = super().call(prompt, given, limit=limit, stop=stop)
         if call is None:
             return None

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tinyrl.config.aliases import ALIASES, LINES
+from tinyrl.config.foreign_names import written_as_setting
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
     apply_overrides,
@@ -26,7 +27,7 @@ from tinyrl.config.recipe import (
 )
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of, written_as_setting
+from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
 from tinyrl.errors import UnknownSettings
 from tinyrl.text import truncate

@@ -22,7 +22,7 @@ from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_lib
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Dialogue, Episode
-from tinyrl.generation.agent_episode import AgentEpisode, Call, Given
+from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.sample import (
@@ -46,7 +46,7 @@ from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
-NOTHING = Given()
+NOTHING = ClientInput()
 MORE: Any = {"role": "user", "content": "and?"}
 
 
@@ -139,7 +139,7 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
     answer = [*target[:-1], tokenizer.convert_tokens_to_ids(end)]
     episode = episode_of(tokenizer, left=64, calls=8, positions=512)
     last = sampled(Sequence(prompt, SamplingParams(), np.uint64(0), 64), answer, "eos")
-    added = episode._added(last, Given(CHAT[:2]), Given(CHAT))
+    added = episode._added(last, ClientInput(CHAT[:2]), ClientInput(CHAT))
     whole = rendered_by_the_library(tokenizer, CHAT)
     extra = answer[-1:] if end == "<eos>" else []  # which this template does not write
     border = len(prompt) + len(answer) - len(extra)
@@ -148,7 +148,7 @@ def test_a_turn_that_continues_is_closed_once(make: Any, end: str) -> None:
 
 
 def continued(
-    tokenizer: Any, given: Given, answer: str, said: Any, later: Given, *, finish: FinishReason = "stop"
+    tokenizer: Any, given: ClientInput, answer: str, said: Any, later: ClientInput, *, finish: FinishReason = "stop"
 ) -> Sample | None:
     """The row of an episode in which the policy wrote `answer`, of which the agent got `said`, and then `later` was
     asked; None if that begins another row.
@@ -179,7 +179,9 @@ def test_an_answer_that_comes_back_with_other_space_or_its_stop_string_is_contin
 ) -> None:
     """By the tokens that were sampled, and then by what the template writes behind an answer."""
     answer: Any = {"role": "assistant", "content": repeated}
-    row = continued(server.tokenizer, Given([USER]), "I look: x = 1 END", "I look: x = 1 ", Given([USER, answer, MORE]))
+    row = continued(
+        server.tokenizer, ClientInput([USER]), "I look: x = 1 END", "I look: x = 1 ", ClientInput([USER, answer, MORE])
+    )
     assert row is not None
     assert row.response == ids(server.tokenizer, "I look: x = 1 END") + ids(server.tokenizer, "</s><user>and?<a>") + [
         40
@@ -189,8 +191,8 @@ def test_an_answer_that_comes_back_with_other_space_or_its_stop_string_is_contin
 @pytest.mark.parametrize("repeated", ["I look: x = 2", "I look: x = 1 AND", "I look: x=1", "x = 1 END"])
 def test_an_answer_that_comes_back_with_other_words_is_another_row(server: Running, repeated: str) -> None:
     answer: Any = {"role": "assistant", "content": repeated}
-    later = Given([USER, answer, MORE])
-    assert continued(server.tokenizer, Given([USER]), "I look: x = 1 END", "I look: x = 1 ", later) is None
+    later = ClientInput([USER, answer, MORE])
+    assert continued(server.tokenizer, ClientInput([USER]), "I look: x = 1 END", "I look: x = 1 ", later) is None
 
 
 @pytest.mark.parametrize(
@@ -201,14 +203,14 @@ def test_an_answer_that_comes_back_with_other_words_is_another_row(server: Runni
     ],
 )  # fmt: skip
 def test_a_text_that_comes_back_with_its_stop_string_reads_it_once(server: Running, repeated: str, read: str) -> None:
-    row = continued(server.tokenizer, Given(text="hello"), " x END", " x ", Given(text=repeated))
+    row = continued(server.tokenizer, ClientInput(text="hello"), " x END", " x ", ClientInput(text=repeated))
     assert row is not None
     assert row.response == [*ids(server.tokenizer, " x END"), *ids(server.tokenizer, read), 40]
 
 
 @pytest.mark.parametrize("repeated", ["hello xs END and", "hello y END and"])
 def test_a_text_that_comes_back_otherwise_is_another_row(server: Running, repeated: str) -> None:
-    assert continued(server.tokenizer, Given(text="hello"), " x END", " x ", Given(text=repeated)) is None
+    assert continued(server.tokenizer, ClientInput(text="hello"), " x END", " x ", ClientInput(text=repeated)) is None
 
 
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:
@@ -249,7 +251,7 @@ def test_calls_of_tools_and_their_results_are_kept_with_the_tools(server: Runnin
     result = {"role": "tool", "content": "Austen", "tool_call_id": "a"}
     asked = {"role": "assistant", "content": "", "tool_calls": [called]}
     variables = {"tools": TOOLS, "mood": "x"}
-    given = Given([USER, asked, result], variables)
+    given = ClientInput([USER, asked, result], variables)
     calls = [begun(server.episode, [5, n], given, limit=4) for n in (6, 7, 8)]
     sampled(calls[0].sequence, [40], "stop")
     calls[0].answered({"content": None, "tool_calls": [called]})
@@ -287,7 +289,7 @@ def test_another_history_is_a_conversation_of_its_own_in_the_record_too(server: 
 # ---- limits ----
 
 
-def begun(episode: AgentEpisode, prompt: list[int], given: Given = NOTHING, *, limit: int | None = None) -> Call:
+def begun(episode: AgentEpisode, prompt: list[int], given: ClientInput = NOTHING, *, limit: int | None = None) -> Call:
     """A call that has a turn and tokens."""
     call = episode.call(prompt, given, limit=limit, stop=[])
     assert call is not None
@@ -426,10 +428,10 @@ def test_a_denied_call_truncates_the_conversation_it_would_continue_or_the_first
 ) -> None:
     episode = server.open(calls=2)
     for prompt, first in (([5, 6], "one"), ([7, 8], "two")):
-        call = begun(episode, prompt, Given(text=first))
+        call = begun(episode, prompt, ClientInput(text=first))
         sampled(call.sequence, [40], "eos")
         call.answered({"content": " x"})
-    assert episode.call([9], Given(text=text), limit=None, stop=[]) is None
+    assert episode.call([9], ClientInput(text=text), limit=None, stop=[]) is None
     assert [each.finish for each in episode.samples()] == ["eos", "eos"]
     truncated = [each.finish for each in episode.samples(truncated=True)]
     assert truncated == ["length" if number == cut else "eos" for number in range(2)]

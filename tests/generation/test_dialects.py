@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from tests.generation.conftest import episode_of, listening_to
 from tests.generation.test_endpoint import CALL, TOOLS, Scripted, post
 from tinyrl.generation.completions import ChatCompletions
-from tinyrl.generation.dialect import Ended, Refused, TokenLogprob, Usage
+from tinyrl.generation.dialect import EndedChoice, ListedToken, Refused, Usage
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.messages_api import Messages
 from tinyrl.generation.responses import Responses
@@ -175,7 +175,7 @@ def test_state_that_is_not_asked_for_is_no_state() -> None:
 
 # ---- answers, by the types of the clients ----
 
-TWO_CALLS = Ended(
+TWO_CALLS = EndedChoice(
     content="I look.",
     calls=[
         {
@@ -186,19 +186,19 @@ TWO_CALLS = Ended(
         for city in ("Oslo", "Rome")
     ],
     reason="tool_calls",
-    logprobs=[TokenLogprob("I look.", -0.5, [("I", -0.25)])],
+    logprobs=[ListedToken("I look.", -0.5, [("I", -0.25)])],
 )
 ENDINGS = {
-    "text": Ended("dry", [], "stop"),
-    "nothing": Ended("", [], "stop"),
-    "cut off": Ended("dr", [], "length"),
-    "stopped": Ended("dry", [], "stop", stop="END"),
-    "calls alone": Ended(None, TWO_CALLS.calls, "tool_calls"),
+    "text": EndedChoice("dry", [], "stop"),
+    "nothing": EndedChoice("", [], "stop"),
+    "cut off": EndedChoice("dr", [], "length"),
+    "stopped": EndedChoice("dry", [], "stop", stop="END"),
+    "calls alone": EndedChoice(None, TWO_CALLS.calls, "tool_calls"),
     "calls": TWO_CALLS,
 }
 
 
-def streamed(dialect: Any, ended: Ended) -> list[Any]:
+def streamed(dialect: Any, ended: EndedChoice) -> list[Any]:
     """The events of an answer whose text comes in two pieces."""
     events = [*dialect.begin(1, Usage(3, 0))]
     text = ended.content or ""

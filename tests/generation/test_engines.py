@@ -111,7 +111,7 @@ def test_each_role_samples_from_its_current_weights(tiny: TinyModels, name: str)
 
 
 def test_a_sample_of_the_library_does_not_depend_on_its_batch(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """Alone (no padding), backwards, a few rows at a time, and split groups. Ended rows are dropped."""
+    """Alone (no padding), backwards, a few rows at a time, and split groups. EndedChoice rows are dropped."""
     engine, seen, forward = make_engine(tiny("gemma2"), max_new_tokens=16), list[int](), LibraryScheduler._forward
     engine.eos = set(range(1, 16))
 

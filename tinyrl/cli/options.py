@@ -62,7 +62,7 @@ class CommandWithSettings(TyperCommand):
                 break
             if not option.startswith("--") or option in options:
                 continue
-            from tinyrl.config.settings import written_as_setting  # with the schema: not for --help
+            from tinyrl.config.foreign_names import written_as_setting  # with the schema: not for --help
 
             following = args[at + 1 : at + 2]
             if not equals:

@@ -16,7 +16,7 @@ from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
-from tinyrl.tasks.run_rows import needed_data, read_ahead
+from tinyrl.tasks.run_rows import check_data_given, read_ahead
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
@@ -47,7 +47,7 @@ def _check_task(config: Config) -> None:
     """Check that there is such a task, and rows for it."""
     task = load_task(config.task.name or "rows", grading=config.task.grading)
     if not config.samples or task.name == "rows":
-        needed_data(config)
+        check_data_given(config)
     has_episodes = task.respond is not None or task.environment is not None
     if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
         fraction = config.distill.on_policy_fraction

@@ -20,10 +20,11 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from tinyrl.config.effect import contradictions, given_settings, without_effect
+from tinyrl.config.explain import UNKNOWN, explain
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
-from tinyrl.config.settings import UNKNOWN, explain, fields_of
+from tinyrl.config.settings import fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
 from tinyrl.errors import UnknownSettings
 from tinyrl.text import decode_utf8, did_you_mean, truncate

@@ -40,7 +40,7 @@ FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
 
 
 @dataclass(frozen=True)
-class Given:
+class ClientInput:
     """A client's input: messages and the variables of their template, or text, or (neither) tokens."""
 
     messages: list[Message] | None = None
@@ -49,7 +49,7 @@ class Given:
 
 
 @dataclass(eq=False)
-class Conversation:
+class AgentConversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
     the agent has it (None: it cannot be continued); dialogue: the same as messages, for the records; pending: the
     call under way; is_cut: a call that would have continued it had no turn or no tokens left.
@@ -58,7 +58,7 @@ class Conversation:
     sample: Sample
     last: Sequence | None = None
     is_cut: bool = False
-    known: Given | None = None
+    known: ClientInput | None = None
     dialogue: Dialogue = field(default_factory=Dialogue)
     pending: Call | None = None
 
@@ -66,7 +66,7 @@ class Conversation:
     def tokens(self) -> list[int]:
         return [*self.sample.prompt, *self.sample.response]
 
-    def add(self, read: list[int], answer: Sequence, *, known: Given | None) -> None:
+    def add(self, read: list[int], answer: Sequence, *, known: ClientInput | None) -> None:
         """Append tokens that were read and the answer to them."""
         assert answer.finish_reason is not None
         self.sample.read(read)
@@ -85,9 +85,9 @@ class Call:
     """
 
     episode: AgentEpisode
-    conversation: Conversation
+    conversation: AgentConversation
     sequence: Sequence
-    given: Given
+    given: ClientInput
     read: list[int]
     number: tuple[str, int]
 
@@ -96,10 +96,10 @@ class Call:
         given = self.given
         known = None
         if given.text is not None:
-            known = Given(text=given.text + message["content"])
+            known = ClientInput(text=given.text + message["content"])
         elif given.messages is not None:
             added = messages_of([{"role": "assistant", **message}], "messages")
-            known = Given([*given.messages, *added], given.variables)
+            known = ClientInput([*given.messages, *added], given.variables)
         with self.episode.lock:
             if self.episode.over:
                 return
@@ -109,7 +109,7 @@ class Call:
             self.episode.left -= len(self.sequence.tokens)
             self.episode.calls += 1
 
-    def _note(self, message: Message, known: Given | None) -> None:
+    def _note(self, message: Message, known: ClientInput | None) -> None:
         """Write the call and its answer into the record of the conversation; text that is no chat is the user's."""
         dialogue = self.conversation.dialogue
         if known is not None and known.messages is not None:
@@ -162,11 +162,11 @@ class AgentEpisode:
     over: bool = False
     was_denied: bool = False
     has_overflowed: bool = False
-    conversations: list[Conversation] = field(default_factory=list)
+    conversations: list[AgentConversation] = field(default_factory=list)
     numbers: set[tuple[str, int]] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def call(self, prompt: list[int], given: Given, *, limit: int | None, stop: list[str]) -> Call | None:
+    def call(self, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]) -> Call | None:
         """Begin a call; None if the episode has no calls or no tokens left. Raises Refused if it is over, and
         ContextOverflow if the model has no position left.
         """
@@ -184,7 +184,7 @@ class AgentEpisode:
             if room < 1:
                 raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
             if conversation is None:
-                conversation = Conversation(Sample.opened(context, row=self.row))
+                conversation = AgentConversation(Sample.opened(context, row=self.row))
                 self.conversations.append(conversation)
             # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
             # sent before, so that it does not depend on which of several calls comes first.
@@ -221,7 +221,7 @@ class AgentEpisode:
                 conversation.sample.finish = "length"
         return [each.sample for each in answered]
 
-    def _continued(self, prompt: list[int], given: Given) -> tuple[Conversation | None, list[int]]:
+    def _continued(self, prompt: list[int], given: ClientInput) -> tuple[AgentConversation | None, list[int]]:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
         for conversation in reversed(self.conversations):
             known = conversation.known
@@ -238,7 +238,7 @@ class AgentEpisode:
                 return conversation, added
         return None, []
 
-    def _text_behind(self, last: Sequence, known: Given | None, text: str) -> list[int] | None:
+    def _text_behind(self, last: Sequence, known: ClientInput | None, text: str) -> list[int] | None:
         """Encode what follows an answer in a text; None if the text does not begin with what is known."""
         if known is None or known.text is None:
             return None
@@ -254,7 +254,7 @@ class AgentEpisode:
             rest = _without_stop(rest, last.stop)  # which was sampled, and not shown
         return tokens_behind(self.tokenizer, known.text, rest)
 
-    def _added(self, last: Sequence, known: Given, given: Given) -> list[int] | None:
+    def _added(self, last: Sequence, known: ClientInput, given: ClientInput) -> list[int] | None:
         """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
         variables of the template differ, or if the template writes earlier turns otherwise once more follow (it may
         leave out their thinking).

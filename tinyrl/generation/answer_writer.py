@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from tinyrl.environments.tool_calls import ToolCall
-from tinyrl.generation.dialect import JSON, Ended, Refused, TokenLogprob
+from tinyrl.generation.dialect import JSON, EndedChoice, ListedToken, Refused
 from tinyrl.generation.engine import SampledRole
 from tinyrl.generation.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.generation.scheduler import LiveScheduler
@@ -38,7 +38,7 @@ class AnswerWriter:
         try:
             async for _ in answer.pieces():
                 pass
-            choices = list[Ended]()
+            choices = list[EndedChoice]()
             for choice in answer.choices:
                 if choice.index % SLICE == SLICE - 1:
                     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ class AnswerWriter:
             for event in dialect.failed(refused):
                 yield dialect.line(event)
 
-    def _last_events(self, answer: LiveAnswer, choice: Choice, ended: Ended) -> Iterator[JSON]:
+    def _last_events(self, answer: LiveAnswer, choice: Choice, ended: EndedChoice) -> Iterator[JSON]:
         """Yield the events of a choice that has ended: text that was held back, and its end."""
         dialect = answer.dialect
         held = choice.held
@@ -95,7 +95,7 @@ class AnswerWriter:
             yield from dialect.piece(choice.index, text, own)
         yield from dialect.end(choice.index, replace(ended, logprobs=left))
 
-    async def _end(self, answer: LiveAnswer, choice: Choice) -> Ended:
+    async def _end(self, answer: LiveAnswer, choice: Choice) -> EndedChoice:
         """Return what an answer that has ended says. A call that cannot be parsed stays text."""
         sequence = choice.sequence
         logprobs = await self._logprobs(answer, choice) if answer.lists_logprobs else None
@@ -108,14 +108,14 @@ class AnswerWriter:
         if answer.reads_calls and self.form is not None:
             before, calls = self.form.read(content, sequence.tokens, tools=answer.body.tools, opened=answer.text)
             if calls and not any(call.problem for call in calls):
-                return Ended(
+                return EndedChoice(
                     content=before.rstrip() or None,
                     calls=call_entries(calls, of=[*sequence.prompt, *sequence.tokens]),
                     reason="tool_calls",
                     logprobs=logprobs,
                     fields=fields,
                 )
-        return Ended(
+        return EndedChoice(
             content=content,
             calls=[],
             reason="length" if sequence.finish_reason == "length" else "stop",
@@ -124,7 +124,7 @@ class AnswerWriter:
             fields=fields,
         )
 
-    async def _logprobs(self, answer: LiveAnswer, choice: Choice) -> list[TokenLogprob]:
+    async def _logprobs(self, answer: LiveAnswer, choice: Choice) -> list[ListedToken]:
         """Return the log-probabilities of the tokens of an answer, of its prompt's where it is echoed, that were not
         streamed yet; with the likeliest in each place if they are asked for.
         """
@@ -148,16 +148,16 @@ class AnswerWriter:
         logprobs = [*before[: len(prompt)], *sequence.logprobs]
         start = 0 if answer.echoes else len(prompt)
         return [
-            TokenLogprob(self._spelt(token), logprob, [(self._spelt(other), p) for other, p in top])
+            ListedToken(self._spelt(token), logprob, [(self._spelt(other), p) for other, p in top])
             for token, logprob, top in zip(tokens[start:], logprobs[start:], tops[start:], strict=True)
         ]
 
-    def _sampled(self, choice: Choice) -> list[TokenLogprob]:
+    def _sampled(self, choice: Choice) -> list[ListedToken]:
         """Take the log-probabilities of the sampled tokens that were not listed yet."""
         start = choice.listed
         choice.listed = len(choice.tokens)
         new = zip(choice.tokens[start:], choice.logprobs[start:], strict=True)
-        return [TokenLogprob(self._spelt(token), logprob, []) for token, logprob in new]
+        return [ListedToken(self._spelt(token), logprob, []) for token, logprob in new]
 
     def _spelt(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))

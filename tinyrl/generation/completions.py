@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import JSON, Dialect, Ended, TokenLogprob, Usage, logprob_entries
+from tinyrl.generation.dialect import JSON, Dialect, EndedChoice, ListedToken, Usage, logprob_entries
 
 
 class ChatCompletions(Dialect):
@@ -29,7 +29,7 @@ class ChatCompletions(Dialect):
             chat["tools"] = [_without_strict(tool) for tool in asked["tools"]]
         return chat
 
-    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+    def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
         parts = [self._whole_choice(index, ended) for index, ended in enumerate(choices)]
         return {**self._payload(self.kind, parts), "usage": _usage(usage)}
 
@@ -37,10 +37,10 @@ class ChatCompletions(Dialect):
         for index in range(count):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+    def piece(self, index: int, text: str, logprobs: list[ListedToken] | None) -> Iterator[JSON]:
         yield self._chunk(index, {"content": text}, logprobs=logprobs)
 
-    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+    def end(self, index: int, ended: EndedChoice) -> Iterator[JSON]:
         if ended.calls:
             yield self._chunk(index, {"tool_calls": [{"index": i, **call} for i, call in enumerate(ended.calls)]})
         yield self._chunk(index, {}, reason=ended.reason, logprobs=ended.logprobs, fields=ended.fields)
@@ -55,7 +55,7 @@ class ChatCompletions(Dialect):
         model = self.asked["model"]
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
-    def _whole_choice(self, index: int, ended: Ended) -> JSON:
+    def _whole_choice(self, index: int, ended: EndedChoice) -> JSON:
         message = {"role": "assistant", **ended.message}
         logprobs = self._listed(index, ended.logprobs)
         return {
@@ -72,7 +72,7 @@ class ChatCompletions(Dialect):
         delta: JSON,
         *,
         reason: str | None = None,
-        logprobs: list[TokenLogprob] | None = None,
+        logprobs: list[ListedToken] | None = None,
         fields: JSON | None = None,
     ) -> JSON:
         ended = {"finish_reason": reason, "logprobs": self._listed(index, logprobs), **(fields or {})}
@@ -82,7 +82,7 @@ class ChatCompletions(Dialect):
         """Return what a chunk adds to its choice."""
         return {"delta": delta}
 
-    def _listed(self, index: int, logprobs: list[TokenLogprob] | None) -> JSON | None:
+    def _listed(self, index: int, logprobs: list[ListedToken] | None) -> JSON | None:
         return None if logprobs is None else {"content": logprob_entries(logprobs), "refusal": None}
 
 
@@ -100,7 +100,7 @@ class TextCompletions(ChatCompletions):
     def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
         yield from ()
 
-    def _whole_choice(self, index: int, ended: Ended) -> JSON:
+    def _whole_choice(self, index: int, ended: EndedChoice) -> JSON:
         logprobs = self._listed(index, ended.logprobs)
         return {
             "index": index,
@@ -113,7 +113,7 @@ class TextCompletions(ChatCompletions):
     def _written(self, delta: JSON) -> JSON:
         return {"text": delta.get("content", "")}
 
-    def _listed(self, index: int, logprobs: list[TokenLogprob] | None) -> JSON | None:
+    def _listed(self, index: int, logprobs: list[ListedToken] | None) -> JSON | None:
         if logprobs is None:
             return None
         texts = [one.text for one in logprobs]
@@ -138,7 +138,7 @@ def _without_strict(tool: Any) -> Any:
     return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
-def _likeliest(one: TokenLogprob) -> dict[str, float] | None:
+def _likeliest(one: ListedToken) -> dict[str, float] | None:
     """Return a token and the likeliest in its place; of two with one spelling the likelier stays."""
     if one.logprob is None:
         return None

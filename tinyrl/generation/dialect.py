@@ -42,7 +42,7 @@ class ContextOverflow(Refused):
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
+class ListedToken:
     """A token with its log-probability (None: the first of a prompt), and the likeliest in its place."""
 
     text: str
@@ -51,7 +51,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedChoice:
     """A choice of an answer that has ended.
 
     calls: of tools, as chat completions write them; stop: the stop string that ended it; logprobs: of the tokens that
@@ -62,7 +62,7 @@ class Ended:
     calls: list[JSON]
     reason: Literal["stop", "length", "tool_calls"]
     stop: str | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[ListedToken] | None = None
     fields: JSON = field(default_factory=dict)
 
     @property
@@ -97,21 +97,24 @@ class Dialect:
         """Return the request in the words of chat completions. Raises Refused."""
         return asked
 
-    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+    def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
+        """Return an answer that is sent at once."""
         raise NotImplementedError
 
     def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
         """Open a stream of `count` choices."""
         raise NotImplementedError
 
-    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+    def piece(self, index: int, text: str, logprobs: list[ListedToken] | None) -> Iterator[JSON]:
+        """Add text to a choice, with the log-probabilities of its tokens (None: not asked for)."""
         raise NotImplementedError
 
-    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+    def end(self, index: int, ended: EndedChoice) -> Iterator[JSON]:
         """Close a choice, whose text has been written."""
         raise NotImplementedError
 
     def finish(self, usage: Usage) -> Iterator[JSON]:
+        """Close a stream whose choices have ended."""
         raise NotImplementedError
 
     @staticmethod
@@ -139,7 +142,7 @@ def refuse_state(asked: JSON) -> None:
             raise Refused(400, f"{name} is not supported: nothing is kept between two requests; send all messages")
 
 
-def logprob_entries(logprobs: list[TokenLogprob]) -> list[JSON]:
+def logprob_entries(logprobs: list[ListedToken]) -> list[JSON]:
     """Return log-probabilities as OpenAI's chats and responses list them."""
     return [
         {**_entry(one.text, one.logprob), "top_logprobs": [_entry(text, logprob) for text, logprob in one.top]}

@@ -42,7 +42,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinyrl.data.messages import messages_of, tools_of
-from tinyrl.generation.agent_episode import AgentEpisode, Given
+from tinyrl.generation.agent_episode import AgentEpisode, ClientInput
 from tinyrl.generation.answer_writer import AnswerWriter
 from tinyrl.generation.completions import ChatCompletions, TextCompletions
 from tinyrl.generation.dialect import JSON, ContextOverflow, Dialect, Refused
@@ -252,7 +252,7 @@ class Endpoint:
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         messages = messages_of(body.messages, "messages")
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
-        answer.given = Given(messages, variables)
+        answer.given = ClientInput(messages, variables)
         answer.text = rendered.opened
         answer.reads_calls = bool(tools)
         return [rendered.tokens]
@@ -265,7 +265,7 @@ class Endpoint:
         if body.echo and body.stream:
             raise ValueError("echo is not streamed")
         if isinstance(body.prompt, str):
-            answer.given = Given(text=body.prompt)
+            answer.given = ClientInput(text=body.prompt)
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         rendered = iter(await self._rendered(texts, chat=False))
         return [next(rendered).tokens if isinstance(prompt, str) else prompt for prompt in body.prompts]

@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinyrl.generation.agent_episode import Call, Given
-from tinyrl.generation.dialect import Dialect, Ended, Refused, Usage
+from tinyrl.generation.agent_episode import Call, ClientInput
+from tinyrl.generation.dialect import Dialect, EndedChoice, Refused, Usage
 from tinyrl.generation.engine import Sequence
 from tinyrl.generation.request_body import Body
 from tinyrl.text import IncrementalDetokenizer
@@ -83,7 +83,7 @@ class LiveAnswer:
         self.body = body
         self.dialect = dialect
         self.is_chat = is_chat
-        self.given = Given()
+        self.given = ClientInput()
         self.text = ""
         self.reads_calls = False
         self.lists_logprobs = bool(body.logprobs) if is_chat else body.logprobs is not None
@@ -147,7 +147,7 @@ class LiveAnswer:
                 running -= 1
                 yield choice, choice.add([])
 
-    def record(self, choice: Choice, ended: Ended) -> None:
+    def record(self, choice: Choice, ended: EndedChoice) -> None:
         """Record in an agent's episode that a completion is sent."""
         if choice.call is not None:
             choice.call.answered(ended.message if self.is_chat else {"content": choice.text})

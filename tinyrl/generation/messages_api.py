@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import JSON, Dialect, Ended, Refused, TokenLogprob, Usage, refuse_state
+from tinyrl.generation.dialect import JSON, Dialect, EndedChoice, ListedToken, Refused, Usage, refuse_state
 from tinyrl.text import truncate
 
 OWN = {"cache_control", "messages", "stop_sequences", "system", "tool_choice", "tools"}  # translated here
@@ -31,7 +31,7 @@ class Messages(Dialect):
     def __init__(self, asked: JSON) -> None:
         super().__init__(asked)
         self.is_open = False  # the block of text has begun
-        self.last: Ended | None = None
+        self.last: EndedChoice | None = None
 
     @staticmethod
     def chat_request(asked: JSON) -> JSON:
@@ -43,18 +43,18 @@ class Messages(Dialect):
         chat["tool_choice"] = _tool_choice(asked.get("tool_choice"))
         return chat
 
-    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+    def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
         [ended] = choices
         return self._message(ended, usage)
 
     def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
         yield {"type": "message_start", "message": self._message(None, usage)}
 
-    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+    def piece(self, index: int, text: str, logprobs: list[ListedToken] | None) -> Iterator[JSON]:
         yield from self._opened()
         yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
 
-    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+    def end(self, index: int, ended: EndedChoice) -> Iterator[JSON]:
         self.last = ended
         for place, block in enumerate(_blocks(ended)):
             if block["type"] == "text":
@@ -82,7 +82,7 @@ class Messages(Dialect):
             self.is_open = True
             yield {"type": "content_block_start", "index": 0, "content_block": _text_block("")}
 
-    def _message(self, ended: Ended | None, usage: Usage) -> JSON:
+    def _message(self, ended: EndedChoice | None, usage: Usage) -> JSON:
         """Return the whole message; one under way is empty."""
         reason = {"stop_reason": None, "stop_sequence": None} if ended is None else _reason(ended)
         return {
@@ -96,7 +96,7 @@ class Messages(Dialect):
         }
 
 
-def _reason(ended: Ended) -> JSON:
+def _reason(ended: EndedChoice) -> JSON:
     reason = "stop_sequence" if ended.stop is not None else STOP_REASONS[ended.reason]
     return {"stop_reason": reason, "stop_sequence": ended.stop}
 
@@ -114,7 +114,7 @@ def _text_block(text: str) -> JSON:
     return {"type": "text", "text": text, "citations": None}
 
 
-def _blocks(ended: Ended) -> list[JSON]:
+def _blocks(ended: EndedChoice) -> list[JSON]:
     blocks = list[JSON]()
     if ended.content or not ended.calls:
         blocks.append(_text_block(ended.content or ""))

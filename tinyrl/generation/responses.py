@@ -12,7 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import JSON, Dialect, Ended, Refused, TokenLogprob, Usage, logprob_entries, refuse_state
+from tinyrl.generation.dialect import (
+    JSON,
+    Dialect,
+    EndedChoice,
+    ListedToken,
+    Refused,
+    Usage,
+    logprob_entries,
+    refuse_state,
+)
 from tinyrl.text import truncate
 
 OWN = {  # fields that are translated here; the others mean what they mean in chat completions
@@ -34,8 +43,8 @@ class Responses(Dialect):
         self.message_id = self.id.replace("resp_", "msg_")
         self.number = 0  # of the next event
         self.is_open = False  # the message has begun
-        self.logprobs = list[TokenLogprob]()  # of its text so far
-        self.last: Ended | None = None
+        self.logprobs = list[ListedToken]()  # of its text so far
+        self.last: EndedChoice | None = None
 
     @staticmethod
     def chat_request(asked: JSON) -> JSON:
@@ -57,7 +66,7 @@ class Responses(Dialect):
         chat["include"] = [one for one in include if one != WITH_LOGPROBS and one not in UNREAD] or None
         return chat
 
-    def whole(self, choices: list[Ended], usage: Usage) -> JSON:
+    def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
         [ended] = choices
         self.logprobs += ended.logprobs or []
         return self._response(ended, usage)
@@ -67,12 +76,12 @@ class Responses(Dialect):
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def piece(self, index: int, text: str, logprobs: list[TokenLogprob] | None) -> Iterator[JSON]:
+    def piece(self, index: int, text: str, logprobs: list[ListedToken] | None) -> Iterator[JSON]:
         yield from self._opened()
         self.logprobs += logprobs or []
         yield self._of_text("response.output_text.delta", delta=text, logprobs=logprob_entries(logprobs or []))
 
-    def end(self, index: int, ended: Ended) -> Iterator[JSON]:
+    def end(self, index: int, ended: EndedChoice) -> Iterator[JSON]:
         self.last = ended
         self.logprobs += ended.logprobs or []
         for place, item in enumerate(self._output(ended)):
@@ -118,7 +127,7 @@ class Responses(Dialect):
     def _of_text(self, kind: str, **fields: Any) -> JSON:
         return self._event(kind, item_id=self.message_id, output_index=0, content_index=0, **fields)
 
-    def _output(self, ended: Ended) -> list[JSON]:
+    def _output(self, ended: EndedChoice) -> list[JSON]:
         items = list[JSON]()
         if ended.content or not ended.calls:
             items.append(
@@ -143,7 +152,7 @@ class Responses(Dialect):
             )
         return items
 
-    def _response(self, ended: Ended | None, usage: Usage | None) -> JSON:
+    def _response(self, ended: EndedChoice | None, usage: Usage | None) -> JSON:
         """Return the whole response; one under way has no output and no usage."""
         asked = self.asked
         is_cut = ended is not None and ended.reason == "length"
@@ -183,7 +192,7 @@ def _usage(usage: Usage) -> JSON:
     }
 
 
-def _text_part(text: str, logprobs: list[TokenLogprob]) -> JSON:
+def _text_part(text: str, logprobs: list[ListedToken]) -> JSON:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprob_entries(logprobs)}
 
 

@@ -68,7 +68,9 @@ def rows_of_run(config: Config) -> RunRows:
         train = kind.usable(placed if kind.is_shuffled else placed[:most], notes)
     if is_split:
         train, held_out = _hold_out(train, kind)
-    elif (held_out := kind.own_rows("eval", where.eval_data or where.data)) is None:
+    else:
+        held_out = kind.own_rows("eval", where.eval_data or where.data)
+    if held_out is None:
         placed = _placed(config, where.eval_data, most=None if kind.is_shuffled else most)
         held_out = kind.usable(placed, notes)
     cut = where.max_samples
@@ -88,11 +90,11 @@ def row_kind(config: Config) -> RowKind:
             kind = Pairs()
         case "judged":
             kind = Judged()
-    needed_data(config)
+    check_data_given(config)
     return kind
 
 
-def needed_data(config: Config) -> None:
+def check_data_given(config: Config) -> None:
     """Raise ValueError for a method that learns from rows, without task.data."""
     if config.task.data is None:
         raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name")
@@ -160,24 +162,19 @@ class Prompts(RowKind):
         return rows
 
     def check(self, row: Row) -> None:
-        check_row(self.task, row, verified=self.verified)
-
-
-def check_row(task: Task, row: Row, *, verified: bool) -> None:
-    """Raise ValueError for a row that the task cannot use. `verified`: the task's verifier is the reward, so it must
-    be able to judge the row.
-    """
-    for column in task.columns:
-        if column not in row:
-            columns = f"Columns: {join_truncated(row)}. Rename one with task.columns.{column}=OLD"
-            raise ValueError(f"no column '{column}', which task '{task.name}' needs. {columns}")
-    for column in RESERVED_COLUMNS & {*row}:
-        rename = f"Rename it with task.columns.NEW={column}"
-        raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
-    task.prompt(row)
-    task.gold(row)
-    if verified and task.check_reference is not None:
-        task.check_reference(row)
+        """Raise ValueError for a row that the task cannot use."""
+        task = self.task
+        for column in task.columns:
+            if column not in row:
+                columns = f"Columns: {join_truncated(row)}. Rename one with task.columns.{column}=OLD"
+                raise ValueError(f"no column '{column}', which task '{task.name}' needs. {columns}")
+        for column in RESERVED_COLUMNS & {*row}:
+            rename = f"Rename it with task.columns.NEW={column}"
+            raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
+        task.prompt(row)
+        task.gold(row)
+        if self.verified and task.check_reference is not None:
+            task.check_reference(row)
 
 
 # ---- read before torch is imported ----

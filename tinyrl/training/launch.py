@@ -192,11 +192,7 @@ def resume(
             folder.cut({})
         else:
             notes += run.restore(checkpoint, kept)
-            now = sources.versions
-            others = [f"{n} {v}, now {now[n]}" for n, v in sorted(known.versions.items()) if now.get(n, v) != v]
-            if others:
-                what = f"numbers may differ in their last digits, other versions than at {since}"
-                notes.append(f"warning: {what}: {', '.join(others)}")
+            notes += other_versions(known, sources, since=since)
             if any(change_invalidates(change) for change in changes):
                 method.forget()
             notes += [f"changed since {since}: {change}" for change in changes] + stretched
@@ -213,6 +209,17 @@ def resume(
             run.display.note(note)
         undo.pop_all()
         return run
+
+
+def other_versions(known: InputHashes, sources: InputHashes, *, since: str) -> list[str]:
+    """Warn of libraries whose versions are other ones than at a checkpoint."""
+    now = sources.versions
+    others = [
+        f"{name} {old}, now {now[name]}" for name, old in sorted(known.versions.items()) if now.get(name, old) != old
+    ]
+    if not others:
+        return []
+    return [f"warning: numbers may differ in their last digits, other versions than at {since}: {', '.join(others)}"]
 
 
 def note_reward_change(folder: RunDir, *, step: int) -> None:

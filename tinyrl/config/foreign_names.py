@@ -1,0 +1,228 @@
+"""Names of other libraries (aliases.py): the setting that each is here, and the line to copy in their place."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinyrl.config.aliases import ALIASES, BATCH, LINES, NOT_IN_THE_LINE, OF_METHOD, OPTIMIZER_STEPS, OPTIONS
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method
+from tinyrl.config.settings import SECTIONS, fields_of
+from tinyrl.config.yaml_reader import quoted
+from tinyrl.text import truncate
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What to write in place of another library's name. line: words of the command line, "" where there are none;
+    without: why, in few words; divided: the count of optimizer steps that was given and the steps that it is.
+    """
+
+    line: str = ""
+    without: str = ""
+    divided: tuple[object, int] | None = None
+
+
+@dataclass(frozen=True)
+class ForeignNames:
+    """The unknown names that stand outside of any section, with their values, and the method that is trained."""
+
+    method: object
+    values: dict[str, Any]
+
+    def count(self, name: str, default: int) -> int:
+        """Return a value that is a whole number above 0, else TRL's default."""
+        value = self.values.get(name)
+        return value if type(value) is int and value > 0 else default
+
+    @property
+    def assumed(self) -> list[str]:
+        """Return those of TRL's defaults that take the place of sizes which are not given."""
+        defaults = {"num_generations": 8}
+        if "generation_batch_size" not in self.values:
+            defaults |= {"per_device_train_batch_size": 8}
+        if not {"generation_batch_size", "steps_per_generation"} & {*self.values}:
+            defaults |= {"gradient_accumulation_steps": 1}
+        return [f"{name}={value}" for name, value in defaults.items() if name not in self.values]
+
+    @property
+    def of_update(self) -> int:
+        """Return TRL's completions of an optimizer step, on one process."""
+        return self.count("per_device_train_batch_size", 8) * self.count("gradient_accumulation_steps", 1)
+
+    @property
+    def of_rollout(self) -> int:
+        """Return TRL's completions of a rollout, on one process."""
+        steps = self.count("steps_per_generation", self.count("gradient_accumulation_steps", 1))
+        return self.count("generation_batch_size", self.count("per_device_train_batch_size", 8) * steps)
+
+    @property
+    def updates(self) -> int:
+        """Return TRL's optimizer steps of a rollout."""
+        return self.count("num_iterations", 1) * -(-self.of_rollout // self.of_update)
+
+
+# ---- the setting that a name is ----
+
+
+def setting_of(alias: str, method: object) -> tuple[str, str]:
+    """Return the setting that another library's name is under a method, and the remark behind it."""
+    answer = ALIASES[alias]
+    setting = re.split(r"[^\w.-]", answer)[0]
+    its = OF_METHOD.get(alias, {}).get(str(method)) or _for_method(setting, method) or setting
+    return its, answer.removeprefix(setting)
+
+
+def home_of(key: str, method: object) -> str | None:
+    """Return section.key of the first section that has such a key and counts for the method."""
+    unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if is_method(method) else set[str]()
+    home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
+    return None if home is None else f"{home}.{key}"
+
+
+def written_as_setting(name: str, value: str, method: object) -> str:
+    """Return the section.key=value that a name of this or another library is meant by; "" for a name of neither."""
+    answer = ALIASES.get(name, "")
+    if answer.startswith("--"):
+        return ""
+    own_name = not answer or answer.startswith(("!", "#"))
+    setting = home_of(name, method) if own_name else setting_of(name, method)[0]
+    return shlex.quote(f"{setting}={value}") if setting else ""
+
+
+def _for_method(setting: str, method: object) -> str:
+    """Return a setting, or that of the same name in the method's own section; "" where the method has none."""
+    section, _, key = setting.partition(".")
+    if section not in OPTIONAL_SECTIONS or not is_method(method):
+        return setting
+    its = METHODS[str(method)]
+    if section in its.sections:
+        return setting
+    return f"{its.section}.{key}" if key in fields_of(its.section) else ""
+
+
+# ---- the line to copy ----
+
+
+def lines_to_copy(copies: Mapping[str, Copy], given: ForeignNames, missing: Sequence[str]) -> list[str]:
+    """Return the line to copy in place of names, after what was converted for it, what is not in it and what to add; []
+    without one. missing: settings that a run of one's own needs besides.
+    """
+    words = " ".join(dict.fromkeys(copy.line for copy in copies.values() if copy.line))
+    if not words:
+        return []
+    lines = list[str]()
+    divided = [f"{name} {copy.divided[0]} is {copy.divided[1]}" for name, copy in copies.items() if copy.divided]
+    if divided:
+        each = given.updates
+        lines.append(f"divided by {each}, as a step here has {each} of TRL's optimizer steps: {', '.join(divided)}")
+    if "grpo.num_prompts=" in words and given.assumed:
+        lines.append(f"grpo.num_prompts is counted with TRL's {', '.join(given.assumed)}")
+    without = [f"{name} ({copy.without})" for name, copy in copies.items() if copy.without]
+    if without:
+        lines.append(f"not in the line: {', '.join(without)}")
+    to_add = [setting for setting in missing if f"{setting}=" not in words]
+    if to_add:
+        example = ": without them the built-in example is trained" if METHODS[str(given.method)].recipe else ""
+        lines.append(f"add {and_list(to_add)}{example}")
+    return [*lines, f"to copy: {words}"]
+
+
+def copy_of(alias: str, setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Return what to write in place of another library's name with its value."""
+    shown = truncate(value if isinstance(value, str) else repr(value))
+    of_itself = Copy(without=f"{shown}: see {setting}")
+    if alias in OPTIONS:
+        return Copy(line=shlex.join([OPTIONS[alias], value])) if isinstance(value, str) else of_itself
+    if alias in NOT_IN_THE_LINE:
+        return Copy(without=NOT_IN_THE_LINE[alias])
+    if alias in BATCH:
+        return _batch(given)
+    without = _without_effect(alias, value, given)
+    if without:
+        return Copy(without=without)
+    if alias in LINES:
+        text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool) else ""
+        line = LINES[alias].get(text.removeprefix("torch."), "")
+        setting, _, text = line.partition("=")
+        setting = _for_method(setting, given.method)
+        return Copy(line=shlex.quote(f"{setting}={text}")) if setting else of_itself
+    setting = _for_method(setting, given.method)
+    if not setting:
+        return Copy(without=f"not of `train {given.method}`")
+    if alias in OPTIMIZER_STEPS or alias == "warmup_ratio":
+        return in_steps(alias, setting, value, given)
+    line = written(setting, value)
+    own_weight = "use_bias_correction_kl" in given.values
+    if alias == "beta" and setting == "grpo.kl_coef" and _above_zero(value) and not own_weight:
+        line += " grpo.kl_unbiased=true"  # TRL's default
+    if alias == "vllm_server_base_url" and line:
+        line = f"generation.engine=server {line}"  # without which the address has no effect
+    return Copy(line=line) if line else of_itself
+
+
+def _without_effect(alias: str, value: Any, given: ForeignNames) -> str:
+    """Return why the setting of a name would be refused or idle beside the other names; "" where it counts."""
+    if alias == "num_train_epochs" and _above_zero(given.values.get("max_steps")):
+        return "max_steps is given"
+    if alias == "use_bias_correction_kl" and not _above_zero(given.values.get("beta")):
+        return "there is no KL without beta"
+    tracked = LINES["report_to"].get(str(given.values.get("report_to")), "run.trackers=[]") != "run.trackers=[]"
+    if alias == "log_completions" and value is True and not tracked:
+        return "there is no tracker without report_to"
+    return ""
+
+
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _batch(given: ForeignNames) -> Copy:
+    """Return the sizes of a step with as many completions as TRL's batch, with its defaults for what is not given."""
+    section = METHODS[str(given.method)].section if is_method(given.method) else "grpo"
+    if section == "grpo":
+        group = given.count("num_generations", 8)
+        prompts, rest = divmod(given.of_rollout, group)
+        if rest:
+            return Copy(without=f"{given.of_rollout} completions are no whole number of groups of {group}")
+        line = f"grpo.num_prompts={prompts}"
+        if given.of_update < given.of_rollout:
+            line += f" grpo.minibatch_size={given.of_update}"
+        return Copy(line=line)
+    if "batch_size" in fields_of(section):
+        return Copy(line=f"{section}.batch_size={given.of_update}")
+    return Copy(without=f"see {section}.num_prompts")
+
+
+def in_steps(name: str, setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Convert a count of optimizer steps, or a share of TRL's max_steps to warm up in, to steps."""
+    count = value
+    longest = given.count("max_steps", 0)
+    is_warmup = setting == "optim.warmup_steps"
+    if is_warmup and isinstance(value, float) and 0 <= value < 1:
+        if not longest:
+            return Copy(without="a share of the run: give optim.warmup_steps")
+        count = math.ceil(value * longest)
+    if type(count) is not int:
+        return Copy(without="a number of steps here")
+    if count < 0:
+        return Copy(without=f"{count} means that it is not set")
+    steps = -(-count // given.updates)
+    changed = given.updates > 1 or count != value
+    return Copy(line=written(setting, steps), divided=(value, steps) if changed else None)
+
+
+def written(setting: str, value: Any) -> str:
+    """Return section.key=value as a word of the command line; "" for a value that no setting has."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ""
+    try:
+        text = value if isinstance(value, str) else quoted(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError):
+        return ""
+    return shlex.quote(f"{setting}={text}")
