@@ -10,6 +10,7 @@ import pytest
 
 from tests.running import whole_runs
 from tests.tiny_models import TinyModels
+from tinyrl.tasks.own import close_workers
 
 whole_runs(False)
 
@@ -33,6 +34,13 @@ def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
     whole_runs(marked)
     yield
     whole_runs(False)
+
+
+@pytest.fixture(autouse=True)
+def _no_workers() -> Iterator[None]:
+    """Leave no worker of an own task to the next test, which may count those that are left."""
+    yield
+    close_workers()
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,7 @@ from tinyrl.runs.records import json_safe, read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, check_new_run, write_atomic
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
+from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
 from tinyrl.workers.loading import use_of
@@ -245,6 +246,7 @@ def alone() -> Iterator[None]:
         finally:
             torch.set_num_threads(threads)
     finally:
+        close_workers()  # of own tasks, which a refused run has loaded too
         _running.release()
 
 

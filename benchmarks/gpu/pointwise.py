@@ -1,7 +1,7 @@
 """What lies between a layer's products, compiled: norms, rotation and SiLU x up, each in one pass.
 
-Today's parts (tinyrl/models/layers.py) are torch's operations one by one, each a read and a write of a tensor as wide
-as the layer. One graph serves all numbers of tokens. On a CPU the graphs are traced and run uncompiled.
+Today's parts (tinyrl/models/layers.py, norms.py) are torch's operations one by one, each a read and a write of a tensor
+as wide as the layer. One graph serves all numbers of tokens. On a CPU the graphs are traced and run uncompiled.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tinyrl.models import layers
-from tinyrl.models.layers import EACH, linears, linears_backward, residual_linear
+from tinyrl.models import layers, norms
+from tinyrl.models.linears import EACH, linears, linears_backward, residual_linear
 
 BACKEND = "inductor" if torch.cuda.is_available() else "eager"
 MOST_GRAPHS = 64  # of a function
-eager_norm_backward = layers.rms_norm_backward
+eager_norm_backward = norms.rms_norm_backward
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def silu_times_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
 
 
 class Rope(torch.autograd.Function):
-    """Takes the place of layers.Rope."""
+    """Takes the place of norms.Rope."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -180,14 +180,10 @@ class AfterAttention(torch.autograd.Function):
 
 @contextmanager
 def fused_pointwise() -> Iterator[None]:
-    """Have layers.py compute by these parts."""
-    parts = {
-        "rms_norm": norm,
-        "rms_norm_backward": norm_backward,
-        "Rope": Rope,
-        "NormedLinears": NormedLinears,
-        "AfterAttention": AfterAttention,
-    }
+    """Have layers.py and norms.py compute by these parts."""
+    of_norms = {"rms_norm": norm, "rms_norm_backward": norm_backward}
+    parts = {**of_norms, "Rope": Rope, "NormedLinears": NormedLinears, "AfterAttention": AfterAttention}
     # A cell meets a few dtypes, residuals and shapes; beyond the limit a graph would be refused.
-    with patch.multiple(layers, **parts), torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):  # pyright: ignore
+    more_graphs = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)  # pyright: ignore
+    with patch.multiple(layers, **parts), patch.multiple(norms, **of_norms), more_graphs:
         yield

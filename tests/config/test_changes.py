@@ -36,6 +36,17 @@ def test_an_error_names_the_first_three_changes() -> None:
             check_changes(other, config, since="step-000010", allowed=True)
 
 
+def test_what_a_run_keeps_may_be_another_on_a_resume_and_is_noted() -> None:
+    config = load_config("grpo", None, overrides=["run.trackers=[tensorboard]"])
+    before = config.model_dump(mode="json")
+    before["run"] |= {"save_every": 7, "keep_checkpoints": 9, "trackers": [], "log_completions": True}
+    kept = ["run.keep_checkpoints", "run.log_completions", "run.save_every", "run.trackers"]
+    assert [change.setting for change in check_changes(before, config, since="step-000010", allowed=False)] == kept
+    before["run"]["eval_every"] = 7
+    with pytest.raises(ValueError, match=r"run\.eval_every: 7 then, 20 now"):
+        check_changes(before, config, since="step-000010", allowed=False)
+
+
 @pytest.mark.parametrize(
     ("change", "invalidates"),
     [
@@ -66,6 +77,16 @@ def test_an_edited_config_is_refused_and_nothing_of_the_run_changes(model: Path,
     with pytest.raises(ValueError, match=r"optim.learning_rate: 0\.01 then, 0\.5 now"):
         running.go_on(run)
     assert run.lengths() == records
+
+
+def test_weights_of_another_shape_are_refused_with_the_setting_that_changed(model: Path, tmp_path: Path) -> None:
+    lora = {"enabled": True, "r": 4}
+    _, run, _ = running.train(running.config("grpo", model, lora=lora), tmp_path, stop_at=60)
+    with pytest.raises(
+        ValueError, match=r"\(4, 64\) there, and \(8, 64\) here\nchanged since step-0+\d: lora\.r: 4 then, 8 now"
+    ):
+        running.go_on(run, config=run.read_config(["lora.r=8"]), allow_config_change=True)
+    assert run.read_config().lora.r == 4
 
 
 @pytest.mark.slow

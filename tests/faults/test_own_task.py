@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import tinyrl
 from tests import running
 from tests.faults.children import Child, go_on, train, wait_for, workers_left
 from tests.faults.lookup_runs import said_by_environment
@@ -153,6 +154,14 @@ def test_what_is_wrong_with_rows_of_an_own_task_is_a_sentence_with_their_place(t
     (tmp_path / "words.py").write_text(WORDS.replace("'cd'", "3j"))
     with pytest.raises(ValueError, match=r"TypeError"):
         take_rows(Config.model_validate({"method": "grpo", "task": {"name": name}}))
+
+
+def test_a_refused_run_in_a_notebook_leaves_no_worker(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    given = {"task.name": f"{tmp_path / 'letters.py'}:TASK"}
+    with pytest.raises(ValueError, match=r"'word' must be text"):
+        tinyrl.train("grpo", settings=given, rows=[{"word": 7, "answer": "b"}], output_dir=tmp_path / "runs")
+    assert workers_left({os.getpid()}) == []
 
 
 def test_equal_answers_of_an_own_task_are_one_vote(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.models.live_bytes import LiveBytes
 from tests.models.test_packing import PROMPTS, RESPONSES
 from tests.policies import policy_of
 from tests.tiny_models import TinyModels, sharp_model
-from tinyrl.models import layers
+from tinyrl.models import layers, linears
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
 from tinyrl.models.device import MICRO_BATCH_TOKENS
@@ -192,16 +192,16 @@ def test_a_wide_feed_forward_block_takes_no_memory_by_the_length_of_a_text(
 
 @pytest.mark.parametrize("native", [False, True])
 def test_a_product_is_rounded_once(native: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layers, "multiplies_in", lambda _: native)
+    monkeypatch.setattr(linears, "multiplies_in", lambda _: native)
     generator = torch.Generator().manual_seed(0)
     for low, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
         a, b, onto = (torch.randn(16, 16, generator=generator).to(low) for _ in range(3))
         wide, out = a.double() @ b.double(), onto.clone()
-        assert torch.allclose(layers.product(a, b, dtype=torch.float32).double(), wide, rtol=1e-5, atol=1e-5)
-        assert layers.product(a, b, onto=out, out=out) is out
+        assert torch.allclose(linears.product(a, b, dtype=torch.float32).double(), wide, rtol=1e-5, atol=1e-5)
+        assert linears.product(a, b, onto=out, out=out) is out
         for found, exact in (
-            (layers.product(a, b), wide),
-            (layers.product(a, b, onto=onto, scale=0.5), onto.double() + 0.5 * wide),
+            (linears.product(a, b), wide),
+            (linears.product(a, b, onto=onto, scale=0.5), onto.double() + 0.5 * wide),
             (out, onto.double() + wide),
         ):
             assert found.dtype == low

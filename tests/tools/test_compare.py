@@ -84,6 +84,15 @@ def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path) -> Non
     assert result["greedy"]["reward_mean"] == result["other"]["greedy"]["reward_mean"]
 
 
+def test_runs_of_one_name_are_called_by_their_paths(folder: Path, tmp_path: Path) -> None:
+    first = str(folder / "first")
+    other = str(shutil.copytree(folder / "first", tmp_path / "first"))
+    asked = Asked(num_prompts=2)
+    result = evaluate_target(first, asked, vs=other, options=Options(device="cpu"))
+    assert (result["target"], result["other"]["target"]) == (first, other)
+    assert evaluate_target(first, asked, vs="base", options=Options(device="cpu"))["target"] == "first/step-000001"
+
+
 @pytest.mark.slow
 def test_prompts_that_the_other_run_was_trained_on_are_left_out_or_too_many(folder: Path, tmp_path: Path) -> None:
     rows = str(folder / "rows.jsonl")

@@ -1,7 +1,8 @@
-"""Marks of a setting, written beside its type: what its text names, and when it counts.
+"""Marks of a setting, written beside its type: what its text names, when it counts, and whether numbers depend on it.
 
     data: Annotated[Text | None, Names("rows")] = Field(...)
     r: Annotated[int, OnlyIf("model.adapter is null", why="the adapter has its own rank")] = Field(...)
+    save_every: Annotated[int, OnlyKeeps()] = Field(...)
 
 Absolute paths, the checks before torch is imported, the hashes that a resume compares and the masking of URLs are each
 one loop over the values that `find_named` and `replace_named` yield.
@@ -96,6 +97,10 @@ class OnlyIf:
     def holds(self, config: Any, section: str) -> bool:
         alternatives = self.full(section).split(" or ")
         return any(all(_clause_holds(one, config) for one in each.split(" and ")) for each in alternatives)
+
+
+class OnlyKeeps:
+    """Mark a field of what a run keeps: no weight and no metric depends on it, so a resume may give another value."""
 
 
 def _clause_holds(clause: str, config: Any) -> bool:

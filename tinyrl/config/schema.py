@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tinyrl.config import sections
-from tinyrl.config.marks import Named, OnlyIf, find_named, replace_named
+from tinyrl.config.marks import Named, OnlyIf, OnlyKeeps, find_named, replace_named
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
 from tinyrl.text import is_address, mask_url, truncate
@@ -116,6 +116,14 @@ class Config(sections.Section):
         return next(
             (mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self, section)), None
         )
+
+    @classmethod
+    def only_keeps(cls, setting: str) -> bool:
+        """Return whether no number of a run depends on a setting (section.name), which may be one that is gone."""
+        section, _, name = setting.partition(".")
+        held = cls.model_fields.get(section)
+        fields = getattr(held.annotation, "model_fields", {}) if held else {}
+        return name in fields and any(isinstance(mark, OnlyKeeps) for mark in fields[name].metadata)
 
     def named(self) -> list[Named]:
         """Return each value that counts and names a model, rows, code, a server or a file."""

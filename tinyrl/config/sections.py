@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tinyrl.config.marks import Names, OnlyIf, RunKind
+from tinyrl.config.marks import Names, OnlyIf, OnlyKeeps, RunKind
 from tinyrl.text import is_address, truncate
 
 MOST = 1_000_000_000  # of a count: more is a slip, and products of it overflow
@@ -335,11 +335,15 @@ class RunConfig(Section):
     micro_batch_tokens: AutoOrCount = Field(default="auto", description="tokens of a forward-backward pass; auto: fits")
     eval_every: NonNegative = Field(default=25, description="evaluate every N steps; always first and last")
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per evaluation; 0: no evaluation")
-    save_every: NonNegative = Field(default=25, description="save every N steps; always last")
-    keep_checkpoints: Positive = Field(default=3, description="checkpoints to keep, beside the best")
+    save_every: Annotated[NonNegative, OnlyKeeps()] = Field(default=25, description="save every N steps; always last")
+    keep_checkpoints: Annotated[Positive, OnlyKeeps()] = Field(
+        default=3, description="checkpoints to keep, beside the best"
+    )
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
-    trackers: list[Tracker] = Field(default_factory=list, description="experiment trackers beside metrics.jsonl")
-    log_completions: Annotated[bool, OnlyIf("trackers is not []", why="there is no tracker")] = Field(
+    trackers: Annotated[list[Tracker], OnlyKeeps()] = Field(
+        default_factory=list, description="experiment trackers beside metrics.jsonl"
+    )
+    log_completions: Annotated[bool, OnlyIf("trackers is not []", why="there is no tracker"), OnlyKeeps()] = Field(
         default=False, description="upload the completions of each evaluation as a table to wandb and trackio"
     )

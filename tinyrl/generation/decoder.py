@@ -28,9 +28,9 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from tinyrl.models.device import to_device
-from tinyrl.models.layers import apply_rope
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
+from tinyrl.models.norms import apply_rope
 from tinyrl.models.policy import weight_bytes
 from tinyrl.models.states import backbone_of
 

@@ -1,22 +1,16 @@
 """Layers of Llama-like decoders (Llama, Qwen2, Qwen3) for packed training passes, with derivatives by hand.
 
-The library's layers save a dozen tensors as wide as the feed-forward block, and LoRA's branch costs two more passes
-over every output. Here branch and residual are added inside the products and norms are recomputed in backward. Tokens
-are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py). Where layers
-are recomputed, or nothing is to be kept, the feed-forward block goes through the tokens tile by tile.
-
-A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r); the last three may be
-None. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
+The library's layers save a dozen tensors as wide as the feed-forward block; here norms are recomputed in backward.
+Tokens are flat: x (N, H). Dropout and adapters that are more than W + B A are left to the library (checks.py). Where
+layers are recomputed, or nothing is to be kept, the feed-forward block goes through the tokens tile by tile.
 
 Under autocast the operands of products are in half precision. The residual stream has the dtype of the embedding.
-Norms and rotations are computed in float32 and rounded once; gradients of parameters are float32 sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,10 +21,11 @@ from torch.nn.functional import silu
 from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.batch import Batch
 from tinyrl.models.device import HALVES, MICRO_BATCH_TOKENS, autocast_dtype
+from tinyrl.models.linears import EACH, Tensors, joined_a, linears, linears_backward, product, residual_linear
 from tinyrl.models.lora import is_plain_lora
+from tinyrl.models.norms import Norm, Rope, rms_norm, rms_norm_backward, upcast
 from tinyrl.models.packing import Packing, attend
 
-EACH = 4  # tensors of a linear layer
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -42,188 +37,6 @@ ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and 
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
 }  # fmt: skip
-Tensors = Sequence[Tensor | None]
-
-
-@cache
-def multiplies_in(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products in a half-precision dtype; else they are emulated."""
-    short = "bf16" if dtype == torch.bfloat16 else "fp16"
-    there = torch.cpu.get_capabilities()
-    return any(there.get(name, False) for name in (f"avx512_{short}", f"amx_{short}", "avx10_2", short))
-
-
-# ---- linear layers with LoRA ----
-
-
-def product(
-    a: Tensor,
-    b: Tensor,
-    *,
-    onto: Tensor | None = None,
-    scale: float = 1.0,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return onto + scale a b, summed in float32 or wider and rounded to `dtype` (None: that of a), in `out` if given.
-    `scale` and `dtype` do not go together.
-    """
-    wider = dtype not in (None, a.dtype)
-    if a.dtype in HALVES and a.device.type == "cpu" and (wider or not multiplies_in(a.dtype)):
-        found = product(a.float(), b.float(), onto=None if onto is None else onto.float(), scale=scale)
-        return found.to(dtype or a.dtype) if out is None else out.copy_(found)
-    if onto is not None:
-        return torch.addmm(onto, a, b, alpha=scale, out=out)
-    return torch.mm(a, b, out_dtype=dtype) if wider else torch.mm(a, b, out=out)  # pyright: ignore
-
-
-def linears(
-    h: Tensor, layers: Tensors, scales: Sequence[float], *, residual: Tensor | None = None
-) -> tuple[list[Tensor], Tensor | None]:
-    """Apply several linear layers to h (N, in); return their outputs (plus `residual`), and A h (N, sum of ranks)."""
-    joined = _joined_a(layers, h.dtype)
-    low = None if joined is None else product(h, joined.t())
-    outputs = []
-    for i, (part, scale) in enumerate(zip(_by_layer(low, layers), scales, strict=True)):
-        weight, bias, _, b = layers[EACH * i : EACH * (i + 1)]
-        assert weight is not None
-        first = residual if bias is None else bias.to(h.dtype)
-        out = product(h, weight.to(h.dtype).t(), onto=first)
-        if part is not None and b is not None:
-            product(part, b.to(h.dtype).t(), onto=out, scale=scale, out=out)
-        outputs.append(out if first is residual or residual is None else out.add_(residual))
-    return outputs, low
-
-
-def linears_backward(
-    grads: Sequence[Tensor],
-    h: Tensor,
-    low: Tensor | None,
-    *,
-    layers: Tensors,
-    scales: Sequence[float],
-    needed: Sequence[bool],
-    needs_h: bool = True,
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return the gradient of h (None unless `needs_h`), and of each tensor of the layers that is `needed`."""
-    d_low = None if low is None else torch.empty_like(low)
-    parts = _by_layer(low, layers)
-    d_parts = _by_layer(d_low, layers)
-    found: list[Tensor | None] = []
-    for i, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
-        weight, bias, _, b = layers[EACH * i : EACH * (i + 1)]
-        needs_weight, needs_bias, _, needs_b = needed[EACH * i : EACH * (i + 1)]
-        assert weight is not None
-        dw = product(grad.t(), h, dtype=weight.dtype) if needs_weight else None
-        d_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and needs_bias else None
-        db = None
-        part = parts[i]
-        d_part = d_parts[i]
-        if b is not None and part is not None and d_part is not None:
-            product(grad, b.to(h.dtype), out=d_part).mul_(scale)
-            db = product(part.t(), grad, dtype=b.dtype).mul_(scale).t() if needs_b else None
-        found += [dw, d_bias, None, db]
-    if d_low is not None and any(needed[2::EACH]):
-        dtype = next(a.dtype for a in layers[2::EACH] if a is not None)
-        found[2::EACH] = _by_layer(product(d_low.t(), h, dtype=dtype), layers, dim=0)
-    if not needs_h:
-        return None, found
-    dh = None
-    for weight, grad in zip(layers[::EACH], grads, strict=True):
-        assert weight is not None
-        dh = product(grad, weight.to(h.dtype), onto=dh, out=dh)
-    joined = _joined_a(layers, h.dtype)
-    return dh if d_low is None or joined is None else product(d_low, joined, onto=dh, out=dh), found
-
-
-def _joined_a(layers: Tensors, dtype: torch.dtype) -> Tensor | None:
-    matrices = [a for a in layers[2::EACH] if a is not None]
-    return (matrices[0] if len(matrices) == 1 else torch.cat(matrices)).to(dtype) if matrices else None
-
-
-def _by_layer(joined: Tensor | None, layers: Tensors, *, dim: int = 1) -> list[Tensor | None]:
-    """Split along `dim` into each layer's part, as long as its rank; None where it has no branch."""
-    if joined is None:
-        return [None] * (len(layers) // EACH)
-    parts = iter(joined.split([len(a) for a in layers[2::EACH] if a is not None], dim))
-    return [None if a is None else next(parts) for a in layers[2::EACH]]
-
-
-# ---- norm and rotation ----
-
-
-def upcast(x: Tensor) -> Tensor:
-    """Return x in float32 where it is in half precision, else x itself."""
-    return x.float() if x.dtype in HALVES else x
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Apply RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms,
-    which is (..., 1) and not in half precision.
-    """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    r = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * r).mul_(weight).to(dtype or x.dtype), r
-
-
-def rms_norm_backward(
-    dh: Tensor, x: Tensor, r: Tensor, weight: Tensor, *, needs_weight: bool, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and (where needed) of the weight from that of w x r, which is overwritten. `residual`:
-    a further gradient of x that is added.
-
-        dx = r w dh - x r^3 (w dh . x) / H
-    """
-    dtype = x.dtype
-    dh = upcast(dh)
-    x = upcast(x)
-    dw = torch.mul(x, r).mul_(dh).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
-    dh.mul_(weight)
-    along = torch.linalg.vecdot(dh, x).unsqueeze(-1).mul_(r**3).mul_(-1 / x.shape[-1])
-    dx = dh.mul_(r) if residual is None else torch.addcmul(residual, dh, r)
-    return dx.addcmul_(x, along).to(dtype), dw
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x cos + (x with its halves exchanged) sin."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
-
-
-class Norm(torch.autograd.Function):
-    """RMS norm: apply(x, weight, eps), over the last dimension of (N, heads, d) as well."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float):
-        h, r = rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, r, weight)
-        return h
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dh: Tensor):
-        x, r, weight = ctx.saved_tensors
-        return *rms_norm_backward(dh.clone(), x, r, weight, needs_weight=ctx.needs_input_grad[1]), None
-
-
-class Rope(torch.autograd.Function):
-    """Rotary positions (RoPE, 2104.09864, Eq. 34), by halves: apply(x (N, heads, d), cos, sin), the two (N, 1, d) with
-    the first half of sin negated. Backward rotates the other way.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):
-        ctx.save_for_backward(cos, sin)
-        return apply_rope(x, cos, sin).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        cos, sin = ctx.saved_tensors
-        return apply_rope(grad, cos, sin.roll(sin.shape[-1] // 2, -1)).to(grad.dtype), None, None
 
 
 # ---- a layer: before and after attention ----
@@ -348,15 +161,6 @@ def feed_forward_backward(
     assert dh is not None
     dz, dw = rms_norm_backward(dh, z, inside.r, weight, needs_weight=needs_weight, residual=dy)
     return dz, dw, [*of_inputs, *of_down]
-
-
-def residual_linear(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Return x + the layer's output for h, in the dtype of x, and A h."""
-    inside = x.dtype == h.dtype and x.dtype in HALVES  # x is added inside the product, which is rounded once
-    (out,), low = linears(h, layer, [scale], residual=x if inside else None)
-    if inside:
-        return out, low
-    return (out.add_(x) if x.dtype == h.dtype else x + out), low
 
 
 # ---- the decoder ----
@@ -581,7 +385,7 @@ def _tiled_backward(
     for tile in _tiles(z):
         h, r = rms_norm(z[tile], weight, shared.eps, dtype=shared.dtype)
         (gate, up), low = linears(h, layers[:-EACH], scales[:-1])
-        down = _joined_a(layers[-EACH:], h.dtype)
+        down = joined_a(layers[-EACH:], h.dtype)
         low_down = None if down is None else product(silu(gate).mul_(up), down.t())
         dz[tile], dw, of_layers = feed_forward_backward(
             dy[tile],

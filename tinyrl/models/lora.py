@@ -135,6 +135,11 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
     the library only warns, and leaves missing ones at their random start.
     """
     tensors = read_finite(file)
+    own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    for key, tensor in tensors.items():
+        if key in own and own[key].shape != tensor.shape:
+            there = f"{key} has the shape {tuple(tensor.shape)} there"
+            raise ValueError(f"{file} does not fit this base model: {there}, and {tuple(own[key].shape)} here")
     with reading(f"{file} does not fit this base model"):
         result = set_peft_model_state_dict(model, tensors, adapter_name=name)
     missing = [key for key in result.missing_keys if f".{name}." in f"{key}." and ".lora_" in key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,18 @@ class PreparedRow:
     gold: str | None
     problem: str = ""
     reference_problem: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task that was loaded in this process; version: when its files were written."""
+
+    code: OwnCode
+    task: Task
+    version: tuple[int, ...]
+
+
+_loaded: dict[str, LoadedTask] = {}  # by FILE.py:TASK
 
 
 class OwnCode:
@@ -151,15 +162,23 @@ def own_task(name: str) -> Task:
     """
     source = parse_use(name, setting=SETTING)
     assert source.file is not None, name
-    files = [source.file, *imported_beside(source)]
-    return _own_task(f"{source.file.absolute()}:{source.function}", tuple(file.stat().st_mtime_ns for file in files))
-
-
-@functools.lru_cache(maxsize=16)
-def _own_task(use: str, changed: tuple[int, ...]) -> Task:
+    use = f"{source.file.absolute()}:{source.function}"
+    version = tuple(file.stat().st_mtime_ns for file in (source.file, *imported_beside(source)))
+    known = _loaded.get(use)
+    if known is not None and known.version == version:
+        return known.task
+    if known is not None:
+        known.code.worker.close()
     code = OwnCode(use)
-    atexit.register(code.worker.close)
-    return code.task()
+    _loaded[use] = LoadedTask(code, code.task(), version)
+    return _loaded[use].task
+
+
+@atexit.register
+def close_workers() -> None:
+    """End the workers of the tasks that were loaded here; one that is called later gets another."""
+    for known in _loaded.values():
+        known.code.worker.close()
 
 
 def _in_its_worker(*_: Any, **columns: Any) -> list[Any]:

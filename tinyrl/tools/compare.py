@@ -79,6 +79,8 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
         measured = _measured(first, vs, asked, options=options)
         both = measured.get("other", {}) | result.get("other", {})
         result |= measured | ({"other": both} if both else {})
+        if vs is not None:
+            _tell_apart([result, both], [first.path, vs])
     return result
 
 
@@ -117,11 +119,20 @@ def _sides(
                 if theirs.collector is not ours.collector:
                     stack.enter_context(closing(theirs.collector))
                 sides.append(_evaluated(theirs, prompts, asked))
+    _tell_apart([side.metrics for side in sides], [first.path, *others])
     if asked.save_samples is not None and ours.collector.world.is_main:
         lines = [{"target": side.metrics["target"], **line} for side in sides for line in side.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in json_safe(lines))
     return sides, prompts, left_out
+
+
+def _tell_apart(sides: list[dict[str, Any]], paths: list[str]) -> None:
+    """Call sides of one name, as runs of several folders may be, by the paths that were given."""
+    names = [side["target"] for side in sides]
+    for side, path in zip(sides, paths, strict=True):
+        if names.count(side["target"]) > 1:
+            side["target"] = path
 
 
 def _check_enough(first: Target, others: list[str], asked: Asked, *, left_out: int, remaining: int) -> None:

@@ -191,11 +191,14 @@ def resume(
         if checkpoint is None or kept is None:
             folder.cut({})
         else:
-            notes += run.restore(checkpoint, kept)
+            try:
+                notes += run.restore(checkpoint, kept)
+            except ValueError as error:  # of another shape, for one, where lora.r is another
+                raise ValueError("\n".join([str(error), *_notes_of(changes, since=since)])) from error
             notes += other_versions(known, sources, since=since)
             if any(change_invalidates(change) for change in changes):
                 method.forget()
-            notes += [f"changed since {since}: {change}" for change in changes] + stretched
+            notes += _notes_of(changes, since=since) + stretched
             notes.append(f"resuming {folder.path} at step {run.state.step} of {config.run.num_steps} from {since}")
         if run.finished:
             return None
@@ -209,6 +212,10 @@ def resume(
             run.display.note(note)
         undo.pop_all()
         return run
+
+
+def _notes_of(changes: Sequence[Change | ChangedInput], *, since: str) -> list[str]:
+    return [f"changed since {since}: {change}" for change in changes]
 
 
 def other_versions(known: InputHashes, sources: InputHashes, *, since: str) -> list[str]:
@@ -350,7 +357,8 @@ def copy_best(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> No
 def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[Change]:
     """Compare a checkpoint's configuration with the one it is resumed under; return the differences.
 
-    Raises ValueError for another method, and for differences, besides more steps, that are not `allowed`.
+    Raises ValueError for another method, and for differences that are not `allowed`, other than more steps and what a
+    run keeps.
     """
     method = before.get("method")
     if method != config.method:
@@ -358,7 +366,7 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     changes = changed_settings(without_secrets(before), config.written())
     for name, value in given_removed(before).items():
         changes.append(Change(setting=name, before=value, now=None, removed=True))
-    refused = [change for change in changes if not _is_longer(change)]
+    refused = [change for change in changes if not (_is_longer(change) or config.only_keeps(change.setting))]
     refuse("settings have changed", refused, since=since, allowed=allowed)
     return changes
 
