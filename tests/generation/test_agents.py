@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -25,6 +27,7 @@ from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.live_answer import Choice, LiveAnswer
 from tinyrl.generation.sample import (
     FinishReason,
     Sample,
@@ -71,8 +74,8 @@ class Running:
         self.endpoint.episodes = {"key": self.episode}
         return self.episode
 
-    def say(self, *messages: Any, key: str = "key", timeout: float = 60, **options: Any) -> Any:
-        client = openai.OpenAI(base_url=self.listening.url, api_key=key, max_retries=0, timeout=timeout)
+    def say(self, *messages: Any, key: str = "key", **options: Any) -> Any:
+        client = openai.OpenAI(base_url=self.listening.url, api_key=key, max_retries=0, timeout=60)
         asked: dict[str, Any] = {"max_tokens": 6, **options}
         answer = client.chat.completions.create(model="policy", messages=list(messages), **asked)
         return {"role": "assistant", "content": answer.choices[0].message.content}
@@ -317,18 +320,30 @@ def test_what_calls_sampled_is_counted_when_they_end(server: Running) -> None:
     assert begun(episode, [5, 6]).sequence.limit == 16 - 2 * 3
 
 
+def until(there: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.01)
+
+
 def settled(episode: AgentEpisode) -> None:
     """Wait until no call is under way."""
-    until = time.monotonic() + 30
-    while any(conversation.pending for conversation in episode.conversations) and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: not any(conversation.pending for conversation in episode.conversations))
 
 
 def give_up(server: Running, *messages: Any) -> None:
     """Call, and hang up before the scheduler has seen it; then let it sample whatever it still would."""
     waiting: list[Any] = []
-    with mock.patch.object(server.endpoint.scheduler, "submit", waiting.extend), pytest.raises(openai.APITimeoutError):
-        server.say(*messages, timeout=0.3)
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 6})
+    headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+    address = urlsplit(server.listening.url)
+    connection = HTTPConnection(str(address.hostname), address.port)
+    with mock.patch.object(server.endpoint.scheduler, "submit", waiting.extend):
+        connection.request("POST", f"{address.path}/chat/completions", body, headers)
+        until(lambda: waiting)
+    connection.close()
     settled(server.episode)
     [sequence] = waiting
     if not sequence.cancelled:
@@ -362,7 +377,16 @@ def test_a_stream_that_is_left_gives_its_turn_back(server: Running) -> None:
     server.open(left=400, calls=3)
     client = openai.OpenAI(base_url=server.listening.url, api_key="key", max_retries=0)
     ask: Any = {"model": "policy", "messages": [USER], "stream": True}
-    with client.chat.completions.create(**ask, max_tokens=300) as stream:
+    plain = LiveAnswer.put_tokens
+
+    def then_wait(answer: LiveAnswer, choice: Choice, tokens: list[int]) -> None:  # else all 300 might come before
+        plain(answer, choice, tokens)
+        until(lambda: choice.sequence.cancelled)
+
+    with (
+        mock.patch.object(LiveAnswer, "put_tokens", then_wait),
+        client.chat.completions.create(**ask, max_tokens=300) as stream,
+    ):
         next(iter(stream))
     settled(server.episode)
     assert (server.episode.left, server.episode.calls_left, server.episode.samples()) == (400, 3, [])

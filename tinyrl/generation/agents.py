@@ -90,24 +90,29 @@ class AgentRunner:
                 episode.end()
             endpoint.episodes = {}
             endpoint.scheduler.release()
-        samples = list[Sample]()
         failures = {failure.row: failure.reason for failure in played.failures}
-        for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True)):
-            failure = failures.get(place)
-            is_cut = episode.was_denied or (failure is not None and episode.has_overflowed)
-            conversations = episode.samples(truncated=is_cut)
-            if not conversations:
-                failure = failure or f"`{self.environment.name}` asked the policy nothing"
-            elif is_cut:
-                failure = None
-            if failure is not None:
-                conversations = [Sample.opened(prompt.tokens, row=episode.row)]
-                conversations[0].read([0])
-            first, *further = conversations
-            first.played = record_of(first, episode, text=text or "", failure=failure)
-            first.further = further
-            samples.append(first)
-        return samples
+        return [
+            self._sample_of(episode, prompt, text=text or "", failure=failures.get(place))
+            for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True))
+        ]
+
+    def _sample_of(self, episode: AgentEpisode, prompt: PreparedPrompt, *, text: str, failure: str | None) -> Sample:
+        """Return the first conversation of an episode that has ended, with its record and its other conversations.
+        text: what the agent returned; failure: why it failed.
+        """
+        is_cut = episode.was_denied or (failure is not None and episode.has_overflowed)
+        conversations = episode.samples(truncated=is_cut)
+        if not conversations:
+            failure = failure or f"`{self.environment.name}` asked the policy nothing"
+        elif is_cut:
+            failure = None
+        if failure is not None:
+            conversations = [Sample.opened(prompt.tokens, row=episode.row)]
+            conversations[0].read([0])
+        first, *further = conversations
+        first.played = record_of(first, episode, text=text, failure=failure)
+        first.further = further
+        return first
 
     def notes(self) -> list[str]:
         """Return a note on what agents asked for and did not get, unless an earlier one has named it."""
