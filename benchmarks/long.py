@@ -89,6 +89,7 @@ def our_question(files: Path, name: str, *, method: str, length: int, dtype: str
         recipe["grpo"]["importance_correction"] = "none"  # nothing has sampled the completions
         rows = files / f"{name}.prompts.jsonl"
     recipe["model"] |= {"dtype": dtype, "gradient_checkpointing": True}
+    recipe["run"]["eval_prompts"] = 0  # a step that is evaluated scores its texts again, for tokens.jsonl
     recipe["task"] = {"data": str(rows), "eval_data": str(rows.with_suffix(".eval.jsonl")), "chat": False}
     question = {"recipe": recipe, "overrides": options.set}
     return question if method == "sft" else {**question, "given": str(files / f"{name}.given.jsonl")}

@@ -157,9 +157,11 @@ def test_a_chat_goes_to_the_template_in_its_own_words() -> None:
         (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         (Responses, {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
         (Responses, {"input": 3}, "input"),
+        (Responses, {"input": "x", "n": 2}, "^n is"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "container": "x"}, "container"),
         (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "tool"),
+        (Messages, {"messages": [{"role": "user", "content": "x"}], "n": 2}, "^n is"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "bash_20250124"}]}, "bash"),
     ],
 )
@@ -169,7 +171,7 @@ def test_what_cannot_be_translated_is_refused_by_name(kind: Any, asked: dict[str
 
 
 def test_state_that_is_not_asked_for_is_no_state() -> None:
-    asked = {"model": "policy", "input": "x", "previous_response_id": None, "background": False, "conversation": None}
+    asked = {"model": "policy", "input": "x", "previous_response_id": None, "background": False, "n": 1}
     assert Responses.chat_request(asked)["messages"] == [{"role": "user", "content": "x"}]
 
 

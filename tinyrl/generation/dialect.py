@@ -142,6 +142,12 @@ def refuse_state(asked: JSON) -> None:
             raise Refused(400, f"{name} is not supported: nothing is kept between two requests; send all messages")
 
 
+def refuse_several(asked: JSON) -> None:
+    """Raise Refused for several choices, which a protocol's answer has no place for."""
+    if asked.get("n") not in (None, 1):
+        raise Refused(400, "n is not supported: an answer of this protocol is a single one")
+
+
 def logprob_entries(logprobs: list[ListedToken]) -> list[JSON]:
     """Return log-probabilities as OpenAI's chats and responses list them."""
     return [

@@ -13,7 +13,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import JSON, Dialect, EndedChoice, ListedToken, Refused, Usage, refuse_state
+from tinyrl.generation.dialect import (
+    JSON,
+    Dialect,
+    EndedChoice,
+    ListedToken,
+    Refused,
+    Usage,
+    refuse_several,
+    refuse_state,
+)
 from tinyrl.text import truncate
 
 OWN = {"cache_control", "messages", "stop_sequences", "system", "tool_choice", "tools"}  # translated here
@@ -36,6 +45,7 @@ class Messages(Dialect):
     @staticmethod
     def chat_request(asked: JSON) -> JSON:
         refuse_state(asked)
+        refuse_several(asked)
         chat = {name: value for name, value in asked.items() if name not in OWN}
         chat["messages"] = _messages(asked.get("system"), asked.get("messages"))
         chat["stop"] = asked.get("stop_sequences")

@@ -20,6 +20,7 @@ from tinyrl.generation.dialect import (
     Refused,
     Usage,
     logprob_entries,
+    refuse_several,
     refuse_state,
 )
 from tinyrl.text import truncate
@@ -49,6 +50,7 @@ class Responses(Dialect):
     @staticmethod
     def chat_request(asked: JSON) -> JSON:
         refuse_state(asked)
+        refuse_several(asked)
         if asked.get("prompt") is not None:
             raise Refused(400, "prompt is not supported: none is stored here; send instructions and input")
         text = _object(asked, "text")
