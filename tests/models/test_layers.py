@@ -121,6 +121,21 @@ def test_recomputed_layers_have_the_same_gradient(
     torch.testing.assert_close(recomputed, stored, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_change_before_backward_are_an_error(tiny: TinyModels, *, recompute: bool):
+    roles = lora_roles(tiny("qwen3"), reference=False)
+    batch = roles.batch_of(examples(PROMPTS, RESPONSES))
+    gradients(roles, all_states)  # compares our layers with the library's
+    inside = roles.gradient_checkpointing() if recompute else torch.enable_grad()
+    with roles.acting("policy"), inside:
+        loss = all_states(roles.backbone("policy"), batch).square().sum()
+        with torch.no_grad():
+            for parameter in roles.parameters["policy"].values():
+                parameter.add_(0.01)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_micro_batch_keeps_less_than_the_librarys_and_recomputed_only_inputs_of_layers():
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,

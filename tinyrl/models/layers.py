@@ -321,15 +321,19 @@ class LeanLayer(torch.autograd.Function):
         ctx.layer = layer
         ctx.shared = shared
         ctx.scales = scales
-        ctx.parameters = parameters
+        ctx.parameters = parameters  # not saved: hooks that move inputs of layers would move weights
+        ctx.versions = _versions(parameters)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
+        parameters = ctx.parameters
+        if _versions(parameters) != ctx.versions:
+            raise RuntimeError("a weight of a recomputed layer was modified by an inplace operation before backward")
         layer = ctx.layer
-        tensors = ctx.parameters[: EACH * len(PROJECTIONS)]
+        tensors = parameters[: EACH * len(PROJECTIONS)]
         needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
         leaf = x.detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
@@ -357,7 +361,7 @@ class LeanLayer(torch.autograd.Function):
         del z
         found = {id(t): gradient for t, gradient in zip(tensors[OUT:], [*of_out, *of_mlp], strict=True)}
         found[id(weight)] = dw
-        inputs = [t for t in (leaf, *ctx.parameters) if t is not None and t.requires_grad and id(t) not in found]
+        inputs = [t for t in (leaf, *parameters) if t is not None and t.requires_grad and id(t) not in found]
         if attended.requires_grad:
             gradients = torch.autograd.grad(attended, inputs, d_attended)
             found |= {id(t): gradient for t, gradient in zip(inputs, gradients, strict=True)}
@@ -366,7 +370,12 @@ class LeanLayer(torch.autograd.Function):
             dx = found[id(leaf)]
             assert dx is not None
             dx.add_(dz)
-        return dx, None, None, None, *(None if t is None else found.get(id(t)) for t in ctx.parameters)
+        return dx, None, None, None, *(None if t is None else found.get(id(t)) for t in parameters)
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    """Return how often each tensor was changed."""
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _tiled_backward(
