@@ -493,11 +493,15 @@ AGENTS = """
 import json, socket, urllib.parse, urllib.request
 
 
-def ask(base_url, api_key, prompt, **fields):
+def choice(base_url, api_key, prompt, **fields):
     body = json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 4, **fields}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
     with urllib.request.urlopen(urllib.request.Request(base_url + "/completions", body, headers)) as answer:
-        return json.load(answer)["choices"][0]["text"]
+        return json.load(answer)["choices"][0]
+
+
+def ask(base_url, api_key, prompt, **fields):
+    return choice(base_url, api_key, prompt, **fields)["text"]
 
 
 async def play(row, base_url, api_key):
@@ -531,6 +535,13 @@ def greedy(row, base_url, api_key):
 
 def wishful(row, base_url, api_key):
     return ask(base_url, api_key, row["prompt"], response_format={"type": "json_object"})
+
+
+def strict(row, base_url, api_key):
+    answer = choice(base_url, api_key, row["prompt"], max_tokens=5)  # of which it may have 4
+    if answer["finish_reason"] == "length":
+        raise RuntimeError("incomplete")
+    return answer["text"]
 
 
 def careless(row, base_url, api_key):
@@ -634,11 +645,11 @@ def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyM
     assert line["completion/tokens"] <= 16 * 4
 
 
-@pytest.mark.parametrize(("agent", "dropped"), [("greedy", 0), ("verbose", 0), ("careless", 16)])
+@pytest.mark.parametrize(("agent", "dropped"), [("greedy", 0), ("verbose", 0), ("strict", 0), ("careless", 16)])
 def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
     agent: str, dropped: int, tiny: TinyModels, tmp_path: Path
 ) -> None:
-    """Of calls, or of positions; near to it one that fails with calls left."""
+    """Of calls, of positions, or of the last call's tokens; near to it one that fails with calls and tokens left."""
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
     settings = running.config(
         "grpo",
@@ -650,8 +661,12 @@ def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
     _, run, _ = running.train(settings, tmp_path)
     line = running.metrics(run)[-1]
     assert line["reward/dropped"] == dropped
-    if not dropped:
-        assert line["completion/truncated"] == 1.0
+    if dropped:  # what was written counts, and no score of it
+        assert line["completion/mean_length"] > 3
+        assert line["environment/observation_tokens"] == 0.0
+        assert not {"reward/mean", "reward/variety"} & set(line)
+    else:
+        assert line["completion/truncated"] > 0.5
 
 
 def test_a_wish_of_an_agent_is_noted_once(tiny: TinyModels, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

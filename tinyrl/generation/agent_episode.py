@@ -81,7 +81,8 @@ class Call:
     """A call under way: its sequence, to be submitted, and the conversation that it begins or continues. Either it is
     `answered`, or it is given up and leaves nothing.
 
-    given: what the agent sent; read: the tokens of it that are new; number: of the call among those with its prompt.
+    given: what the agent sent; read: the tokens of it that are new; number: of the call among those with its prompt;
+    limited: its length is limited by the episode and not by what the agent asked for.
     """
 
     episode: AgentEpisode
@@ -90,6 +91,7 @@ class Call:
     given: ClientInput
     read: list[int]
     number: tuple[str, int]
+    limited: bool
 
     def answered(self, message: Message) -> None:
         """Record that the answer is sent, as this message or text, which is what will come back."""
@@ -108,6 +110,7 @@ class Call:
             self.conversation.add(self.read, self.sequence, known=known)
             self.episode.left -= len(self.sequence.tokens)
             self.episode.calls += 1
+            self.episode.was_cut = self.limited and self.sequence.finish_reason == "length"
 
     def _note(self, message: Message, known: ClientInput | None) -> None:
         """Write the call and its answer into the record of the conversation; text that is no chat is the user's."""
@@ -145,8 +148,8 @@ class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
     not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
     begun; call_tokens: the most of one call; row: of its prompt in the data; numbers: of the calls answered and under
-    way, by prompt; over: its agent has ended; was_denied: a call had no turn or no tokens left; has_overflowed: the
-    model had no positions left for one.
+    way, by prompt; over: its agent has ended; was_denied: a call had no turn or no tokens left; was_cut: the last
+    answer was cut off by a limit of the episode; has_overflowed: the model had no positions left for one.
     """
 
     key: np.uint64
@@ -161,6 +164,7 @@ class AgentEpisode:
     calls: int = 0
     over: bool = False
     was_denied: bool = False
+    was_cut: bool = False
     has_overflowed: bool = False
     conversations: list[AgentConversation] = field(default_factory=list)
     numbers: set[tuple[str, int]] = field(default_factory=set)
@@ -194,7 +198,15 @@ class AgentEpisode:
             [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
             most = min(limit or self.call_tokens, self.call_tokens, self.left, room)
             sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
-            call = Call(self, conversation, sequence, given=given, read=read, number=number)
+            call = Call(
+                self,
+                conversation,
+                sequence,
+                given=given,
+                read=read,
+                number=number,
+                limited=limit is None or most < limit,
+            )
             conversation.pending = call
             self.calls_left -= 1
             self.numbers.add(number)

@@ -67,9 +67,9 @@ class AgentRunner:
         options: SampleOptions,
     ) -> list[Sample]:
         """Play `group_size` episodes for each request, in order; return the first conversation of each, with the
-        episode's record (`played`) and its other conversations (`further`). An episode that failed, or asked nothing,
-        has one token that is not chosen; one that ran out of calls, tokens or positions counts as truncated, also where
-        its agent failed over that.
+        episode's record (`played`) and its other conversations (`further`). An episode that asked nothing has one token
+        that is not chosen; one that ran out of calls, tokens or positions counts as truncated, also where its agent
+        failed over that.
         """
         if self._listening is None:
             self._listening = self._listen(engine)
@@ -104,11 +104,10 @@ class AgentRunner:
         conversations = episode.samples(truncated=is_cut)
         if not conversations:
             failure = failure or f"`{self.environment.name}` asked the policy nothing"
-        elif is_cut:
-            failure = None
-        if failure is not None:
             conversations = [Sample.opened(prompt.tokens, row=episode.row)]
             conversations[0].read([0])
+        elif is_cut or episode.was_cut:
+            failure = None
         first, *further = conversations
         first.played = record_of(first, episode, text=text, failure=failure)
         first.further = further

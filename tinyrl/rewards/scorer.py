@@ -249,6 +249,7 @@ class Scorer:
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
         fatal = [f for call, counts in zip(calls, counted, strict=True) if counts for f in call.failures] + lost
         scores = torch.tensor([call.values for call in calls], dtype=torch.float32).reshape(len(calls), len(prompts)).T
+        scores[[failure.row for failure in lost]] = math.nan  # of a text that ended too early
         rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
         dropped = scores[:, counted].isnan().all(-1)
         dropped[[failure.row for failure in fatal]] = True
