@@ -87,7 +87,7 @@ def test_a_run_answers_with_its_policy_and_its_base(tiny: TinyModels, tmp_path: 
     code, run, _ = running.train(running.config("grpo", tiny("llama"), run={"num_steps": 1}), tmp_path)
     assert code == 0
     with served(policy_at(str(run.path), []), options=Options(device="cpu"), max_rows=2) as endpoint:
-        assert endpoint.models == {"run/step-000001": "policy", "base": "base"}
+        assert endpoint.models == {"run/step-000001": "policy", "run": "policy", "base": "base"}
         assert str(tmp_path) not in endpoint.tokenizer.name_or_path, "errors of its template name it to clients"
 
 

@@ -72,7 +72,9 @@ def serve(
     *,
     options: Options,
 ) -> None:
-    """Answer OpenAI clients with a policy or a model: /v1/chat/completions, /v1/completions, /v1/models."""
+    """Answer clients of OpenAI and Anthropic with a policy or a model, at /v1: chat/completions, completions, responses,
+    messages, models.
+    """
     from tinyrl.evaluation.targets import policy_at  # with the tasks: not for --help
 
     found = policy_at(target, settings or [])

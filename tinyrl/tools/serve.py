@@ -67,6 +67,8 @@ def served(
     print(f"engine {engine.name}: {why}", flush=True)
     name = Path(target.name).name if Path(target.name).is_dir() else target.name
     names: dict[str, SampledRole] = {name: "policy" if has_run else "base"}
+    if has_run and target.run is not None:
+        names[target.run.resolve().name] = "policy"  # some clients take what stands before a slash for a provider
     if has_run and config.lora.enabled:
         names["base"] = "base"
     policy.tokenizer.name_or_path = name  # errors of its template go to clients, whom the folder does not concern
