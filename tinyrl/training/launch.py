@@ -504,7 +504,7 @@ def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str
 
 
 def _files_of_code(named: Named) -> Iterator[tuple[str, Path]]:
-    """Yield the file of a person's function, and those beside it that it imports."""
+    """Yield the file of a person's function, and those of its folder that it imports."""
     source = parse_use(named.value, setting=named.label)
     name = named.value.rpartition(":")[0]
     if source.file is not None:
