@@ -246,7 +246,7 @@ def alone() -> Iterator[None]:
         finally:
             torch.set_num_threads(threads)
     finally:
-        close_workers()  # of own tasks, which a refused run has loaded too
+        close_workers()  # of own tasks, which a refused run has loaded too; they are loaded anew next time
         _running.release()
 
 
