@@ -28,7 +28,7 @@ from tinyrl.config.recipe import as_override, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
-from tinyrl.errors import Interrupted
+from tinyrl.errors import CodeChanged, Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
@@ -241,6 +241,8 @@ def alone() -> Iterator[None]:
         try:
             with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
                 yield
+        except CodeChanged as changed:
+            raise ValueError(str(changed)) from None
         except Interrupted:
             raise KeyboardInterrupt from None
         finally:

@@ -23,6 +23,7 @@ from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
 from tinyrl.config.recipe import apply_overrides
+from tinyrl.errors import CodeChanged
 from tinyrl.runs.run_dir import RunLock, open_run
 from tinyrl.runs.signals import check_stop
 
@@ -115,6 +116,11 @@ def test_a_second_interrupt_is_a_keyboard_interrupt_and_not_the_end_of_the_proce
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert torch.get_num_threads() == threads
+
+
+def test_code_that_was_edited_is_a_value_error_outside_of_a_run():
+    with pytest.raises(ValueError, match="an edit"), alone():
+        raise CodeChanged("an edit")
 
 
 def test_a_second_run_at_the_same_time_is_refused_and_another_thread_may_run(tiny: TinyModels, tmp_path: Path):

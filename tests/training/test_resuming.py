@@ -94,6 +94,40 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
 
 
+def test_a_run_whose_code_was_edited_stops_where_it_would_load_it_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = reads_files(model, tmp_path)
+    (tmp_path / "rewards.py").write_text(
+        "from pathlib import Path\n"
+        "from helper import scale\n"
+        "def variety(completions, **_):\n"
+        "    if Path(__file__).with_name('fails').exists():\n"
+        "        raise RuntimeError('planted')\n"
+        "    return [scale * len(set(c)) for c in completions]\n"
+    )
+
+    def edit(line: dict[str, Any]) -> None:
+        if line["step"] == 1:
+            (tmp_path / "helper.py").write_text("scale = 5.0\n")
+            (tmp_path / "fails").touch()
+
+    options = Options(device="cpu")
+    launch = launching.start(
+        settings, options=options, output_dir=str(tmp_path), name="run", overwrite=False, command=[], on_step=edit
+    )
+    assert launch.go(report=running.report) == 75
+    run = launch.folder
+    assert "helper.py was edited" in capsys.readouterr().err
+    assert [line["step"] for line in running.metrics(run)] == [0, 1]
+    (tmp_path / "fails").unlink()
+    with pytest.raises(ValueError, match=r"helper\.py has changed"):
+        running.go_on(run)
+    assert running.go_on(run, allow_config_change=True) == 0
+    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+    assert run.read_environment()["reward_changed"] == [1]
+
+
 def append_row(folder: Path) -> None:
     with (folder / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "say i:"}) + "\n")

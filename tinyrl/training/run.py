@@ -514,6 +514,8 @@ class Run:
         if self._saved_step != self.state.step or not self.saved:
             self.display.note(f"{reason}: saving step {self.state.step}")
             self.save()
+        else:
+            self.display.note(f"{reason}: step {self.state.step} is saved")
 
     def _dump_bad_batch(self, why: str) -> None:
         if not self.world.is_main:

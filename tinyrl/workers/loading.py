@@ -4,12 +4,14 @@ The source is parsed, not imported: a mistake in a recipe is answered at once, a
 """
 
 import ast
+import hashlib
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,32 @@ class FunctionSource:
     file: Path | None  # the source, None for a module without one
     folder: Path  # first on the worker's sys.path, so that a file may import those beside it
     here: Callable[..., Any] | None = None  # the function itself, where it is called in this process
+
+    @cached_property
+    def first_hashes(self) -> dict[Path, str]:
+        """Return the hashes of its file, and of what that imports from its folder, as they were when first asked for.
+
+        Empty for a function of tinyrl, and one without a file.
+        """
+        is_ours = self.module is not None and self.module.partition(".")[0] == OWN_PACKAGE
+        if self.file is None or is_ours:
+            return {}
+        return {file: _hash(file) for file in (self.file, *imported_beside(self))}
+
+    def edited_file(self) -> Path | None:
+        """Return a file whose contents are no more those of `first_hashes`, if there is one."""
+        for file, first in self.first_hashes.items():
+            if _hash(file) != first:
+                return file
+        return None
+
+
+def _hash(file: Path) -> str:
+    """Return the hash of a file's contents; "" where it is gone."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 _defined = dict[str, Callable[..., Any]]()
