@@ -409,9 +409,11 @@ def change_invalidates(change: Change | ChangedInput) -> bool:
 
 
 def change_is_of_reward(change: Change | ChangedInput) -> bool:
-    """Return whether rewards may be others after a change: of a reward's settings or files, or of the task's rule."""
+    """Return whether rewards may be others after a change: of a reward's settings or files, of the task's rule, or of
+    an environment's functions, which may give rewards.
+    """
     name = change.name if isinstance(change, ChangedInput) else change.setting
-    of_reward = name.startswith(("reward.", "task.name", "task.grading"))
+    of_reward = name.startswith(("reward.", "task.name", "task.grading", "environment.name", "environment.tools"))
     return of_reward and name != "reward.timeout_s"
 
 
