@@ -38,7 +38,7 @@ from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
-from tinyrl.workers.loading import use_of
+from tinyrl.workers.loading import uses_of
 
 if TYPE_CHECKING:
     from tinyrl.tools.chat import ChatSession
@@ -265,9 +265,10 @@ def overrides_from(
         flat |= section if section is not None and key in SECTIONS else {key: value}
     if reward is not None:
         several = reward if isinstance(reward, list | tuple | Mapping) else [reward]
-        pairs = several.items() if isinstance(several, Mapping) else [(each, 1.0) for each in several]
+        pairs = [*several.items()] if isinstance(several, Mapping) else [(each, 1.0) for each in several]
+        uses = uses_of(each for each, _ in pairs)
         flat["reward.functions"] = [
-            {"use": use_of(each) if callable(each) else each, "weight": weight} for each, weight in pairs
+            {"use": use, "weight": weight} for use, (_, weight) in zip(uses, pairs, strict=True)
         ]
     if rows is not None:  # in place of a recipe's rows and of its task
         flat.setdefault("task.name", "rows")

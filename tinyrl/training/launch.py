@@ -50,6 +50,7 @@ from tinyrl.training.run import (
     out_of_memory_stops,
 )
 from tinyrl.training.step import rate_factor, schedule_notes
+from tinyrl.workers.fingerprint import fingerprint
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -458,7 +459,7 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             before = SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
         files[name] = before
-    return InputHashes(rows=rows, files=files, versions=versions())
+    return InputHashes(rows=rows, files=files, functions=_fingerprints(config), versions=versions())
 
 
 def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]:
@@ -467,6 +468,9 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
     for name, rows in before.rows.items():
         if now.rows.get(name) != rows:
             changes.append(ChangedInput(f"{name} rows", "have changed"))
+    for name, function in before.functions.items():
+        if now.functions.get(name) != function:
+            changes.append(ChangedInput(name, "is another function"))
     for name, file in before.files.items():
         there = now.files.get(name)
         if there is None:
@@ -491,6 +495,17 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
                 yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
             case _:  # rows, the hub, a server, a word
                 pass
+
+
+def _fingerprints(config: Config) -> dict[str, str]:
+    """Return fingerprints of the functions that this process defined, by "setting: use"."""
+    found: dict[str, str] = {}
+    for named in config.named():
+        if named.kind == "code":
+            function = parse_use(named.value, setting=named.label).here
+            if function is not None:
+                found[f"{named.setting}: {named.value}"] = fingerprint(function)
+    return found
 
 
 def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str, Path]]:

@@ -61,10 +61,13 @@ class SourceFile(BaseModel):
 
 
 class InputHashes(BaseModel):
-    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
+    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"; functions:
+    fingerprints of those that a notebook or script defined, by "setting: use".
+    """
 
     rows: dict[str, str] = {}
     files: dict[str, SourceFile] = {}
+    functions: dict[str, str] = {}
     versions: dict[str, str] = {}
 
 

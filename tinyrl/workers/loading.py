@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import PathFinder
@@ -82,6 +82,22 @@ def use_of(function: Callable[..., Any]) -> str:
         raise ValueError(f"{truncate(repr(function))} is not a function that is defined by name (def ...)")
     _defined[name] = function
     return f"{HERE}:{name}"
+
+
+def uses_of(functions: Iterable[Any]) -> list[str]:
+    """Return `use_of` each function; a text is one already. ValueError for two different functions of one name."""
+    uses: list[str] = []
+    handed: dict[str, Any] = {}
+    for function in functions:
+        use = use_of(function) if callable(function) else function
+        uses.append(use)
+        if callable(function) and handed.setdefault(use, function) != function:
+            name = use.rpartition(":")[2]
+            raise ValueError(
+                f"two different functions are called '{name}'; give one of them another name, which its metrics have "
+                "too: function.__name__ = 'another_name'"
+            )
+    return uses
 
 
 def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSource:
