@@ -28,7 +28,7 @@ from tinyrl.config.recipe import as_override, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
-from tinyrl.errors import Interrupted
+from tinyrl.errors import CodeChanged, Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
@@ -38,7 +38,7 @@ from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
-from tinyrl.workers.loading import use_of
+from tinyrl.workers.loading import uses_of
 
 if TYPE_CHECKING:
     from tinyrl.tools.chat import ChatSession
@@ -241,12 +241,14 @@ def alone() -> Iterator[None]:
         try:
             with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
                 yield
+        except CodeChanged as changed:
+            raise ValueError(str(changed)) from None
         except Interrupted:
             raise KeyboardInterrupt from None
         finally:
             torch.set_num_threads(threads)
     finally:
-        close_workers()  # of own tasks, which a refused run has loaded too
+        close_workers()  # of own tasks, which a refused run has loaded too; they are loaded anew next time
         _running.release()
 
 
@@ -263,9 +265,10 @@ def overrides_from(
         flat |= section if section is not None and key in SECTIONS else {key: value}
     if reward is not None:
         several = reward if isinstance(reward, list | tuple | Mapping) else [reward]
-        pairs = several.items() if isinstance(several, Mapping) else [(each, 1.0) for each in several]
+        pairs = [*several.items()] if isinstance(several, Mapping) else [(each, 1.0) for each in several]
+        uses = uses_of(each for each, _ in pairs)
         flat["reward.functions"] = [
-            {"use": use_of(each) if callable(each) else each, "weight": weight} for each, weight in pairs
+            {"use": use, "weight": weight} for use, (_, weight) in zip(uses, pairs, strict=True)
         ]
     if rows is not None:  # in place of a recipe's rows and of its task
         flat.setdefault("task.name", "rows")

@@ -52,6 +52,10 @@ class Interrupted(Stop):
     exit_code = 75
 
 
+class CodeChanged(Interrupted):
+    """A person's file was edited after it was loaded, and it has to be loaded again."""
+
+
 class ExplainedByCheck(ValueError):
     """A refusal at the start of a run about which `tinyrl check` says more."""
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
 from tinyrl.config.recipe import apply_overrides
+from tinyrl.errors import CodeChanged
 from tinyrl.runs.run_dir import RunLock, open_run
 from tinyrl.runs.signals import check_stop
 
@@ -117,6 +119,11 @@ def test_a_second_interrupt_is_a_keyboard_interrupt_and_not_the_end_of_the_proce
     assert torch.get_num_threads() == threads
 
 
+def test_code_that_was_edited_is_a_value_error_outside_of_a_run():
+    with pytest.raises(ValueError, match="an edit"), alone():
+        raise CodeChanged("an edit")
+
+
 def test_a_second_run_at_the_same_time_is_refused_and_another_thread_may_run(tiny: TinyModels, tmp_path: Path):
     with alone(), pytest.raises(ValueError, match="a run is going on in this process already"):
         run_of(tiny, tmp_path)
@@ -174,6 +181,48 @@ def test_settings_rewards_and_rows_become_what_the_command_line_takes(tmp_path: 
     [word] = overrides_from({}, [functools.partial(variety, scale=2), "r.py:f"])
     assert "__main__:variety" in word
     assert "r.py:f" in word
+
+
+def scored_by(level: float) -> Callable[..., list[float]]:
+    def score(completions: list[str], **_: Any) -> list[float]:
+        return [level + len(set(text)) % 2 for text in completions]
+
+    return score
+
+
+def test_two_functions_of_one_name_are_refused_and_one_function_twice_is_not():
+    one = scored_by(0.0)
+    for other in (scored_by(100.0), functools.partial(one)):
+        with pytest.raises(ValueError, match=r"'score'.*__name__"):
+            overrides_from({}, [one, other])
+    other = scored_by(100.0)
+    other.__name__ = "higher"
+    [word] = overrides_from({}, [one, other, one])
+    assert [each["use"] for each in json.loads(word.partition("=")[2])] == [
+        "__main__:score", "__main__:higher", "__main__:score",
+    ]  # fmt: skip
+
+
+def test_a_new_run_calls_the_newest_function_of_a_name_and_a_resume_refuses_another_one(
+    tiny: TinyModels, tmp_path: Path
+):
+    def trained(level: float, name: str) -> OpenedRun:
+        settings = {**FEW, "model.path": str(tiny("llama"))}
+        given = {"rows": ROWS, "output_dir": str(tmp_path), "device": "cpu", "on_step": stops}
+        return tinyrl.train("grpo", None, settings, reward=scored_by(level), name=name, **given)
+
+    def stops(line: dict[str, Any]) -> str:
+        return "stop" if line["step"] == 1 else ""
+
+    first = trained(0.0, "first")
+    second = trained(100.0, "second")
+    assert first.metrics[-1]["reward/mean"] < 2.0
+    assert second.metrics[-1]["reward/mean"] >= 100.0
+    with pytest.raises(ValueError, match="__main__:score is another function"):
+        first.resume(device="cpu")
+    assert second.resume(device="cpu").exit_code == 0
+    assert first.resume(device="cpu", allow_config_change=True).metrics[-1]["reward/mean"] >= 100.0
+    assert json.loads((first.path / "env.json").read_text())["reward_changed"] == [1]
 
 
 def test_on_step_gets_each_line_and_stops_the_run(tiny: TinyModels, tmp_path: Path):

@@ -14,10 +14,11 @@ import pytest
 
 from tests.running import LookedAt
 from tinyrl import errors
-from tinyrl.errors import Interrupted
+from tinyrl.errors import CodeChanged, Interrupted
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.scores import describe_failures
 from tinyrl.workers import calls, process
+from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowResults
 
 MakeReward = Callable[..., FunctionReward]
@@ -279,11 +280,74 @@ def test_code_that_does_not_load_is_the_persons_to_mend(
 
 
 def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: MakeReward, tmp_path: Path):
-    reward = make_reward("def score(prompts, completions):\n    return [1.0] * len(prompts)")
+    reward = make_reward("""
+        from pathlib import Path
+        if Path(__file__).with_name("gone").exists():
+            raise RuntimeError("the data is gone")
+        def score(prompts, completions):
+            return [1.0] * len(prompts)
+    """)
     assert shown(score(reward, ["a"])) == [1.0]
     reward.close()
-    (tmp_path / "rewards.py").write_text("raise RuntimeError('edited')")
-    assert "could not be loaded: it raised RuntimeError: edited" in reasons(score(reward, ["a"]))[0]
+    (tmp_path / "gone").touch()
+    assert "could not be loaded: it raised RuntimeError: the data is gone" in reasons(score(reward, ["a"]))[0]
+
+
+RAISES_ON_X = """
+    from helper import WORTH
+    def score(completions):
+        if "x" in completions:
+            raise RuntimeError("a bad row")
+        return [WORTH] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("edited", "text"), [("helper.py", "WORTH = 5.0\n"), ("rewards.py", "def score(completions):\n    return [5.0]\n")]
+)
+def test_another_worker_is_not_started_on_edited_code(edited: str, text: str, make_reward: MakeReward, tmp_path: Path):
+    (tmp_path / "helper.py").write_text("WORTH = 1.0\n")
+    reward = make_reward(RAISES_ON_X)
+    assert shown(score(reward, ["a", "b"])) == [1.0, 1.0]
+    (tmp_path / edited).write_text(text)
+    assert shown(score(reward, ["a", "b"])) == [1.0, 1.0]  # the worker has the code that it loaded
+    with pytest.raises(CodeChanged, match=edited):
+        score(reward, ["a", "x"])
+    with pytest.raises(CodeChanged, match=edited):
+        score(reward, ["a", "b"])
+
+
+def test_another_worker_is_started_on_a_file_that_was_only_written_again(make_reward: MakeReward, tmp_path: Path):
+    (tmp_path / "helper.py").write_text("WORTH = 1.0\n")
+    (tmp_path / "near.py").write_text("")
+    reward = make_reward(RAISES_ON_X)
+    assert shown(score(reward, ["a"])) == [1.0]
+    (tmp_path / "helper.py").write_text("WORTH = 1.0\n")
+    os.utime(tmp_path / "helper.py", (1, 1))
+    (tmp_path / "near.py").write_text("not imported")
+    assert shown(score(reward, ["a", "x"])) == [1.0, None]
+
+
+def test_a_file_that_is_gone_is_no_other_code_to_go_on_with(make_reward: MakeReward, tmp_path: Path):
+    (tmp_path / "helper.py").write_text("WORTH = 1.0\n")
+    reward = make_reward(RAISES_ON_X)
+    assert shown(score(reward, ["a"])) == [1.0]
+    (tmp_path / "helper.py").unlink()
+    with pytest.raises(CodeChanged, match=r"helper\.py"):
+        score(reward, ["a", "x"])
+
+
+def test_workers_of_one_source_load_the_same_code(make_reward: MakeReward, tmp_path: Path):
+    """As the agents of an environment do, of which only the first is started at the beginning."""
+    (tmp_path / "rewards.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    source = parse_use("rewards.py:score")
+    with FunctionReward(source) as first, FunctionReward(source) as second:
+        assert shown(score(first, ["a"])) == [1.0]
+        (tmp_path / "rewards.py").write_text("def score(completions):\n    return [5.0] * len(completions)\n")
+        with pytest.raises(CodeChanged, match=r"rewards\.py"):
+            second.start()
+    with FunctionReward(parse_use("rewards.py:score")) as another_run:
+        assert shown(score(another_run, ["a"])) == [5.0]
 
 
 def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

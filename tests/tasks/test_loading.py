@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.running import rows_of
+from tinyrl.api import alone
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
@@ -62,6 +63,39 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
             load_task(f"{tmp_path / wrong}")
     with pytest.raises(ValueError, match=r"^task\.name: .*countdown"):
         load_task("countdwon")
+
+
+def own_task_with_template(folder: Path) -> str:
+    """Write a task whose prompts read template.txt; return its name."""
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from tinyrl.tasks import Task\n"
+        "def prompt(row):\n"
+        "    return Path(__file__).with_name('template.txt').read_text() + row['q']\n"
+        "TASK = Task(name='mine', rows=lambda split: [{'q': 'ab'}], prompt=prompt, columns=('q',))\n"
+    )
+    return f"{folder / 'mine.py'}:TASK"
+
+
+def test_the_prompts_of_an_own_task_are_made_anew_for_each_run_of_a_process(tmp_path: Path):
+    """And stay within a run, which loads its task several times."""
+    name = own_task_with_template(tmp_path)
+    (tmp_path / "template.txt").write_text("say ")
+    with alone():
+        assert load_task(name).prompt({"q": "ab"}) == "say ab"
+        (tmp_path / "template.txt").write_text("write ")
+        assert load_task(name).prompt({"q": "ab"}) == "say ab"
+    with alone():
+        assert load_task(name).prompt({"q": "ab"}) == "write ab"
+
+
+def test_a_failure_of_an_own_tasks_prompt_is_not_the_next_runs(tmp_path: Path):
+    name = own_task_with_template(tmp_path)
+    with alone(), pytest.raises(ValueError, match="FileNotFoundError"):
+        load_task(name).prompt({"q": "ab"})
+    (tmp_path / "template.txt").write_text("say ")
+    with alone():
+        assert load_task(name).prompt({"q": "ab"}) == "say ab"
 
 
 def test_full_marks_are_a_pass():

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.training.rows import chat_model, trained, write_rows
 from tests.training.test_resume import assert_same
+from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.models.device import python_rng
@@ -29,7 +30,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import launch as launching
 from tinyrl.training import run as training_run
-from tinyrl.training.launch import fork, started_with
+from tinyrl.training.launch import ChangedInput, fork, started_with
 from tinyrl.training.run import STATE, Best, CheckpointState, Controllers, InputHashes, RunState
 from tinyrl.training.step import Updater
 
@@ -92,6 +93,64 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
     assert run.read_environment()["reward_changed"] == [1]
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
+
+
+def test_a_run_whose_code_was_edited_stops_where_it_would_load_it_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = reads_files(model, tmp_path)
+    (tmp_path / "rewards.py").write_text(
+        "from pathlib import Path\n"
+        "from helper import scale\n"
+        "def variety(completions, **_):\n"
+        "    if Path(__file__).with_name('fails').exists():\n"
+        "        raise RuntimeError('planted')\n"
+        "    return [scale * len(set(c)) for c in completions]\n"
+    )
+
+    def edit(line: dict[str, Any]) -> None:
+        if line["step"] == 1:
+            (tmp_path / "helper.py").write_text("scale = 5.0\n")
+            (tmp_path / "fails").touch()
+
+    options = Options(device="cpu")
+    launch = launching.start(
+        settings, options=options, output_dir=str(tmp_path), name="run", overwrite=False, command=[], on_step=edit
+    )
+    assert launch.go(report=running.report) == 75
+    run = launch.folder
+    assert "helper.py was edited" in capsys.readouterr().err
+    assert [line["step"] for line in running.metrics(run)] == [0, 1]
+    (tmp_path / "fails").unlink()
+    with pytest.raises(ValueError, match=r"helper\.py has changed"):
+        running.go_on(run)
+    assert running.go_on(run, allow_config_change=True) == 0
+    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+    assert run.read_environment()["reward_changed"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "of_reward"),
+    [
+        ("reward.functions", True),
+        ("environment.name", True),
+        ("environment.tools", True),
+        ("task.name", True),
+        ("environment.agent", False),  # whose text the rewards judge
+        ("environment.max_turns", False),
+        ("reward.timeout_s", False),
+        ("task.max_samples", False),
+    ],
+)
+def test_a_change_of_what_gives_rewards_is_one_of_the_reward(setting: str, of_reward: bool) -> None:
+    assert launching.change_is_of_reward(Change(setting=setting, before="a", now="b")) is of_reward
+
+
+@pytest.mark.parametrize(
+    ("setting", "of_reward"), [("environment.name", True), ("environment.tools", True), ("environment.agent", False)]
+)
+def test_an_edited_file_of_an_environment_is_a_change_of_the_reward(setting: str, of_reward: bool) -> None:
+    assert launching.change_is_of_reward(ChangedInput(f"{setting}: rules.py", "has changed")) is of_reward
 
 
 def append_row(folder: Path) -> None:

@@ -41,8 +41,71 @@ def test_a_function_is_found_without_running_its_file_or_importing_its_package(f
     assert (source.module, source.file) == ("people.inner.scores", folder / "people" / "inner" / "scores.py")
     assert "people" not in sys.modules
     assert parse_use("json.encoder:py_encode_basestring").module == "json.encoder"
-    (folder / "late.py").write_text("import json\nfrom rewards import *\ndef f():\n    import more\n")
-    assert imported_beside(parse_use("late.py:f")) == [folder / "more.py", folder / "rewards.py"]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "files", "imported"),
+    [
+        ("import json\nfrom h import *\ndef g():\n    import k", {"h.py": "", "k.py": ""}, ["h.py", "k.py"]),
+        ("import re, h, k as j", {"h.py": "", "k.py": "", "near.py": ""}, ["h.py", "k.py"]),
+        ("import h", {"h.py": "from k import x", "k.py": "import late, h"}, ["h.py", "k.py"]),
+        (
+            "from lib.rules import x",
+            {"lib/__init__.py": "from . import base", "lib/base.py": "", "lib/rules.py": "", "lib/near.py": ""},
+            ["lib/__init__.py", "lib/base.py", "lib/rules.py"],
+        ),
+        (
+            "from lib import rules",
+            {"lib/rules.py": "from .base import x", "lib/base.py": ""},
+            ["lib/base.py", "lib/rules.py"],
+        ),
+        ("from lib.rules import x", {"lib.py": "", "lib/near.py": ""}, ["lib.py"]),
+        (
+            "import lib.a.b",
+            {"lib/a/b.py": "from ..c import x\nfrom ....late import f", "lib/c.py": ""},
+            ["lib/a/b.py", "lib/c.py"],
+        ),
+        ("import h, k", {"h.py": "if x\n", "k.py": "x = '\0'"}, ["h.py", "k.py"]),
+        ("import tinyrl.text", {"tinyrl/__init__.py": "", "tinyrl/text.py": ""}, []),
+    ],
+)
+def test_files_that_a_file_imports_from_its_folder_are_found(
+    folder: Path, code: str, files: dict[str, str], imported: list[str]
+):
+    write(folder, {"late.py": f"{code}\nf = 1\n", **files})
+    assert imported_beside(parse_use("late.py:f")) == [folder / name for name in imported]
+
+
+@pytest.mark.parametrize("code", ["from .h import x", "from pkg.h import x", "from . import h"])
+def test_files_that_a_module_imports_from_its_package_are_found(folder: Path, code: str):
+    write(folder, {"pkg/__init__.py": "", "pkg/r.py": f"{code}\nf = 1\n", "pkg/h.py": "", "h.py": ""})
+    assert imported_beside(parse_use("pkg.r:f")) == [folder / "pkg" / "__init__.py", folder / "pkg" / "h.py"]
+
+
+@pytest.mark.parametrize(("place", "found"), [("src", True), ("site-packages", False)])
+def test_a_package_elsewhere_is_followed_unless_it_is_an_installed_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str, found: bool
+):
+    write(folder / place, {"away/__init__.py": "", "away/r.py": "from away.h import x\nf = 1\n", "away/h.py": ""})
+    monkeypatch.syspath_prepend(folder / place)
+    files = [folder / place / "away" / "__init__.py", folder / place / "away" / "h.py"]
+    assert imported_beside(parse_use("away.r:f")) == (files if found else [])
+
+
+def test_the_standard_library_is_not_followed(folder: Path):
+    assert imported_beside(parse_use("json.encoder:JSONEncoder")) == []
+
+
+def test_what_a_file_imports_of_a_gone_file_is_nothing(folder: Path):
+    source = parse_use("more.py:length")
+    (folder / "more.py").unlink()
+    assert imported_beside(source) == []
 
 
 @pytest.mark.parametrize(

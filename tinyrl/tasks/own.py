@@ -176,9 +176,13 @@ def own_task(name: str) -> Task:
 
 @atexit.register
 def close_workers() -> None:
-    """End the workers of the tasks that were loaded here; one that is called later gets another."""
+    """End the workers of the tasks that were loaded here, and forget the tasks with the prompts of their rows.
+
+    Prompts may depend on files that no import names. A task that somebody still holds gets another worker when called.
+    """
     for known in _loaded.values():
         known.code.worker.close()
+    _loaded.clear()
 
 
 def _in_its_worker(*_: Any, **columns: Any) -> list[Any]:

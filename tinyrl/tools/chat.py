@@ -225,8 +225,8 @@ def converse(session: ChatSession) -> None:
             try:
                 with StopFlag(signals=(signal.SIGINT,), leaves=False):
                     _obey(session, line)
-            except Interrupted:
-                print("\n(stopped; it is not part of the conversation)")
+            except Interrupted as stop:
+                print(escape_control(f"\n(stopped: {stop}; it is not part of the conversation)"))
             except ValueError as error:
                 print(escape_control(str(error)))
         return

@@ -50,6 +50,7 @@ from tinyrl.training.run import (
     out_of_memory_stops,
 )
 from tinyrl.training.step import rate_factor, schedule_notes
+from tinyrl.workers.fingerprint import fingerprint
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -409,9 +410,11 @@ def change_invalidates(change: Change | ChangedInput) -> bool:
 
 
 def change_is_of_reward(change: Change | ChangedInput) -> bool:
-    """Return whether rewards may be others after a change: of a reward's settings or files, or of the task's rule."""
+    """Return whether rewards may be others after a change: of a reward's settings or files, of the task's rule, or of
+    an environment's functions, which may give rewards.
+    """
     name = change.name if isinstance(change, ChangedInput) else change.setting
-    of_reward = name.startswith(("reward.", "task.name", "task.grading"))
+    of_reward = name.startswith(("reward.", "task.name", "task.grading", "environment.name", "environment.tools"))
     return of_reward and name != "reward.timeout_s"
 
 
@@ -456,7 +459,7 @@ def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, So
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             before = SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
         files[name] = before
-    return InputHashes(rows=rows, files=files, versions=versions())
+    return InputHashes(rows=rows, files=files, functions=_fingerprints(config), versions=versions())
 
 
 def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]:
@@ -465,6 +468,9 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
     for name, rows in before.rows.items():
         if now.rows.get(name) != rows:
             changes.append(ChangedInput(f"{name} rows", "have changed"))
+    for name, function in before.functions.items():
+        if now.functions.get(name) != function:
+            changes.append(ChangedInput(name, "is another function"))
     for name, file in before.files.items():
         there = now.files.get(name)
         if there is None:
@@ -491,6 +497,17 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
                 pass
 
 
+def _fingerprints(config: Config) -> dict[str, str]:
+    """Return fingerprints of the functions that this process defined, by "setting: use"."""
+    found: dict[str, str] = {}
+    for named in config.named():
+        if named.kind == "code":
+            function = parse_use(named.value, setting=named.label).here
+            if function is not None:
+                found[f"{named.setting}: {named.value}"] = fingerprint(function)
+    return found
+
+
 def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str, Path]]:
     folder = starter_path(named.value) or Path(named.value).expanduser()
     if not folder.is_dir():  # a hub name
@@ -504,7 +521,7 @@ def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str
 
 
 def _files_of_code(named: Named) -> Iterator[tuple[str, Path]]:
-    """Yield the file of a person's function, and those beside it that it imports."""
+    """Yield the file of a person's function, and those of its folder that it imports."""
     source = parse_use(named.value, setting=named.label)
     name = named.value.rpartition(":")[0]
     if source.file is not None:

@@ -61,10 +61,13 @@ class SourceFile(BaseModel):
 
 
 class InputHashes(BaseModel):
-    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"."""
+    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"; functions:
+    fingerprints of those that a notebook or script defined, by "setting: use".
+    """
 
     rows: dict[str, str] = {}
     files: dict[str, SourceFile] = {}
+    functions: dict[str, str] = {}
     versions: dict[str, str] = {}
 
 
@@ -514,6 +517,8 @@ class Run:
         if self._saved_step != self.state.step or not self.saved:
             self.display.note(f"{reason}: saving step {self.state.step}")
             self.save()
+        else:
+            self.display.note(f"{reason}: step {self.state.step} is saved")
 
     def _dump_bad_batch(self, why: str) -> None:
         if not self.world.is_main:

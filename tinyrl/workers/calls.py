@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
+from tinyrl.errors import CodeChanged
 from tinyrl.text import did_you_mean
 from tinyrl.workers import protocol
 from tinyrl.workers.loading import FunctionSource
@@ -30,6 +31,8 @@ class WorkerFunction:
 
     sources: where it is, the first giving its name; setting: the field that names it, for messages; timeout_s: seconds
     a call may take; host: "module:function" of ours that makes one service of several functions, see worker.py.
+    Another worker loads the same code: CodeChanged is raised where a file of it was edited after the first one loaded.
+
     `printed` is what it prints; `retried`: why, the first time, the rows of a batch were tried one by one.
     """
 
@@ -87,7 +90,7 @@ class WorkerFunction:
         timeout_s   in place of the function's own
 
         ValueError: an argument that the function needs is missing, or one cannot be sent to it. Raises Interrupted soon
-        after a stop was asked for.
+        after a stop was asked for, and CodeChanged, which is one.
         """
         assert all(len(values) == num_rows for values in arguments.values()), {k: len(v) for k, v in arguments.items()}
         if not num_rows:
@@ -181,6 +184,7 @@ class WorkerFunction:
             self.close(at_once=True)
         if self._process is not None:
             return
+        self._check_unedited()
         first = self._sources[0]
         sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
         if first.here is None:
@@ -197,6 +201,16 @@ class WorkerFunction:
             self.close()
             why = MALFORMED if isinstance(failure, protocol.Malformed) else failure
             raise CallFailed(f"could not be loaded: it {why}") from failure
+
+    def _check_unedited(self) -> None:
+        """Raise CodeChanged where a file that the first worker loaded has been edited since."""
+        for source in self._sources:
+            edited = source.edited_file()
+            if edited is not None:
+                raise CodeChanged(
+                    f"{self._setting}: {edited} was edited after it was loaded, and has to be loaded again. "
+                    "Put it back, or begin again; a run goes on with the new code by --allow-config-change at a resume"
+                )
 
     def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
