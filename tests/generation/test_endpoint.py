@@ -380,6 +380,50 @@ def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> No
     assert shown + choice.add([]) == expected
 
 
+@pytest.mark.parametrize(("shows_stop", "expected"), [(False, "<think>\nab"), (True, "<think>\nab\ncd")])
+def test_a_stop_string_in_what_the_template_wrote_stops_nothing(*, shows_stop: bool, expected: str) -> None:
+    tokenizer = tiny_tokenizer()
+    choice = Choice(
+        index=0,
+        sequence=Sequence([1], SamplingParams(), np.uint64(0), 9),
+        detokenizer=IncrementalDetokenizer(tokenizer),
+        stop=["\n"],
+        shows_stop=shows_stop,
+        text="<think>\n",
+    )
+    shown = ""
+    for token in tokenizer("ab\ncd", add_special_tokens=False)["input_ids"]:  # pyright: ignore
+        shown += choice.add([token])  # pyright: ignore
+    choice.ended = True
+    assert shown + choice.add([]) == expected
+    assert choice.stopped_by == "\n"
+
+
+class CutOff(Scripted):
+    """Its completions end for length."""
+
+    def submit(self, work: list[Any]) -> None:
+        for each in work:
+            each.on_tokens(self.tokens)
+            each.tokens = self.tokens
+            each.logprobs = [0.0] * len(self.tokens)
+            each.finish_reason = "length"
+            each.on_end(None)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reasons"), [("cd", ("stop", "stop_sequence", "cd")), ("zz", ("length", "max_tokens", None))]
+)
+def test_chats_and_messages_agree_on_what_ended_an_answer(stop: str, reasons: tuple[str, str, str | None]) -> None:
+    """Where a stop string is in the text, and sampling went on over a token that has none."""
+    asked = {"model": "policy", "messages": HELLO, "max_tokens": 9}
+    with listening_to(CutOff("abcd")) as server:
+        _, chat = post(f"{server.url}/chat/completions", json.dumps({**asked, "stop": stop}).encode())
+        _, message = post(f"{server.url}/messages", json.dumps({**asked, "stop_sequences": [stop]}).encode())
+    found = (chat["choices"][0]["finish_reason"], message["stop_reason"], message["stop_sequence"])
+    assert found == reasons
+
+
 def test_an_answer_that_fails_is_an_error_and_not_silence() -> None:
     failing = Scripted("x", RuntimeError("planted"))
     with listening_to(failing) as server, pytest.raises(openai.APIStatusError) as caught:

@@ -115,10 +115,11 @@ class AnswerWriter:
                     logprobs=logprobs,
                     fields=fields,
                 )
+        is_stopped = choice.stopped_by is not None  # where no text follows a stop string, nothing was cut off
         return EndedChoice(
             content=content,
             calls=[],
-            reason="length" if sequence.finish_reason == "length" else "stop",
+            reason="length" if sequence.finish_reason == "length" and not is_stopped else "stop",
             stop=choice.stopped_by,
             logprobs=logprobs,
             fields=fields,

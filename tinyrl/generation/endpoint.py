@@ -312,7 +312,8 @@ class Endpoint:
                 index=len(answer.choices),
                 sequence=sequence,
                 detokenizer=IncrementalDetokenizer(self.tokenizer, hidden=hidden_ids(self.tokenizer)),
-                stop=[] if body.include_stop_str_in_output else body.stops,
+                stop=body.stops,
+                shows_stop=bool(body.include_stop_str_in_output),
                 text=answer.text if begins else "",
                 call=call,
             )

@@ -34,15 +34,17 @@ Event = NewTokens | Exception | None  # None: the end
 class Choice:
     """One completion on its way: its text so far, how much of it is certain, and how it ended.
 
-    stop: strings that are not shown; call: that of an agent's episode; logprobs: of its tokens so far, of which
-    `listed` were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it; ended: its
-    last tokens have come.
+    stop: strings that end it; shows_stop: they are shown; text: at first what the template wrote of the answer, which
+    no stop string is looked for in; call: that of an agent's episode; logprobs: of its tokens so far, of which `listed`
+    were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it; ended: its last
+    tokens have come.
     """
 
     index: int
     sequence: Sequence
     detokenizer: IncrementalDetokenizer
     stop: list[str] = field(default_factory=list)
+    shows_stop: bool = False
     text: str = ""
     call: Call | None = None
     shown: int = 0
@@ -53,20 +55,27 @@ class Choice:
     held: list[tuple[str, int]] = field(default_factory=list)
     ended: bool = False
 
+    def __post_init__(self) -> None:
+        self.opened = len(self.text)
+
     def add(self, tokens: list[int]) -> str:
         """Add tokens; return the text that is certain now: none that may become a stop string, or follow one."""
         self.tokens += tokens
-        if self.stopped_by is None:
+        is_cut = self.stopped_by is not None and not self.shows_stop
+        if not is_cut:
             self.text += self.detokenizer.add(tokens, at_end=self.ended)
-        places = {self.text.find(stop): stop for stop in self.stop if stop in self.text}
+        sampled = self.text[self.opened :]
+        places = {sampled.find(stop): stop for stop in self.stop if stop in sampled}
         if places:
             first = min(places)
             self.stopped_by = places[first]
-            self.text = self.text[:first]
+            if not self.shows_stop:
+                self.text = self.text[: self.opened + first]
         certain = len(self.text)
-        if not self.ended and self.stopped_by is None:  # the longest beginning of a stop string that it ends with
+        may_be_cut = not self.ended and self.stopped_by is None and not self.shows_stop
+        if may_be_cut:  # the longest beginning of a stop string that it ends with
             held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
-            certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
+            certain -= max((len(begun) for begun in held if sampled.endswith(begun)), default=0)
         piece = self.text[self.shown : max(certain, self.shown)]
         self.shown = max(certain, self.shown)
         return piece
