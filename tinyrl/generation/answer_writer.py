@@ -149,7 +149,7 @@ class AnswerWriter:
         logprobs = [*before[: len(prompt)], *sequence.logprobs]
         start = 0 if answer.echoes else len(prompt)
         return [
-            ListedToken(self._spelt(token), logprob, [(self._spelt(other), p) for other, p in top])
+            ListedToken(self._spelt(token), logprob, [(self._spelt(other), p) for other, p in top[: answer.likeliest]])
             for token, logprob, top in zip(tokens[start:], logprobs[start:], tops[start:], strict=True)
         ]
 

@@ -15,6 +15,7 @@ class ChatCompletions(Dialect):
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    foreign = frozenset({"echo", "prompt"})
     closing = "data: [DONE]\n\n"
 
     @staticmethod
@@ -90,6 +91,7 @@ class TextCompletions(ChatCompletions):
     """An answer of one text or several."""
 
     prefix = "cmpl-"
+    foreign = frozenset({"chat_template_kwargs", "messages", "tools", "top_logprobs"})
     kind = "text_completion"
     chunk_kind = "text_completion"
 

@@ -85,6 +85,7 @@ class Dialect:
     """
 
     prefix: str  # of the answer's id
+    foreign: frozenset[str] = frozenset()  # fields that are read of other requests, and that this protocol has not
     closing = ""  # the last line of a stream
 
     def __init__(self, asked: JSON) -> None:

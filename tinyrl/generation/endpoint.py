@@ -167,9 +167,11 @@ class Endpoint:
         episode = self._authorized(request)
         kind = DIALECTS[request.url.path]
         asked = await self._asked(request)
-        body = Body.of(kind.chat_request(asked))
+        foreign = {name: value for name, value in asked.items() if name in kind.foreign}
+        own = {name: value for name, value in asked.items() if name not in kind.foreign}
+        body = Body.of(kind.chat_request(own))
         self._check_model(body.model)
-        wishes = body.wishes()
+        wishes = body.wishes(foreign)
         if wishes and episode is None:
             raise Refused(400, f"{next(iter(wishes.values()))} is not supported")
         if len(self.wishes) < MOST_WISHES:

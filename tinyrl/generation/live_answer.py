@@ -95,7 +95,8 @@ class LiveAnswer:
         self.given = ClientInput()
         self.text = ""
         self.reads_calls = False
-        self.lists_logprobs = bool(body.logprobs) if is_chat else body.logprobs is not None
+        asks_for_logprobs = body.logprobs is not None and body.logprobs is not False  # 0: of the sampled tokens alone
+        self.lists_logprobs = bool(body.logprobs) if is_chat else asks_for_logprobs
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices = list[Choice]()
         self.loop = asyncio.get_running_loop()
