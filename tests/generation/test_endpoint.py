@@ -508,9 +508,9 @@ class CutOff(Scripted):
 
     def submit(self, work: list[Any]) -> None:
         for each in work:
-            each.on_tokens(self.tokens)
             each.tokens = self.tokens
             each.logprobs = [0.0] * len(self.tokens)
+            each.on_tokens(self.tokens)
             each.finish_reason = "length"
             each.on_end(None)
 

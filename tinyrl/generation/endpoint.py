@@ -317,6 +317,7 @@ class Endpoint:
                 stop=body.stops,
                 shows_stop=bool(body.include_stop_str_in_output),
                 text=answer.text if begins else "",
+                places_tokens=answer.lists_logprobs and not answer.is_chat,
                 call=call,
             )
             answer.choices.append(choice)

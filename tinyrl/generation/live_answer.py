@@ -36,8 +36,8 @@ class Choice:
 
     stop: strings that end it; shows_stop: they are shown; text: at first what the template wrote of the answer, which
     no stop string is looked for in; call: that of an agent's episode; logprobs: of its tokens so far, of which `listed`
-    were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it; ended: its last
-    tokens have come.
+    were taken; places_tokens: `offsets` are the characters of the text before each; held: pieces of text that are not
+    sent yet, each with the number of tokens up to it; ended: its last tokens have come.
     """
 
     index: int
@@ -52,6 +52,8 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     listed: int = 0
+    places_tokens: bool = False
+    offsets: list[int] = field(default_factory=list)
     held: list[tuple[str, int]] = field(default_factory=list)
     ended: bool = False
 
@@ -62,8 +64,11 @@ class Choice:
         """Add tokens; return the text that is certain now: none that may become a stop string, or follow one."""
         self.tokens += tokens
         is_cut = self.stopped_by is not None and not self.shows_stop
-        if not is_cut:
-            self.text += self.detokenizer.add(tokens, at_end=self.ended)
+        parts = [[token] for token in tokens] if self.places_tokens and tokens else [tokens]
+        for part in parts:
+            self.offsets += [len(self.text)] * len(part)
+            if not is_cut:
+                self.text += self.detokenizer.add(part, at_end=self.ended)
         sampled = self.text[self.opened :]
         places = {sampled.find(stop): stop for stop in self.stop if stop in sampled}
         if places:
@@ -114,9 +119,10 @@ class LiveAnswer:
 
     @property
     def usage(self) -> Usage:
-        prompts = {tuple(choice.sequence.prompt) for choice in self.choices}
+        one_of_each_prompt = self.choices[:: self.body.n or 1]
+        read = sum(len(choice.sequence.prompt) for choice in one_of_each_prompt)
         written = sum(len(choice.sequence.tokens) for choice in self.choices if choice.ended)
-        return Usage(prompt=sum(map(len, prompts)), completion=written)
+        return Usage(prompt=read, completion=written)
 
     def put_tokens(self, choice: Choice, tokens: list[int]) -> None:
         """Queue new tokens, the last of their sequence; called by the scheduler's thread."""

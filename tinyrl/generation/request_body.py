@@ -26,9 +26,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, each w
     "use_beam_search": (False,), "do_sample": (True,), "stop_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
     "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
     "function_call": ("auto", "none"), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "tool_choice": ("auto", "none"), "background": (False,), "truncation": ("disabled",), "thinking": ({"type": "disabled"},),
-    "reasoning.summary": ("auto",), "echo": (False,), "logprobs": (False,), "return_token_ids": (False,),
-    "top_logprobs": (0,), "stop": ([],), "tools": ([],), "chat_template_kwargs": ({},),
+    "spaces_between_special_tokens": (True,), "tool_choice": ("auto", "none"), "background": (False,),
+    "truncation": ("disabled",), "thinking": ({"type": "disabled"},), "reasoning.summary": ("auto",),
+    "echo": (False,), "logprobs": (False,), "return_token_ids": (False,), "top_logprobs": (0,), "stop": ([],),
+    "tools": ([],), "chat_template_kwargs": ({},),
 }  # fmt: skip
 Likeliest = Annotated[int, Field(ge=0, le=20)]  # tokens that a client may have listed at each place
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
