@@ -216,6 +216,19 @@ def test_a_text_that_comes_back_otherwise_is_another_row(server: Running, repeat
     assert continued(server.tokenizer, ClientInput(text="hello"), " x END", " x ", ClientInput(text=repeated)) is None
 
 
+def test_a_beginning_behind_a_conversation_is_continued_as_in_a_fresh_call(server: Running) -> None:
+    beginning: Any = {"role": "assistant", "content": "It is "}
+    first = server.say(USER)
+    server.say(USER, first, MORE, beginning)
+    [row] = server.episode.samples()
+    read = [token for token, chosen in zip(row.response, row.mask, strict=True) if not chosen]
+    assert str(server.tokenizer.decode(read)).endswith("<user>and?<assistant>It is ")
+    server.open()
+    server.say(USER, first, MORE, beginning)
+    [fresh] = server.episode.samples()
+    assert str(server.tokenizer.decode(fresh.prompt)).endswith("<user>and?<assistant>It is ")
+
+
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:
     """Or other variables of the template, such as tools: the policy would not have read them at its first answer."""
     first = server.say(USER)
