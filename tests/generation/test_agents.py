@@ -22,7 +22,7 @@ from tests import running
 from tests.generation.conftest import episode_of, listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
-from tinyrl.config.sections import RewardConfig
+from tinyrl.config.sections import EnvironmentConfig, RewardConfig, TaskConfig
 from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import Listening
@@ -44,6 +44,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.generation.scoring import score
+from tinyrl.rollout.collect import prepare
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training.ppo import adapted_kl_coef
@@ -216,6 +217,19 @@ def test_a_text_that_comes_back_otherwise_is_another_row(server: Running, repeat
     assert continued(server.tokenizer, ClientInput(text="hello"), " x END", " x ", ClientInput(text=repeated)) is None
 
 
+def test_a_beginning_behind_a_conversation_is_continued_as_in_a_fresh_call(server: Running) -> None:
+    beginning: Any = {"role": "assistant", "content": "It is "}
+    first = server.say(USER)
+    server.say(USER, first, MORE, beginning)
+    [row] = server.episode.samples()
+    read = [token for token, chosen in zip(row.response, row.mask, strict=True) if not chosen]
+    assert str(server.tokenizer.decode(read)).endswith("<user>and?<assistant>It is ")
+    server.open()
+    server.say(USER, first, MORE, beginning)
+    [fresh] = server.episode.samples()
+    assert str(server.tokenizer.decode(fresh.prompt)).endswith("<user>and?<assistant>It is ")
+
+
 def test_another_history_is_a_row_of_its_own(server: Running) -> None:
     """Or other variables of the template, such as tools: the policy would not have read them at its first answer."""
     first = server.say(USER)
@@ -287,6 +301,20 @@ def test_another_history_is_a_conversation_of_its_own_in_the_record_too(server: 
     second = server.say(USER, edited, MORE)
     kept = [dialogue.messages for dialogue in server.episode.dialogues()]
     assert kept == [[USER, first], [USER, edited, MORE, second]]
+
+
+@pytest.mark.parametrize(("agent", "expected"), [("a.py:f", None), (None, "be brief")])
+def test_a_recorded_prompt_has_no_system_text_that_nobody_sends(
+    agent: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe may have task.system_prompt for other ways to play it."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("tinyrl.rollout.collect.prepare_prompts", lambda task, rows, **how: given.update(how) or [])
+    policy = mock.MagicMock()
+    policy.config.task = TaskConfig(system_prompt="be brief")
+    policy.config.environment = EnvironmentConfig(agent=agent)
+    prepare([], policy=policy, task=mock.MagicMock(), runner=None)
+    assert given["system_prompt"] == expected
 
 
 # ---- limits ----

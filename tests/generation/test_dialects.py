@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.generation.conftest import episode_of, listening_to
-from tests.generation.test_endpoint import CALL, TOOLS, Scripted, post
+from tests.generation.test_endpoint import CALL, TOOLS, CutOff, Scripted, post
 from tinyrl.generation.completions import ChatCompletions
 from tinyrl.generation.dialect import EndedChoice, ListedToken, Refused, Usage
 from tinyrl.generation.endpoint import Listening
@@ -188,7 +188,7 @@ TWO_CALLS = EndedChoice(
         for city in ("Oslo", "Rome")
     ],
     reason="tool_calls",
-    logprobs=[ListedToken("I look.", -0.5, [("I", -0.25)])],
+    logprobs=[ListedToken("I look.", -0.5, b"I look.", [ListedToken("I", -0.25, b"I")])],
 )
 ENDINGS = {
     "text": EndedChoice("dry", [], "stop"),
@@ -481,6 +481,48 @@ def test_log_probabilities_are_streamed_with_their_tokens(served: Listening) -> 
     [one] = client.completions.create(**text).choices
     chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**text, stream=True)]
     assert [place for each in chunks if each for place in each.text_offset] == one.logprobs.text_offset
+
+
+def listed_of(text: str, path: str, **more: Any) -> Any:
+    """The log-probabilities of an answer of this text."""
+    asked = {"model": "policy", "max_tokens": 9, **more}
+    with listening_to(CutOff(text), positions=4096) as listening:
+        _, answer = post(f"{listening.url}/{path}", json.dumps(asked).encode())
+    return answer["choices"][0]["logprobs"]
+
+
+def test_bytes_of_a_token_are_its_own_where_it_is_part_of_a_character() -> None:
+    """Of U+00E9 and U+2028; a space, which byte-level BPE writes as another character; and a letter."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True}
+    listed = listed_of("é \u2028b", "chat/completions", **chat)
+    assert [entry["bytes"] for entry in listed["content"]] == [[0xC3], [0xA9], [0x20], [0xE2], [0x80], [0xA8], [0x62]]
+
+
+def test_offsets_of_tokens_count_characters_of_the_text() -> None:
+    listed = listed_of("é b", "completions", prompt="x", logprobs=0)
+    assert listed["text_offset"] == [0, 0, 1, 2]
+
+
+def test_offsets_of_tokens_behind_an_echoed_prompt_count_on(live: LiveScheduler) -> None:
+    asked = {"model": "base", "prompt": "é b", "max_tokens": 1, "echo": True, "logprobs": 0}
+    with listening_to(live) as listening:
+        _, answer = post(f"{listening.url}/completions", json.dumps(asked).encode())
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("prompts", "n", "read"), [(["ab", "ab"], 1, 4), (["ab"], 2, 2), (["ab", "abc"], 2, 5)])
+def test_each_prompt_of_a_request_is_counted_once(prompts: list[str], n: int, read: int) -> None:
+    asked = {"model": "policy", "prompt": prompts, "n": n}
+    with listening_to(Scripted("x"), positions=4096) as listening:
+        _, answer = post(f"{listening.url}/completions", json.dumps(asked).encode())
+    assert answer["usage"]["prompt_tokens"] == read
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+def test_a_line_of_a_stream_is_one_wherever_its_reader_splits(end: str) -> None:
+    [line, *rest] = ChatCompletions({}).line({"text": f"a{end}b"}).splitlines()
+    assert rest == [""]
+    assert json.loads(line.removeprefix("data: ")) == {"text": f"a{end}b"}
 
 
 def test_a_failure_within_a_stream_is_the_clients_error() -> None:

@@ -158,6 +158,110 @@ def test_a_wish_that_is_not_honoured_is_refused_by_name(name: str, client: opena
         client.completions.create(model="policy", prompt="hello", max_tokens=1, extra_body={name: WISHES[name]})
 
 
+PREFILLED: list[Any] = [*HELLO, {"role": "assistant", "content": "It is "}]
+OF_THE_CHAT = {"model": "policy", "messages": HELLO}
+REQUESTS: dict[str, Any] = {
+    "chat/completions": {**OF_THE_CHAT, "max_tokens": 1},
+    "completions": {"model": "policy", "prompt": "hello", "max_tokens": 1},
+    "messages": {**OF_THE_CHAT, "max_tokens": 1},
+    "responses": {"model": "policy", "input": "hello", "max_output_tokens": 1},
+}
+
+
+def status_of(listening: Listening, path: str, more: dict[str, Any], key: str = "any") -> tuple[int, str]:
+    """Whether a request with more fields is answered, and how."""
+    headers = {"Authorization": f"Bearer {key}"}
+    code, answer = post(f"{listening.url}/{path}", json.dumps({**REQUESTS[path], **more}).encode(), headers)
+    return code, json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "named"),
+    [
+        ("chat/completions", {"echo": True}, "echo"),
+        ("chat/completions", {"prompt": "x"}, "prompt"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("completions", {"tools": TOOLS}, "tools"),
+        ("completions", {"messages": HELLO}, "messages"),
+        ("completions", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("completions", {"top_logprobs": 2, "logprobs": 1}, "top_logprobs"),
+        ("messages", {"stop": ["x"]}, "stop"),
+        ("messages", {"logprobs": True}, "logprobs"),
+        ("messages", {"echo": True}, "echo"),
+        ("messages", {"return_token_ids": True}, "return_token_ids"),
+        ("messages", {"prompt": "x"}, "prompt"),
+        ("messages", {"max_completion_tokens": 2}, "max_completion_tokens"),
+        ("responses", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("responses", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("responses", {"logprobs": True}, "logprobs"),
+        ("responses", {"top_logprobs": 2}, "top_logprobs"),
+        ("responses", {"max_completion_tokens": 2}, "max_completion_tokens"),
+        ("responses", {"max_tokens": 2}, "max_tokens"),
+        ("responses", {"messages": HELLO}, "messages"),
+        ("responses", {"return_token_ids": True}, "return_token_ids"),
+        ("responses", {"text": {"bogus": 1}}, "text.bogus"),
+        ("responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ("responses", {"include": 5}, "include"),
+        ("responses", {"include": True}, "include"),
+        ("responses", {"include": [{}]}, "include"),
+        ("responses", {"include": "message.output_text.logprobs"}, "include"),
+        ("chat/completions", {"messages": PREFILLED, "continue_final_message": False}, "continue_final_message"),
+        ("chat/completions", {"messages": PREFILLED, "add_generation_prompt": True}, "add_generation_prompt"),
+        ("chat/completions", {"continue_final_message": True}, "continue_final_message"),
+        ("chat/completions", {"add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+def test_a_field_that_changes_nothing_here_is_refused_by_name(
+    path: str, more: dict[str, Any], named: str, listening: Listening
+) -> None:
+    code, answer = status_of(listening, path, more)
+    assert code == 400
+    assert named in answer
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("chat/completions", {"echo": False, "prompt": None, "top_logprobs": 0}),
+        ("chat/completions", {"messages": PREFILLED, "continue_final_message": True, "add_generation_prompt": False}),
+        ("chat/completions", {"continue_final_message": False, "add_generation_prompt": True}),
+        ("completions", {"tools": [], "messages": None, "chat_template_kwargs": {}, "top_logprobs": 0}),
+        ("messages", {"stop": [], "logprobs": False, "echo": False, "return_token_ids": False}),
+        ("responses", {"response_format": {"type": "text"}, "logprobs": False, "max_tokens": None}),
+        ("responses", {"text": {"bogus": None}, "reasoning": {"summary": "auto"}, "include": []}),
+        ("responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    ],
+)
+def test_a_field_that_asks_for_what_is_done_anyway_is_accepted(
+    path: str, more: dict[str, Any], listening: Listening
+) -> None:
+    assert status_of(listening, path, more)[0] == 200
+
+
+def test_fields_of_other_protocols_are_wishes_in_an_episode(live: LiveScheduler) -> None:
+    with listening_to(live, positions=512, episodes={}) as server:
+        server.endpoint.episodes = {"key": episode_of(live.tokenizer)}
+        assert status_of(server, "chat/completions", {"echo": True, "top_logprobs": 2}, "key")[0] == 200
+        assert status_of(server, "messages", {"max_completion_tokens": 2}, "key")[0] == 200
+        assert status_of(server, "responses", {"text": {"bogus": 1}}, "key")[0] == 200
+        assert {*server.endpoint.wishes} == {"echo", "top_logprobs", "max_completion_tokens", "text.bogus"}
+        assert status_of(server, "responses", {"include": 5}, "key")[0] == 400
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_no_logprobs_of_a_completion_are_none_and_0_are_those_of_its_tokens(
+    listening: Listening, *, echo: bool
+) -> None:
+    asked = {"prompt": "hello", "temperature": 0, "echo": echo}
+    found = list[Any]()
+    for logprobs in (False, None, 0):
+        _, answer = status_of(listening, "completions", {**asked, "logprobs": logprobs})
+        found.append(json.loads(answer)["choices"][0]["logprobs"])
+    assert found[:2] == [None, None]
+    for text, logprob, place in zip(*(found[2][n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+        assert place == (None if logprob is None else {text: logprob})
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "n", "seed", "temperature", "top_logprobs"])
 def test_a_truth_value_is_no_number(field: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=field):
@@ -378,6 +482,50 @@ def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> No
         assert expected.startswith(shown)
     choice.ended = True
     assert shown + choice.add([]) == expected
+
+
+@pytest.mark.parametrize(("shows_stop", "expected"), [(False, "<think>\nab"), (True, "<think>\nab\ncd")])
+def test_a_stop_string_in_what_the_template_wrote_stops_nothing(*, shows_stop: bool, expected: str) -> None:
+    tokenizer = tiny_tokenizer()
+    choice = Choice(
+        index=0,
+        sequence=Sequence([1], SamplingParams(), np.uint64(0), 9),
+        detokenizer=IncrementalDetokenizer(tokenizer),
+        stop=["\n"],
+        shows_stop=shows_stop,
+        text="<think>\n",
+    )
+    shown = ""
+    for token in tokenizer("ab\ncd", add_special_tokens=False)["input_ids"]:  # pyright: ignore
+        shown += choice.add([token])  # pyright: ignore
+    choice.ended = True
+    assert shown + choice.add([]) == expected
+    assert choice.stopped_by == "\n"
+
+
+class CutOff(Scripted):
+    """Its completions end for length."""
+
+    def submit(self, work: list[Any]) -> None:
+        for each in work:
+            each.tokens = self.tokens
+            each.logprobs = [0.0] * len(self.tokens)
+            each.on_tokens(self.tokens)
+            each.finish_reason = "length"
+            each.on_end(None)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reasons"), [("cd", ("stop", "stop_sequence", "cd")), ("zz", ("length", "max_tokens", None))]
+)
+def test_chats_and_messages_agree_on_what_ended_an_answer(stop: str, reasons: tuple[str, str, str | None]) -> None:
+    """Where a stop string is in the text, and sampling went on over a token that has none."""
+    asked = {"model": "policy", "messages": HELLO, "max_tokens": 9}
+    with listening_to(CutOff("abcd")) as server:
+        _, chat = post(f"{server.url}/chat/completions", json.dumps({**asked, "stop": stop}).encode())
+        _, message = post(f"{server.url}/messages", json.dumps({**asked, "stop_sequences": [stop]}).encode())
+    found = (chat["choices"][0]["finish_reason"], message["stop_reason"], message["stop_sequence"])
+    assert found == reasons
 
 
 def test_an_answer_that_fails_is_an_error_and_not_silence() -> None:

@@ -86,7 +86,12 @@ TURNS = OnlyIf(
     "name is not null or tools is not [] or agent is not null or task.name is a task with turns",
     why="an answer is one turn without an environment",
 )
+OBSERVES = OnlyIf(
+    "name is not null or tools is not [] or agent is null and task.name is a task with turns",
+    why="no environment of tinyrl's answers a turn",
+)
 AGENT = OnlyIf("agent is not null", why="there is no agent")
+NO_AGENT = OnlyIf("environment.agent is null", why="an agent's requests hold their own")
 ON_SERVER = OnlyIf("engine is server", why="completions are sampled in this process")
 
 
@@ -171,7 +176,9 @@ class TaskConfig(Section):
     )
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub data set; null: the newest")
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
-    system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
+    system_prompt: Annotated[str | None, NO_AGENT] = Field(
+        default=None, description="put before every prompt; replaces the data's own"
+    )
     max_samples: Positive | None = Field(default=None, description="maximum number of rows of each split")
     chat: Literal["auto"] | bool = Field(default="auto", description="apply the chat template; auto: if there is one")
     chat_template_kwargs: Annotated[Variables, OnlyIf("chat is not false", why="no template is applied")] = Field(
@@ -274,7 +281,7 @@ class EnvironmentConfig(Section):
         default=None, description="maximum tokens of one call of an agent; null: generation.max_new_tokens / max_turns"
     )
     max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns of an episode")
-    max_observation_tokens: Annotated[Positive, TURNS] = Field(
+    max_observation_tokens: Annotated[Positive, OBSERVES] = Field(
         default=256, description="tokens after which an observation is cut"
     )
     timeout_s: Annotated[PositiveFloat | None, TURNS] = Field(
@@ -301,7 +308,7 @@ class GenerationConfig(Section):
     temperature: Temperature = Field(default=1.0, description="sampling temperature, also of all log-probabilities")
     top_p: TopP = Field(default=1.0, description="nucleus sampling; 1: off")
     top_k: NonNegative = Field(default=0, description="top-k sampling; 0: off")
-    stop: list[Text] = Field(default_factory=list, description="stop strings")
+    stop: Annotated[list[Text], NO_AGENT] = Field(default_factory=list, description="stop strings")
     engine: Engine = Field(default="auto", description="sampling engine: tinyrl's, transformers', or a server")
     url: Annotated[Text | None, Names("server"), ON_SERVER] = Field(
         default=None, description="vLLM server on this machine: http://127.0.0.1:8000"

@@ -280,7 +280,9 @@ class AgentEpisode:
             return None
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)
-            whole = template_text(self.tokenizer, theirs, variables=given.variables, add_generation_prompt=True)
+            goes_on = theirs[-1]["role"] == "assistant"  # a beginning that the answer continues
+            last_turn = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+            whole = template_text(self.tokenizer, theirs, variables=given.variables, **last_turn)
             closing = turn_closing(self.tokenizer, given.variables)
             after = after_answer(self.tokenizer, given.variables)
         except ValueError:

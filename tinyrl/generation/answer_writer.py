@@ -13,6 +13,7 @@ from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from tokenizers.decoders import ByteLevel
 
 from tinyrl.environments.tool_calls import ToolCall
 from tinyrl.generation.dialect import JSON, EndedChoice, ListedToken, Refused
@@ -21,6 +22,12 @@ from tinyrl.generation.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.generation.scoring import score
 from tinyrl.tasks.call_forms import CallForm
+from tinyrl.text import IncrementalDetokenizer
+
+# How byte-level BPE writes a byte as a character: itself where it can be seen, or else one from U+0100 on.
+SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+UNSEEN = [byte for byte in range(256) if byte not in SEEN]
+BYTES = {chr(byte): byte for byte in SEEN} | {chr(256 + place): byte for place, byte in enumerate(UNSEEN)}
 
 
 class AnswerWriter:
@@ -31,6 +38,8 @@ class AnswerWriter:
         self.tokenizer = scheduler.tokenizer
         self.models = models
         self.form = form
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        self.is_byte_level = isinstance(getattr(backend, "decoder", None), ByteLevel)
 
     async def whole(self, answer: LiveAnswer, request: HttpRequest) -> Response:
         """Answer all at once. A client that hangs up before, or a failure, gives the answer up."""
@@ -115,10 +124,11 @@ class AnswerWriter:
                     logprobs=logprobs,
                     fields=fields,
                 )
+        is_stopped = choice.stopped_by is not None  # where no text follows a stop string, nothing was cut off
         return EndedChoice(
             content=content,
             calls=[],
-            reason="length" if sequence.finish_reason == "length" else "stop",
+            reason="length" if sequence.finish_reason == "length" and not is_stopped else "stop",
             stop=choice.stopped_by,
             logprobs=logprobs,
             fields=fields,
@@ -146,21 +156,43 @@ class AnswerWriter:
         except Exception as error:  # noqa: BLE001 the client gets it
             raise Refused(500, f"scoring failed: {type(error).__name__}: {error}") from None
         logprobs = [*before[: len(prompt)], *sequence.logprobs]
-        start = 0 if answer.echoes else len(prompt)
-        return [
-            ListedToken(self._spelt(token), logprob, [(self._spelt(other), p) for other, p in top])
-            for token, logprob, top in zip(tokens[start:], logprobs[start:], tops[start:], strict=True)
-        ]
+        offsets, length = self._offsets(prompt) if answer.echoes else ([0] * len(prompt), 0)
+        offsets += [length + offset for offset in choice.offsets]
+        listed = list[ListedToken]()
+        for place in range(0 if answer.echoes else len(prompt), len(tokens)):
+            top = [self._listed(other, logprob) for other, logprob in tops[place][: answer.likeliest]]
+            listed.append(self._listed(tokens[place], logprobs[place], top=top, offset=offsets[place]))
+        return listed
+
+    def _offsets(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Return the characters before each token of a prompt that is echoed, and those of all."""
+        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=False)
+        offsets = list[int]()
+        length = 0
+        for token in prompt:
+            offsets.append(length)
+            length += len(detokenizer.add([token]))
+        return offsets, length + len(detokenizer.end())
 
     def _sampled(self, choice: Choice) -> list[ListedToken]:
         """Take the log-probabilities of the sampled tokens that were not listed yet."""
         start = choice.listed
         choice.listed = len(choice.tokens)
-        new = zip(choice.tokens[start:], choice.logprobs[start:], strict=True)
-        return [ListedToken(self._spelt(token), logprob, []) for token, logprob in new]
+        new = zip(choice.tokens[start:], choice.logprobs[start:], choice.offsets[start:], strict=True)
+        return [self._listed(token, logprob, offset=offset) for token, logprob, offset in new]
 
-    def _spelt(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
+    def _listed(
+        self, token: int, logprob: float | None, *, top: list[ListedToken] | None = None, offset: int = 0
+    ) -> ListedToken:
+        text = str(self.tokenizer.decode([token]))
+        return ListedToken(text, logprob, encoded=self._encoded(token, text), top=top or [], offset=offset)
+
+    def _encoded(self, token: int, text: str) -> bytes:
+        """Return the bytes of a token: its own where the tokenizer is a byte-level one, or those of its text."""
+        piece = self.tokenizer.convert_ids_to_tokens(token) if self.is_byte_level else None
+        if piece is None or token in self.tokenizer.added_tokens_decoder:
+            return text.encode()
+        return bytes(BYTES[character] for character in piece)
 
 
 def call_entries(calls: list[ToolCall], *, of: list[int]) -> list[JSON]:

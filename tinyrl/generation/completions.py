@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ class ChatCompletions(Dialect):
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    foreign = frozenset({"echo", "prompt"})
     closing = "data: [DONE]\n\n"
 
     @staticmethod
@@ -57,7 +57,7 @@ class ChatCompletions(Dialect):
 
     def _whole_choice(self, index: int, ended: EndedChoice) -> JSON:
         message = {"role": "assistant", **ended.message}
-        logprobs = self._listed(index, ended.logprobs)
+        logprobs = self._listed(ended.logprobs)
         return {
             "index": index,
             "message": message,
@@ -75,14 +75,14 @@ class ChatCompletions(Dialect):
         logprobs: list[ListedToken] | None = None,
         fields: JSON | None = None,
     ) -> JSON:
-        ended = {"finish_reason": reason, "logprobs": self._listed(index, logprobs), **(fields or {})}
+        ended = {"finish_reason": reason, "logprobs": self._listed(logprobs), **(fields or {})}
         return self._payload(self.chunk_kind, [{"index": index, **self._written(delta), **ended}])
 
     def _written(self, delta: JSON) -> JSON:
         """Return what a chunk adds to its choice."""
         return {"delta": delta}
 
-    def _listed(self, index: int, logprobs: list[ListedToken] | None) -> JSON | None:
+    def _listed(self, logprobs: list[ListedToken] | None) -> JSON | None:
         return None if logprobs is None else {"content": logprob_entries(logprobs), "refusal": None}
 
 
@@ -90,18 +90,15 @@ class TextCompletions(ChatCompletions):
     """An answer of one text or several."""
 
     prefix = "cmpl-"
+    foreign = frozenset({"chat_template_kwargs", "messages", "tools", "top_logprobs"})
     kind = "text_completion"
     chunk_kind = "text_completion"
-
-    def __init__(self, asked: JSON) -> None:
-        super().__init__(asked)
-        self.offsets = dict[int, int]()  # characters of the tokens listed so far, by choice
 
     def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
         yield from ()
 
     def _whole_choice(self, index: int, ended: EndedChoice) -> JSON:
-        logprobs = self._listed(index, ended.logprobs)
+        logprobs = self._listed(ended.logprobs)
         return {
             "index": index,
             "text": ended.content,
@@ -113,16 +110,14 @@ class TextCompletions(ChatCompletions):
     def _written(self, delta: JSON) -> JSON:
         return {"text": delta.get("content", "")}
 
-    def _listed(self, index: int, logprobs: list[ListedToken] | None) -> JSON | None:
+    def _listed(self, logprobs: list[ListedToken] | None) -> JSON | None:
         if logprobs is None:
             return None
-        texts = [one.text for one in logprobs]
-        *offsets, self.offsets[index] = itertools.accumulate(map(len, texts), initial=self.offsets.get(index, 0))
         return {
-            "tokens": texts,
+            "tokens": [one.text for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
             "top_logprobs": [_likeliest(one) for one in logprobs],
-            "text_offset": offsets,
+            "text_offset": [one.offset for one in logprobs],
         }
 
 
@@ -138,11 +133,11 @@ def _without_strict(tool: Any) -> Any:
     return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
-def _likeliest(one: ListedToken) -> dict[str, float] | None:
+def _likeliest(one: ListedToken) -> dict[str, float | None] | None:
     """Return a token and the likeliest in its place; of two with one spelling the likelier stays."""
     if one.logprob is None:
         return None
-    return {one.text: one.logprob, **dict[str, Any](reversed(one.top))}
+    return {one.text: one.logprob, **{other.text: other.logprob for other in reversed(one.top)}}
 
 
 def _usage(usage: Usage) -> JSON:

@@ -22,6 +22,7 @@ STATE = {  # of a conversation, a stored prompt or a job that a server would hav
     "background": (False,), "container": (), "conversation": (), "conversation_id": (), "mcp_servers": ([],),
     "previous_response_id": (), "thread": (), "thread_id": (),
 }  # fmt: skip
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # at which clients split lines, unescaped
 
 
 class Refused(Exception):
@@ -43,11 +44,15 @@ class ContextOverflow(Refused):
 
 @dataclass(frozen=True)
 class ListedToken:
-    """A token with its log-probability (None: the first of a prompt), and the likeliest in its place."""
+    """A token with its log-probability (None: the first of a prompt), and the likeliest in its place. encoded: its
+    bytes, which may be part of a character; offset: characters of the text before it.
+    """
 
     text: str
     logprob: float | None
-    top: list[tuple[str, float]]
+    encoded: bytes
+    top: list[ListedToken] = field(default_factory=list)
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Dialect:
     """
 
     prefix: str  # of the answer's id
+    foreign: frozenset[str] = frozenset()  # fields that are read of other requests, and that this protocol has not
     closing = ""  # the last line of a stream
 
     def __init__(self, asked: JSON) -> None:
@@ -131,7 +137,7 @@ class Dialect:
     def line(self, event: JSON) -> str:
         """Return an event as it is sent; one that has a type is named by it."""
         named = f"event: {event['type']}\n" if "type" in event else ""
-        return f"{named}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+        return f"{named}data: {json.dumps(event, ensure_ascii=False).translate(LINE_ENDS)}\n\n"
 
 
 def refuse_state(asked: JSON) -> None:
@@ -150,11 +156,8 @@ def refuse_several(asked: JSON) -> None:
 
 def logprob_entries(logprobs: list[ListedToken]) -> list[JSON]:
     """Return log-probabilities as OpenAI's chats and responses list them."""
-    return [
-        {**_entry(one.text, one.logprob), "top_logprobs": [_entry(text, logprob) for text, logprob in one.top]}
-        for one in logprobs
-    ]
+    return [{**_entry(one), "top_logprobs": [_entry(other) for other in one.top]} for one in logprobs]
 
 
-def _entry(text: str, logprob: float | None) -> JSON:
-    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+def _entry(one: ListedToken) -> JSON:
+    return {"token": one.text, "logprob": one.logprob, "bytes": [*one.encoded]}

@@ -167,9 +167,11 @@ class Endpoint:
         episode = self._authorized(request)
         kind = DIALECTS[request.url.path]
         asked = await self._asked(request)
-        body = Body.of(kind.chat_request(asked))
+        foreign = {name: value for name, value in asked.items() if name in kind.foreign}
+        own = {name: value for name, value in asked.items() if name not in kind.foreign}
+        body = Body.of(kind.chat_request(own))
         self._check_model(body.model)
-        wishes = body.wishes()
+        wishes = body.wishes(foreign)
         if wishes and episode is None:
             raise Refused(400, f"{next(iter(wishes.values()))} is not supported")
         if len(self.wishes) < MOST_WISHES:
@@ -312,8 +314,10 @@ class Endpoint:
                 index=len(answer.choices),
                 sequence=sequence,
                 detokenizer=IncrementalDetokenizer(self.tokenizer, hidden=hidden_ids(self.tokenizer)),
-                stop=[] if body.include_stop_str_in_output else body.stops,
+                stop=body.stops,
+                shows_stop=bool(body.include_stop_str_in_output),
                 text=answer.text if begins else "",
+                places_tokens=answer.lists_logprobs and not answer.is_chat,
                 call=call,
             )
             answer.choices.append(choice)

@@ -34,15 +34,17 @@ Event = NewTokens | Exception | None  # None: the end
 class Choice:
     """One completion on its way: its text so far, how much of it is certain, and how it ended.
 
-    stop: strings that are not shown; call: that of an agent's episode; logprobs: of its tokens so far, of which
-    `listed` were taken; held: pieces of text that are not sent yet, each with the number of tokens up to it; ended: its
-    last tokens have come.
+    stop: strings that end it; shows_stop: they are shown; text: at first what the template wrote of the answer, which
+    no stop string is looked for in; call: that of an agent's episode; logprobs: of its tokens so far, of which `listed`
+    were taken; places_tokens: `offsets` are the characters of the text before each; held: pieces of text that are not
+    sent yet, each with the number of tokens up to it; ended: its last tokens have come.
     """
 
     index: int
     sequence: Sequence
     detokenizer: IncrementalDetokenizer
     stop: list[str] = field(default_factory=list)
+    shows_stop: bool = False
     text: str = ""
     call: Call | None = None
     shown: int = 0
@@ -50,23 +52,35 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     listed: int = 0
+    places_tokens: bool = False
+    offsets: list[int] = field(default_factory=list)
     held: list[tuple[str, int]] = field(default_factory=list)
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.opened = len(self.text)
 
     def add(self, tokens: list[int]) -> str:
         """Add tokens; return the text that is certain now: none that may become a stop string, or follow one."""
         self.tokens += tokens
-        if self.stopped_by is None:
-            self.text += self.detokenizer.add(tokens, at_end=self.ended)
-        places = {self.text.find(stop): stop for stop in self.stop if stop in self.text}
+        is_cut = self.stopped_by is not None and not self.shows_stop
+        parts = [[token] for token in tokens] if self.places_tokens and tokens else [tokens]
+        for part in parts:
+            self.offsets += [len(self.text)] * len(part)
+            if not is_cut:
+                self.text += self.detokenizer.add(part, at_end=self.ended)
+        sampled = self.text[self.opened :]
+        places = {sampled.find(stop): stop for stop in self.stop if stop in sampled}
         if places:
             first = min(places)
             self.stopped_by = places[first]
-            self.text = self.text[:first]
+            if not self.shows_stop:
+                self.text = self.text[: self.opened + first]
         certain = len(self.text)
-        if not self.ended and self.stopped_by is None:  # the longest beginning of a stop string that it ends with
+        may_be_cut = not self.ended and self.stopped_by is None and not self.shows_stop
+        if may_be_cut:  # the longest beginning of a stop string that it ends with
             held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
-            certain -= max((len(begun) for begun in held if self.text.endswith(begun)), default=0)
+            certain -= max((len(begun) for begun in held if sampled.endswith(begun)), default=0)
         piece = self.text[self.shown : max(certain, self.shown)]
         self.shown = max(certain, self.shown)
         return piece
@@ -86,7 +100,8 @@ class LiveAnswer:
         self.given = ClientInput()
         self.text = ""
         self.reads_calls = False
-        self.lists_logprobs = bool(body.logprobs) if is_chat else body.logprobs is not None
+        asks_for_logprobs = body.logprobs is not None and body.logprobs is not False  # 0: of the sampled tokens alone
+        self.lists_logprobs = bool(body.logprobs) if is_chat else asks_for_logprobs
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices = list[Choice]()
         self.loop = asyncio.get_running_loop()
@@ -104,9 +119,10 @@ class LiveAnswer:
 
     @property
     def usage(self) -> Usage:
-        prompts = {tuple(choice.sequence.prompt) for choice in self.choices}
+        one_of_each_prompt = self.choices[:: self.body.n or 1]
+        read = sum(len(choice.sequence.prompt) for choice in one_of_each_prompt)
         written = sum(len(choice.sequence.tokens) for choice in self.choices if choice.ended)
-        return Usage(prompt=sum(map(len, prompts)), completion=written)
+        return Usage(prompt=read, completion=written)
 
     def put_tokens(self, choice: Choice, tokens: list[int]) -> None:
         """Queue new tokens, the last of their sequence; called by the scheduler's thread."""

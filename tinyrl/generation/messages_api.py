@@ -36,6 +36,9 @@ class Messages(Dialect):
     """An answer in the words of Messages: a block of text, if there is any or nothing else, and one for each call."""
 
     prefix = "msg_"
+    foreign = frozenset(
+        {"echo", "logprobs", "max_completion_tokens", "prompt", "return_token_ids", "stop", "top_logprobs"}
+    )
 
     def __init__(self, asked: JSON) -> None:
         super().__init__(asked)

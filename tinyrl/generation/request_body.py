@@ -25,9 +25,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, each w
     "typical_p": (1,), "length_penalty": (1,), "min_tokens": (0,), "ignore_eos": (False,), "early_stopping": (False,),
     "use_beam_search": (False,), "do_sample": (True,), "stop_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
     "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
-    "function_call": ("auto", "none"), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "tool_choice": ("auto", "none"),
-    "background": (False,), "truncation": ("disabled",), "thinking": ({"type": "disabled"},),
+    "function_call": ("auto", "none"), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "tool_choice": ("auto", "none"), "background": (False,),
+    "truncation": ("disabled",), "thinking": ({"type": "disabled"},), "reasoning.summary": ("auto",),
+    "echo": (False,), "logprobs": (False,), "return_token_ids": (False,), "top_logprobs": (0,), "stop": ([],),
+    "tools": ([],), "chat_template_kwargs": ({},),
 }  # fmt: skip
 Likeliest = Annotated[int, Field(ge=0, le=20)]  # tokens that a client may have listed at each place
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -82,13 +84,24 @@ class Body(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def wishes(self) -> dict[str, str]:
-        """Return the fields that are to change the answer and do not, each with `name=value`, by name."""
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a chat ends with a message of the assistant's, which the answer continues."""
+        last = self.messages[-1] if self.messages else None
+        return isinstance(last, dict) and last.get("role") == "assistant"
+
+    def wishes(self, foreign: JSON) -> dict[str, str]:
+        """Return the fields that are to change the answer and do not, each with `name=value`, by name; foreign: those
+        of other protocols.
+        """
+        done = {"add_generation_prompt": not self.goes_on, "continue_final_message": self.goes_on}
         found = dict[str, str]()
-        for name, value in {**(self.model_extra or {}), "tool_choice": self.tool_choice}.items():
+        for name, value in {**(self.model_extra or {}), "tool_choice": self.tool_choice, **foreign}.items():
             if value is None or name in HARMLESS:
                 continue
-            neutral = NEUTRAL.get(name, ())
+            neutral = (done[name],) if name in done else NEUTRAL.get(name, ())
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
                 found[name] = f"{truncate(name)}={truncate(json.dumps(value))}"
+        if self.top_logprobs and not self.logprobs:
+            found["top_logprobs"] = f"top_logprobs={self.top_logprobs} without log-probabilities"
         return found

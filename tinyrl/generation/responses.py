@@ -38,6 +38,12 @@ class Responses(Dialect):
     """An answer in the words of Responses: a message, if there is text or nothing else, and then calls."""
 
     prefix = "resp_"
+    foreign = frozenset(
+        {
+            "echo", "logprobs", "max_completion_tokens", "max_tokens", "messages", "reasoning_effort",
+            "response_format", "return_token_ids",
+        }
+    )  # fmt: skip
 
     def __init__(self, asked: JSON) -> None:
         super().__init__(asked)
@@ -55,7 +61,7 @@ class Responses(Dialect):
             raise Refused(400, "prompt is not supported: none is stored here; send instructions and input")
         text = _object(asked, "text")
         reasoning = _object(asked, "reasoning")
-        include = asked.get("include") or []
+        include = _included(asked.get("include"))
         chat = {name: value for name, value in asked.items() if name not in OWN}
         chat["messages"] = _messages(asked.get("instructions"), asked.get("input"))
         chat["tools"] = _tools(asked.get("tools"))
@@ -66,6 +72,8 @@ class Responses(Dialect):
         chat["reasoning_effort"] = reasoning.get("effort")
         chat["logprobs"] = True if WITH_LOGPROBS in include else None
         chat["include"] = [one for one in include if one != WITH_LOGPROBS and one not in UNREAD] or None
+        chat |= {f"text.{name}": value for name, value in text.items() if name not in ("format", "verbosity")}
+        chat |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
         return chat
 
     def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
@@ -206,6 +214,14 @@ def _object(asked: JSON, name: str) -> JSON:
     if not isinstance(value, dict):
         raise Refused(400, f"{name} must be an object, not {value!r:.60}")
     return value
+
+
+def _included(include: Any) -> list[str]:
+    """Return what an answer is to have besides."""
+    is_list = isinstance(include, list) and all(isinstance(one, str) for one in include)
+    if include is not None and not is_list:
+        raise Refused(400, f"include must be a list of texts, not {truncate(repr(include), 60)}")
+    return include or []
 
 
 def _messages(instructions: Any, given: Any) -> Items:

@@ -202,6 +202,7 @@ def prepare(
 ) -> list[PreparedPrompt]:
     """Prepare the prompts of rows. openings: texts at the end of each prompt; None: those of the environment."""
     section = policy.config.task
+    has_agent = policy.config.environment.agent is not None  # which sends messages of its own
     if openings is None and runner is not None:
         openings = runner.openings(task, rows)
     prepared = prepare_prompts(
@@ -209,7 +210,7 @@ def prepare(
         rows,
         tokenizer=policy.tokenizer,
         chat=section.chat,
-        system_prompt=section.system_prompt,
+        system_prompt=None if has_agent else section.system_prompt,
         variables=section.chat_template_kwargs if runner is None else runner.variables,
         max_prompt_tokens=max_prompt_tokens,
         on_overlong_prompt=section.on_overlong_prompt,
