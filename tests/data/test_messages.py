@@ -43,6 +43,7 @@ def test_sharegpt_senders_become_roles():
         *[({**USER, "content": none}, {**USER, "content": ""}) for none in (None, [{"type": "text", "text": None}])],
         *[({**USER, "tool_calls": none}, USER) for none in ([], "null", "")],
         ({"from": "human", "value": "hi"}, USER),
+        ({"role": "developer", "content": "hi"}, {"role": "system", "content": "hi"}),
     ],
 )
 def test_content_becomes_text_and_null_keys_go(message: dict[str, Any], wanted: dict[str, Any]):

@@ -115,6 +115,8 @@ def _message(value: Any, column: str) -> Message:
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise refuse("without a `role`")
+    if message["role"] == "developer":  # OpenAI's newer name, which chat templates do not know
+        message["role"] = "system"
     calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls")) or []
     if not isinstance(calls, list):
         raise refuse("whose `tool_calls` are no list")
