@@ -16,7 +16,7 @@ from tinyrl.rewards.functions import verifier_of
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_task, text_in
-from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
 from tinyrl.training.load import load_method
 
 TASK = Task(
@@ -169,6 +169,34 @@ def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
     assert [row["answer"] for row in rows_of_run(own).train] == answers
     with pytest.raises(ValueError, match=r"b\.jsonl:2: 'answer'"):
         rows_of_run(Config.model_validate(values))
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "second"),
+    [
+        ("sft", lambda q: {"prompt": q, "completion": "a"}, lambda q: {"messages": chat(q, "b")}),
+        ("grpo", lambda q: {"prompt": q}, lambda q: {"prompt": chat(q)}),
+    ],
+)
+def test_held_out_prompts_in_another_form_are_counted(tmp_path: Path, method: str, first: Any, second: Any) -> None:
+    train = jsonl(tmp_path / "a.jsonl", [first(f"{i}") for i in range(20)])
+    for others, count in ((range(15, 25), 1), (range(20, 30), 0)):
+        held = jsonl(tmp_path / "b.jsonl", [second(f"{i}") for i in others])
+        config = Config.model_validate({"method": method, "task": {"data": train, "eval_data": held}})
+        rows = rows_of_run(config)
+        assert len(shared_by_splits(rows.train, rows.held_out, rows.kind, system_prompt=None)) == count
+
+
+def test_a_system_prompt_of_all_rows_tells_no_prompts_apart(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "system", "content": f"{j}"}, *chat(f"{i}")]} for i in range(20) for j in range(3)]
+    values = {"method": "grpo", "task": {"data": jsonl(tmp_path / "a.jsonl", rows), "system_prompt": "short"}}
+    found = rows_of_run(Config.model_validate(values))
+    sides = [{row["prompt"][1]["content"] for row in side} for side in (found.train, found.held_out)]
+    assert [len(side) for side in sides] == [18, 2]
 
 
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}

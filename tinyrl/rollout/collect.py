@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import few_held_out, fingerprints, trained_on_too
+from tinyrl.data.rows import few_held_out, fingerprints, prompt_key, trained_on_too
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
@@ -89,9 +90,10 @@ class Collector:
         rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
         warnings += template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
         if config.run.eval_prompts:
-            held_out = [prompt.prompt for prompt in self.eval_prompts]
+            key_of = partial(prompt_key, system_prompt=config.task.system_prompt)
+            held_out = [key_of(prompt.prompt) for prompt in self.eval_prompts]
             warnings += few_held_out(held_out)
-            warnings += trained_on_too([prompt.prompt for prompt in self.train_prompts], held_out)
+            warnings += trained_on_too([key_of(prompt.prompt) for prompt in self.train_prompts], held_out)
         notes = self.engine.start(prompts)
         if self.runner is not None:
             notes.append(f"environment {self.runner.environment.describe()}")

@@ -67,7 +67,7 @@ def rows_of_run(config: Config) -> RunRows:
         kind = kind.by_columns(placed[0][1])
         train = kind.usable(placed if kind.is_shuffled else placed[:most], notes)
     if is_split:
-        train, held_out = _hold_out(train, kind)
+        train, held_out = _hold_out(train, kind, system_prompt=where.system_prompt)
     else:
         held_out = kind.own_rows("eval", where.eval_data or where.data)
     if held_out is None:
@@ -105,22 +105,31 @@ def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
     return placed_rows(source, columns=config.task.columns, revision=config.task.revision, most=most)
 
 
-def _hold_out(rows: list[Row], kind: RowKind) -> tuple[list[Row], list[Row]]:
+def _hold_out(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> tuple[list[Row], list[Row]]:
     """Split rows of one file into (train, held-out) by their prompts."""
-    prompt = row_key if splits_by_row(rows, kind) else kind.prompt
-    return train_eval_split(rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats)
+    prompt = row_key if splits_by_row(rows, kind, system_prompt=system_prompt) else kind.prompt
+    return train_eval_split(
+        rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats, system_prompt=system_prompt
+    )
 
 
-def splits_by_row(rows: list[Row], kind: RowKind) -> bool:
+def keys_of(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> list[str]:
+    """Return the key of each row's prompt. system_prompt: task.system_prompt of the run."""
+    return [prompt_key(kind.prompt(row), system_prompt=system_prompt) for row in rows]
+
+
+def splits_by_row(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> bool:
     """Return whether single rows are held out, as given answers have too few prompts."""
-    return kind.holds_out_rows and len({prompt_key(kind.prompt(row)) for row in rows}) < HELD_OUT_SHARE
+    return kind.holds_out_rows and len({*keys_of(rows, kind, system_prompt=system_prompt)}) < HELD_OUT_SHARE
 
 
-def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind) -> list[str]:
+def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind, *, system_prompt: str | None) -> list[str]:
     """Warn if held-out prompts are trained on, or rows where these are what is held out."""
-    if splits_by_row(train, kind):
+    if splits_by_row(train, kind, system_prompt=system_prompt):
         return trained_on_too(map(row_key, train), map(row_key, held_out), what="rows")
-    return trained_on_too(map(kind.prompt, train), map(kind.prompt, held_out))
+    return trained_on_too(
+        keys_of(train, kind, system_prompt=system_prompt), keys_of(held_out, kind, system_prompt=system_prompt)
+    )
 
 
 # ---- prompts of a task ----
@@ -213,7 +222,8 @@ def _settings_of_rows(config: Config) -> str:
     where = config.task
     paths = (where.name, where.data, where.eval_data, config.ppo.ptx_data)
     files = [path and os.path.abspath(os.path.expanduser(path)) for path in paths]
-    others = [where.revision, where.columns, where.max_samples, config.reward.is_verifier, config.sft.loss_on]
+    reading = [where.revision, where.columns, where.max_samples, where.system_prompt]
+    others = [*reading, config.reward.is_verifier, config.sft.loss_on]
     return json.dumps([config.method, *files, *others])
 
 
