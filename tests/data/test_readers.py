@@ -60,6 +60,36 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path) -> None:
         placed_rows(source)
 
 
+CHAT = '[{"role": "user", "content": "hi"}]'
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "chosen", "rejected"])
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        (CHAT, [{"role": "user", "content": "hi"}]),
+        (' [{"from": "human", "value": "hi"}]\n', [{"from": "human", "value": "hi"}]),
+        ('[{"role": "assistant", "tool_calls": []}]', [{"role": "assistant", "tool_calls": []}]),
+        *[(text, text) for text in ("hi", "[1, 2]", "[]", '["hi"]', '[{"role": "user"}]', '{"role": 1, "content": 2}')],
+        *[(text, text) for text in (f"{CHAT} {CHAT}", f"Read {CHAT}", CHAT[:-1], '[{"name": "x", "value": 1}]', "7")],
+    ],
+)
+def test_a_chat_in_a_cell_of_a_csv_is_read_as_messages(tmp_path: Path, column: str, cell: str, value: Any) -> None:
+    cells = cell.replace('"', '""')
+    ((_, row),) = placed_rows(written(tmp_path, "a.csv", f'{column},other\n"{cells}","{cells}"\n'))
+    assert row == {column: value, "other": cell}
+    ((_, row),) = placed_rows(written(tmp_path, "b.CSV", f'old\n"{cells}"\n'), columns={column: "old"})
+    assert row == {column: value}
+    ((_, row),) = placed_rows(written(tmp_path, "a.jsonl", json.dumps({column: cell})))
+    assert row == {column: cell}
+
+
+def test_half_of_a_character_in_a_chat_of_a_csv_is_refused(tmp_path: Path) -> None:
+    cell = CHAT.replace("hi", "\\ud83d").replace('"', '""')
+    with pytest.raises(ValueError, match=r"a\.csv:3.*'prompt'.*surrogate"):
+        placed_rows(written(tmp_path, "a.csv", f'prompt\nhi\n"{cell}"\n'))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
