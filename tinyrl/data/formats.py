@@ -39,6 +39,7 @@ Side = str | list[Message]  # an answer to a prompt
 
 EQUAL = "two equal answers"
 EMPTY = "an empty answer"
+UNWEIGHTED = "a weight of 0 at every answer"
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,12 @@ class Texts(Examples):
         return text_examples(row)[-1]
 
     def problem(self, row: Row) -> str | None:
-        for example in text_examples(row):
+        examples = text_examples(row)
+        if not examples:
+            return UNWEIGHTED
+        if self.learns_prompts and any(map(_is_unweighted, as_messages(examples[-1].prompt))):
+            raise ValueError("a turn has weight=0, and sft.loss_on=all learns all of a conversation")
+        for example in examples:
             if not is_empty(example.answer) or (self.learns_prompts and example.prompt):
                 return None
         return EMPTY
@@ -344,7 +350,8 @@ def beginning(row: Row) -> str:
 def text_examples(row: Row) -> list[TextExample]:
     """Return the examples of a row: its text, its completion, or each assistant turn behind the messages before it.
 
-    Tool and user turns are context, as is an assistant turn with nothing before it.
+    Tool and user turns are context, as is an assistant turn with nothing before it, or with the weight 0 of OpenAI's
+    format. There is no example where every turn has that. Raises ValueError for other weights than 0 and 1.
     """
     prompt, answer = answer_format(row).read(row)
     if isinstance(answer, str):
@@ -356,7 +363,16 @@ def text_examples(row: Row) -> list[TextExample]:
     turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
     if not turns:
         raise ValueError(f"there is no turn of the assistant with a message before it, only {roles_of(messages)}")
-    return [TextExample(messages[:i], [messages[i]], tools) for i in turns]
+    learnt = [i for i in turns if not _is_unweighted(messages[i])]
+    return [TextExample(messages[:i], [messages[i]], tools) for i in learnt]
+
+
+def _is_unweighted(message: Message) -> bool:
+    """Return whether a turn of the assistant is not to be learnt. Raises ValueError for a weight between."""
+    weight = message.get("weight", 1)
+    if message["role"] == "assistant" and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise ValueError(f"the `weight` of a turn is 0 (not learnt), 1 or null, not {weight!r:.60}")
+    return message["role"] == "assistant" and weight == 0
 
 
 def answer_format(row: Row) -> Format:
