@@ -199,6 +199,50 @@ def test_a_system_prompt_of_all_rows_tells_no_prompts_apart(tmp_path: Path) -> N
     assert [len(side) for side in sides] == [18, 2]
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+LED = [{"role": "system", "content": "short"}, *chat("a", "b")]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "named"),
+    [
+        ("grpo", {"prompt": "a", "system": "short", "tools": TOOLS}, ["`system`", "`tools`"]),
+        ("grpo", {"prompt": LED[:2], "system": "short"}, []),
+        ("grpo", {"conversations": SHAREGPT, "system": "short"}, []),
+        ("grpo", {"prompt": "a", "system": " ", "tools": "[]"}, []),
+        ("sft", {"messages": chat("a", "b"), "system": "short"}, ["`system`"]),
+        ("sft", {"messages": LED, "system": "short"}, []),
+        ("sft", {"conversations": SHAREGPT, "system": "short", "tools": TOOLS}, []),
+        ("sft", {"messages": chat("a", "b"), "tools": TOOLS}, []),
+        ("sft", {"prompt": "a", "completion": "b", "tools": TOOLS}, ["`tools`"]),
+        ("sft", {"text": "a", "system": None, "tools": []}, []),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "system": "short", "tools": TOOLS},
+         ["`system`", "`tools`"]),
+        ("reward", {"conversations": SHAREGPT, "label": 1, "system": "short"}, []),
+        ("reward", {"messages": chat("a", "b"), "label": 1, "system": "short"}, ["`system`"]),
+    ],
+)  # fmt: skip
+def test_columns_beside_messages_that_nothing_reads_are_named(
+    tmp_path: Path, method: str, row: dict[str, Any], named: list[str]
+) -> None:
+    notes = rows_of_run(settings(tmp_path, method, row)).notes
+    assert [[name for name in ("`system`", "`tools`") if name in note] for note in notes] == [[name] for name in named]
+
+
+def test_columns_that_something_else_reads_are_not_named(tmp_path: Path) -> None:
+    """An agent and a task of one's own have the row; task.system_prompt replaces a system message anyway."""
+    row = {"prompt": "a", "q": "b", "system": "short", "tools": TOOLS}
+    data = jsonl(tmp_path / "a.jsonl", [row])
+    agent = settings(tmp_path, "grpo", row, environment={"agent": f"{__file__}:agent"})
+    assert rows_of_run(agent).notes == []
+    values = {"method": "grpo", "task": {"name": TOY, "data": data, "eval_data": data}}
+    assert rows_of_run(Config.model_validate(values)).notes == []
+    values = {"method": "grpo", "task": {"data": data, "eval_data": data, "system_prompt": "long"}}
+    (note,) = rows_of_run(Config.model_validate(values)).notes
+    assert "`tools`" in note
+
+
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
 
 

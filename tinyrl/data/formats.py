@@ -150,6 +150,7 @@ ANSWERS: tuple[Format, ...] = (COMPLETION, MESSAGES, CONVERSATIONS, TEXT)  # one
 PROMPTS: tuple[Format, ...] = (TEXT, MESSAGES, CONVERSATIONS, PAIR, COMPLETION)  # a prompt is taken of the first
 ASKED_COLUMNS = ("prompt", "tools", *(name for each in PROMPTS for name in each.asked))
 ANSWERED_COLUMNS = tuple(name for each in PROMPTS for name in each.answered)
+BESIDE_COLUMNS = ("system", "tools")  # parts of a conversation that some formats have outside of its messages
 KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.columns), "margin", "label", "tools")
 
 
@@ -200,6 +201,10 @@ class RowKind:
         """Return what rows of the same prompt have in common."""
         return shared_prompt(row)
 
+    def unread(self, row: Row) -> list[str]:
+        """Return those of BESIDE_COLUMNS that hold something and that nothing reads, of a usable row."""
+        return []
+
     def described(self, rows: list[Row]) -> list[str]:
         """Return lines about rows, for the log."""
         return []
@@ -224,6 +229,16 @@ class Examples(RowKind):
         leave_out([row for _, row in placed], reasons, notes)
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
         return shuffled(rows) if self.is_shuffled else rows
+
+    def unread(self, row: Row) -> list[str]:
+        given = given_beside(row)
+        if not given:
+            return []
+        first = self.first_example(row)
+        read = {"system"} if has_system(first.prompt) else set[str]()
+        if isinstance(first, TextExample) and first.tools:
+            read.add("tools")
+        return [name for name in given if name not in read]
 
     def described(self, rows: list[Row]) -> list[str]:
         """Return a line that counts rows by their columns, and one with what the first row becomes."""
@@ -303,6 +318,15 @@ class Judged(RowKind):
             "a reward model learns from pairs (`chosen`, `rejected`) or from labels (`label`); "
             f"this row has {join_truncated(first)}. Rename columns with task.columns.NEW=OLD"
         )
+
+
+def given_beside(row: Row) -> list[str]:
+    """Return those of BESIDE_COLUMNS that hold something in a row."""
+    return [name for name in BESIDE_COLUMNS if str(row.get(name) or "").strip() not in ("", "[]", "null")]
+
+
+def has_system(prompt: Prompt | None) -> bool:
+    return any(message["role"] == "system" for message in as_messages(prompt))
 
 
 def is_empty(answer: Side) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, with_prompt
-from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, with_prompt
+from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
 from tinyrl.data.rows import (
     HELD_OUT_SHARE,
@@ -29,6 +30,10 @@ from tinyrl.tasks import load_task
 from tinyrl.tasks.task import Task
 from tinyrl.text import first_line, join_truncated
 
+INSTEAD = {
+    "system": "write it as the first message, with the role system, or set task.system_prompt",
+    "tools": "only sft shows them, with messages; describe them in a message",
+}  # of columns that nothing reads
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of every reward function
 
 
@@ -74,7 +79,36 @@ def rows_of_run(config: Config) -> RunRows:
         placed = _placed(config, where.eval_data, most=None if kind.is_shuffled else most)
         held_out = kind.usable(placed, notes)
     cut = where.max_samples
-    return RunRows(train=train[:cut], held_out=held_out[:cut], kind=kind, notes=notes)
+    train = train[:cut]
+    held_out = held_out[:cut]
+    notes += unread_notes(train + held_out, kind, config)
+    return RunRows(train=train, held_out=held_out, kind=kind, notes=notes)
+
+
+def unread_notes(rows: list[Row], kind: RowKind, config: Config) -> list[str]:
+    """Warn of columns `system` and `tools` that nothing shows to the model. An agent has the whole row, and
+    task.system_prompt replaces a system message anyway.
+    """
+    if config.environment.agent is not None:
+        return []
+    counts = Counter[str]()
+    for row in rows:
+        counts.update(kind.unread(row))
+    if config.task.system_prompt is not None:
+        del counts["system"]
+    return [
+        f"warning: the column `{name}` of {count:,} of {len(rows):,} rows is not shown to the model; {INSTEAD[name]}"
+        for name, count in counts.items()
+    ]
+
+
+def hidden_tools(rows: list[Row], kind: RowKind) -> list[str]:
+    """Warn of rows whose tools a method reads, for a chat template that does not write them."""
+    count = sum("tools" in given_beside(row) and "tools" not in kind.unread(row) for row in rows)
+    if not count:
+        return []
+    what = f"the tools of {count:,} of {len(rows):,} rows are not shown to the model: its chat template writes none"
+    return [f"warning: {what}; describe them in a message"]
 
 
 def row_kind(config: Config) -> RowKind:
@@ -147,6 +181,14 @@ class Prompts(RowKind):
 
     def prompt(self, row: Row) -> Prompt:
         return self.task.prompt(row)
+
+    def unread(self, row: Row) -> list[str]:
+        """Return the columns that no prompt shows; other tasks than `rows` may make their prompts of them."""
+        given = given_beside(row)
+        if not given or self.task.name != "rows":
+            return []
+        is_read = has_system(prompt_of(self.task.prompt(row)))
+        return [name for name in given if name != "system" or not is_read]
 
     def own_rows(self, split: str, source: str | None) -> list[Row] | None:
         if self.task.generate is not None:
