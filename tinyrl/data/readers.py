@@ -12,6 +12,7 @@ import csv
 import datetime
 import decimal
 import json
+import math
 import os
 import re
 import sys
@@ -78,8 +79,8 @@ def _is_message(value: Any) -> bool:
 
 
 def plain_row(row: Mapping[str, Any], place: str) -> Row:
-    """Return a row with values of JSON: dates and times as ISO text, decimals as numbers, arrays as lists. Raises
-    ValueError, naming place and column, for bytes, other objects, and texts with a lone surrogate.
+    """Return a row with values of JSON: dates and times as ISO text, decimals as numbers, NaN as null, arrays as lists.
+    Raises ValueError, naming place and column, for bytes, other objects, and texts with a lone surrogate.
     """
     plain = Row()
     for name, value in row.items():
@@ -93,7 +94,9 @@ def plain_row(row: Mapping[str, Any], place: str) -> Row:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return _valid(value)
-    if value is None or isinstance(value, bool | int | float):
+    if isinstance(value, float):
+        return None if math.isnan(value) else value  # as tables write a value that is missing
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, Mapping):
         return {_valid(str(key)): _plain(inner) for key, inner in value.items()}
@@ -105,7 +108,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, decimal.Decimal):
-        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_whole else _plain(float(value))
     if isinstance(value, uuid.UUID | os.PathLike):
         return str(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -197,12 +201,20 @@ def _parse_json(text: str, source: str, line: int) -> Any:
         raise ValueError(f"{name} is not JSON; write null or leave the row out")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=_finite)
     except json.JSONDecodeError as error:
         where = f"{source}:{line + error.lineno - 1}: broken JSON at column {error.colno}"
         raise ValueError(f"{where}: {error.msg}") from None
     except (RecursionError, ValueError) as error:  # brackets, a constant, or an integer of thousands of digits
         raise ValueError(f"{source}:{line}: {first_line(error)}") from None
+
+
+def _finite(text: str) -> float:
+    """Parse a number. Raises ValueError for one that would be infinity."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{truncate(text)} is larger than any number that is read")
+    return number
 
 
 def _row(value: Any, place: str) -> Row:
