@@ -199,6 +199,26 @@ def test_a_system_prompt_of_all_rows_tells_no_prompts_apart(tmp_path: Path) -> N
     assert [len(side) for side in sides] == [18, 2]
 
 
+@pytest.mark.parametrize(
+    ("method", "prompts", "rows", "left_out"),
+    [
+        ("sft", 20, 200, "18"),  # 2 of 20 prompts are held out, of 10 rows each, and one row of each is kept
+        ("grpo", 20, 200, "18"),
+        ("sft", 20, 20, None),
+        ("sft", 5, 200, None),  # rows are held out, and all are different
+        ("grpo", 5, 200, None),  # none is held out
+        ("reward", 20, 200, None),  # labels: all rows of a held-out prompt are kept
+    ],
+)
+def test_rows_that_repeat_a_held_out_prompt_are_counted(
+    tmp_path: Path, method: str, prompts: int, rows: int, left_out: str | None
+) -> None:
+    given = [{"prompt": f"q{i % prompts}", "completion": f"{i}", "label": i % 2} for i in range(rows)]
+    values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", given), "max_samples": None}}
+    found = rows_of_run(Config.model_validate(values))
+    assert [note.split()[0] for note in found.notes] == ([] if left_out is None else [left_out])
+
+
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 LED = [{"role": "system", "content": "short"}, *chat("a", "b")]
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]

@@ -72,7 +72,9 @@ def rows_of_run(config: Config) -> RunRows:
         kind = kind.by_columns(placed[0][1])
         train = kind.usable(placed if kind.is_shuffled else placed[:most], notes)
     if is_split:
-        train, held_out = _hold_out(train, kind, system_prompt=where.system_prompt)
+        usable = train
+        train, held_out = _hold_out(usable, kind, system_prompt=where.system_prompt)
+        notes += repeats_note(usable, train=train, held_out=held_out)
     else:
         held_out = kind.own_rows("eval", where.eval_data or where.data)
     if held_out is None:
@@ -145,6 +147,15 @@ def _hold_out(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> t
     return train_eval_split(
         rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats, system_prompt=system_prompt
     )
+
+
+def repeats_note(rows: list[Row], *, train: list[Row], held_out: list[Row]) -> list[str]:
+    """Return a line on how many rows are on neither side of a split: all but the last of each held-out prompt."""
+    count = len(rows) - len(train) - len(held_out)
+    if count <= 0:  # fewer, where nothing is held out and both sides have the same rows
+        return []
+    what = f"{count:,} of {len(rows):,} rows repeat a held-out prompt and are left out"
+    return [f"{what}: they are not trained on, and evaluation has each prompt once"]
 
 
 def keys_of(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> list[str]:
