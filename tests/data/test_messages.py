@@ -119,6 +119,12 @@ def test_an_image_is_refused_by_its_name(part: dict[str, Any]):
         messages_of([{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "messages")
 
 
+@pytest.mark.parametrize("text", [5, 0, True, ["a"], {"value": "a"}])
+def test_a_part_whose_text_is_not_text_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="text"):
+        messages_of([{"role": "user", "content": [{"type": "text", "text": text}]}], "messages")
+
+
 def test_keys_of_tools_that_are_null_are_absent():
     schema = {"type": "object", "properties": {"a": {"type": "string", "enum": None}, "b": None}}
     tool = {"type": "function", "function": {"name": "add", "description": None, "parameters": schema}, "id": None}
