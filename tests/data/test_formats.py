@@ -32,6 +32,7 @@ def said(content: str) -> dict[str, Any]:
 
 A, X, Y = user("a"), said("x"), said("y")
 SYSTEM, OTHER = ({"role": "system", "content": text} for text in ("short", "long"))
+UNLEARNT, LEARNT = {**said("bad"), "weight": 0}, {**said("good"), "weight": 1}
 TALK = [user("hi"), said("ho"), user("more"), said("no")]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
@@ -48,6 +49,12 @@ TEXTS: list[tuple[dict[str, Any], list[tuple] | str]] = [
     ({"messages": TALK}, [(TALK[:1], TALK[1:2]), (TALK[:3], TALK[3:])]),
     ({"conversations": [*TALK, A]}, [(TALK[:1], TALK[1:2]), (TALK[:3], TALK[3:])]),  # what nobody answers is left out
     ({"messages": [X, A, Y]}, [([X, A], [Y])]),  # a greeting is context
+    ({"messages": [A, UNLEARNT, A, LEARNT]}, [([A, UNLEARNT, A], [LEARNT])]),
+    ({"messages": [A, LEARNT, A, UNLEARNT]}, [([A], [LEARNT])]),
+    ({"messages": [A, {**X, "weight": None}]}, [([A], [X])]),
+    ({"prompt": "a", "completion": [UNLEARNT]}, []),
+    ({"messages": [{**A, "weight": 0.5}, X]}, [([{**A, "weight": 0.5}], [X])]),  # nothing is learnt of it anyway
+    *[({"messages": [A, X, A, {**Y, "weight": weight}]}, "`weight`") for weight in (0.5, 2, -1, "0", True, [])],
     ({"messages": CALLED, "tools": TOOLS}, [(CALLED[:1], [CALL], TOOLS), (CALLED[:3], [X], TOOLS)]),
     ({"prompt": [A], "completion": CALLED[1:], "tools": '[{"type": "function", "function": {"name": "add"}}]'},
      [(CALLED[:1], [CALL], TOOLS), (CALLED[:3], [X], TOOLS)]),
@@ -149,10 +156,20 @@ def test_a_reward_model_learns_from_two_labels() -> None:
         ({"messages": [A, said(""), A, X]}, Texts(), None),
         ({"prompt": "a", "completion": ""}, Texts(), "an empty answer"),
         ({"prompt": "a", "completion": ""}, Texts(learns_prompts=True), None),
+        ({"messages": [A, UNLEARNT]}, Texts(), "a weight of 0 at every answer"),
+        ({"messages": [A, UNLEARNT, A, LEARNT]}, Texts(), None),
     ],
 )
 def test_rows_from_which_nothing_can_be_learnt(row: dict[str, Any], kind: Any, why: str | None) -> None:
     assert kind.problem(row) == why
+
+
+def test_a_turn_that_is_not_to_be_learnt_is_refused_where_all_is() -> None:
+    learns_all = Texts(learns_prompts=True)
+    with pytest.raises(ValueError, match="weight=0"):
+        learns_all.problem({"messages": [A, UNLEARNT, A, LEARNT]})
+    assert learns_all.problem({"messages": [A, LEARNT, A, LEARNT]}) is None
+    assert learns_all.problem({"messages": [A, LEARNT, A, UNLEARNT]}) is None  # it ends with the last one learnt
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_sharegpt_senders_become_roles():
         *[({**USER, "content": none}, {**USER, "content": ""}) for none in (None, [{"type": "text", "text": None}])],
         *[({**USER, "tool_calls": none}, USER) for none in ([], "null", "")],
         ({"from": "human", "value": "hi"}, USER),
+        ({"role": "developer", "content": "hi"}, {"role": "system", "content": "hi"}),
     ],
 )
 def test_content_becomes_text_and_null_keys_go(message: dict[str, Any], wanted: dict[str, Any]):
@@ -116,6 +117,12 @@ def test_a_result_of_no_call_and_a_second_one_are_refused(results: list[Any]):
 def test_an_image_is_refused_by_its_name(part: dict[str, Any]):
     with pytest.raises(ValueError, match=part["type"]):
         messages_of([{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "messages")
+
+
+@pytest.mark.parametrize("text", [5, 0, True, ["a"], {"value": "a"}])
+def test_a_part_whose_text_is_not_text_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="text"):
+        messages_of([{"role": "user", "content": [{"type": "text", "text": text}]}], "messages")
 
 
 def test_keys_of_tools_that_are_null_are_absent():

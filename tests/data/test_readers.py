@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,45 @@ def test_no_line_behind_the_first_rows_is_decoded(tmp_path: Path) -> None:
         placed_rows(source)
 
 
+CHAT = '[{"role": "user", "content": "hi"}]'
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "chosen", "rejected"])
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        (CHAT, [{"role": "user", "content": "hi"}]),
+        (' [{"from": "human", "value": "hi"}]\n', [{"from": "human", "value": "hi"}]),
+        ('[{"role": "assistant", "tool_calls": []}]', [{"role": "assistant", "tool_calls": []}]),
+        *[(text, text) for text in ("hi", "[1, 2]", "[]", '["hi"]', '[{"role": "user"}]', '{"role": 1, "content": 2}')],
+        *[(text, text) for text in (f"{CHAT} {CHAT}", f"Read {CHAT}", CHAT[:-1], '[{"name": "x", "value": 1}]', "7")],
+    ],
+)
+def test_a_chat_in_a_cell_of_a_csv_is_read_as_messages(tmp_path: Path, column: str, cell: str, value: Any) -> None:
+    cells = cell.replace('"', '""')
+    ((_, row),) = placed_rows(written(tmp_path, "a.csv", f'{column},other\n"{cells}","{cells}"\n'))
+    assert row == {column: value, "other": cell}
+    ((_, row),) = placed_rows(written(tmp_path, "b.CSV", f'old\n"{cells}"\n'), columns={column: "old"})
+    assert row == {column: value}
+    ((_, row),) = placed_rows(written(tmp_path, "a.jsonl", json.dumps({column: cell})))
+    assert row == {column: cell}
+
+
+def test_half_of_a_character_in_a_chat_of_a_csv_is_refused(tmp_path: Path) -> None:
+    cell = CHAT.replace("hi", "\\ud83d").replace('"', '""')
+    with pytest.raises(ValueError, match=r"a\.csv:3.*'prompt'.*surrogate"):
+        placed_rows(written(tmp_path, "a.csv", f'prompt\nhi\n"{cell}"\n'))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
         ("a.jsonl", '{"q": 1}\n{"q": "cut o', ["a.jsonl:2", "broken JSON at column 7"]),
         ("a.jsonl", '{"q": 1}\n[1, 2]\n', ["a.jsonl:2", "[1, 2]"]),
         ("a.jsonl", '{"q": 1}\n{"q": NaN}\n', ["a.jsonl:2", "NaN"]),
+        ("a.jsonl", '{"q": 1e308}\n{"q": 1e999}\n', ["a.jsonl:2", "1e999"]),
+        ("a.jsonl", '{"q": [-1e999]}\n', ["a.jsonl:1", "-1e999"]),
+        ("a.json", '[{"q": Infinity}]', ["a.json:1", "Infinity"]),
         ("a.jsonl", '{"q": ' + "9" * 5000 + "}\n", ["a.jsonl:1", "digits"]),
         ("a.jsonl", '{"q": 1}\n' + "[" * 200_000 + "\n", ["a.jsonl:2", "recursion"]),
         ("a.jsonl", '{"q": 1}'.encode("utf-16"), ["a.jsonl:1", "UTF-8"]),
@@ -101,6 +135,9 @@ def test_values_of_a_table_become_json(tmp_path: Path) -> None:
         "count": decimal.Decimal("7.00"),
         "spent": [{"on": day}],
         "no": None,
+        "missing": math.nan,
+        "scores": [0.5, math.nan],
+        "least": -math.inf,
     }
     parquet.write_table(pyarrow.Table.from_pylist([row]), str(tmp_path / "a.parquet"))
     [(_, read)] = placed_rows(str(tmp_path / "a.parquet"))
@@ -113,9 +150,13 @@ def test_values_of_a_table_become_json(tmp_path: Path) -> None:
         "count": 7,
         "spent": [{"on": "2026-11-28"}],
         "no": None,
+        "missing": None,
+        "scores": [0.5, None],
+        "least": -math.inf,
     }
     assert plain_row(row, "row 1") == read
     assert json.loads(json.dumps(read)) == read
+    assert plain_row({"missing": decimal.Decimal("NaN")}, "row 1") == {"missing": None}
 
 
 @pytest.mark.parametrize("value", [b"x", {"bytes": b"x", "path": None}, [bytearray(b"x")]])

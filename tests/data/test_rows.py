@@ -9,6 +9,8 @@ from tinyrl.data.rows import (
     batch_indices,
     few_held_out,
     fingerprint,
+    prompt_key,
+    prompt_keys,
     seeded_permutation,
     train_eval_split,
     trained_on_too,
@@ -65,6 +67,58 @@ def test_at_most_512_rows_are_held_out_and_fewer_than_ten_prompts_are_trained_on
     assert train_eval_split([*rows, rows[0]], prompt=lambda row: row["q"], seed=0)[1] == rows  # and equal ones once
     assert train_eval_split(rows, prompt=lambda row: row["q"], seed=0, repeat=True) == (rows, rows)
     assert [len(few_held_out(range(count))) for count in (3, 30)] == [1, 0]
+
+
+def asked(text: str, *, system: str | None = None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+def test_prompts_of_two_forms_fall_on_one_side() -> None:
+    rows = [{"q": form(f"{i}"), "n": i} for i in range(40) for form in (str, asked)]
+    train, held = train_eval_split(rows, prompt=lambda row: row["q"], seed=0)
+    assert (len(train), len(held)) == (72, 4)
+    assert not {row["n"] for row in train} & {row["n"] for row in held}
+
+
+def test_a_second_form_does_not_change_which_prompts_are_held_out() -> None:
+    for first, second in ((str, asked), (asked, str)):
+        alone = [{"q": first(f"{i}"), "n": i} for i in range(40)]
+        more = [{"q": second(f"{i}"), "n": i} for i in range(40)]
+        held = [train_eval_split(rows, prompt=lambda row: row["q"], seed=0)[1] for rows in (alone, alone + more)]
+        assert [row["n"] for row in held[0]] == [row["n"] for row in held[1]]
+
+
+def test_system_messages_tell_prompts_apart_unless_one_replaces_them() -> None:
+    rows = [{"q": asked(f"{i}", system=system), "n": i} for i in range(40) for system in ("a", "b")]
+    own = train_eval_split(rows, prompt=lambda row: row["q"], seed=0)
+    assert [len(side) for side in own] == [72, 8]
+    replaced = train_eval_split(rows, prompt=lambda row: row["q"], seed=0, system_prompt="c")
+    assert [len(side) for side in replaced] == [72, 4]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("a", asked("a"), True),
+        ("a", [{"from": "human", "value": "a"}], True),
+        ("a", [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}], True),
+        ("a", asked("a", system="b"), False),
+        ("a", asked("b"), False),
+        ("a", [*asked("a"), {"role": "assistant", "content": "b"}], False),
+        ("a", [{"role": "assistant", "content": "a"}], False),
+    ],
+)
+def test_the_key_of_a_prompt_is_of_what_is_read(one, other, same: bool) -> None:
+    assert (prompt_key(one) == prompt_key(other)) is same
+
+
+def test_a_prompt_is_known_to_runs_with_another_system_prompt() -> None:
+    trained = prompt_keys(asked("a", system="b"), system_prompt="c")
+    for system_prompt in (None, "c", "d"):
+        assert trained & prompt_keys(asked("a", system="b"), system_prompt=system_prompt)
+        assert not trained & prompt_keys(asked("x", system="b"), system_prompt=system_prompt)
+    assert not prompt_keys("a", system_prompt=None) & prompt_keys(asked("a", system="b"), system_prompt=None)
 
 
 def test_different_prompts_on_both_sides_are_counted_once():

@@ -156,9 +156,9 @@ def test_each_turn_of_a_conversation_is_exact():
 
 
 def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
-    turn = "{% if m.role == 'assistant' %}{{ m.content }} </s>{% endif %}"
-    tokenizer = small_tokenizer(template=f"hello{{% for m in messages %}}{turn}{{% endfor %}}")
-    assert render_answer(tokenizer, [USER], said("world"), **HOW) == ([3], [4, 2])  # not [UNK] for "helloworld"
+    turn = "{{ m.content }}{% if m.role == 'assistant' %} </s>{% endif %}"
+    tokenizer = small_tokenizer(template=f"{{% for m in messages %}}{turn}{{% endfor %}}")
+    assert render_answer(tokenizer, "hello", said("world"), **HOW) == ([3], [4, 2])  # not [UNK] for "helloworld"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,25 @@ def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
 def test_what_cannot_be_a_turn_is_refused(template: str | None, chat: Any, answer: Any, wanted: str):
     with pytest.raises(ValueError, match=wanted):
         parts_of(tokenizer_with(template), [USER], answer, chat=chat)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "human", "content": "secret"}, USER, *said("world")]},
+        {"messages": [USER, *said("hello"), {"role": "function", "content": "secret"}, *said("world")]},
+        {"prompt": [{"role": "Assistant", "content": "secret"}, USER], "completion": said("world")},
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(row: dict[str, Any]) -> None:
+    skips = PLAIN.replace(HEAD, "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]")
+    tokenizer = tokenizer_with(skips.replace("{% endfor %}", "{% endif %}{% endfor %}"))
+    with pytest.raises(ValueError, match="secret"):
+        turns_of(tokenizer, row)
+    prompt = text_examples(row)[-1].prompt
+    for adapter in (True, False):
+        with pytest.raises(ValueError, match="secret"):
+            reward_tokens(tokenizer, prompt, "world", text_format=TextFormat(), max_tokens=99, adapter=adapter)
 
 
 def real() -> Any:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.tasks import grading
+from tinyrl.tasks import grading, rows
 from tinyrl.tasks.grading import safe_arithmetic
 
 
@@ -126,9 +126,19 @@ def test_normalised_text():
     assert {text: grading.normalised_text(text) for text in texts} == texts
 
 
+def test_accents_are_the_same_in_both_spellings():
+    composed = "caf\u00e9 \u00c5"
+    assert composed != (decomposed := "cafe\u0301 A\u030a")
+    assert grading.normalised_text(decomposed) == grading.normalised_text(composed) == "caf\u00e9 \u00e5"
+    assert grading.normalised_text("cafe") != grading.normalised_text(composed)
+    assert [rows.score(decomposed, {"answer": composed}), rows.score(composed, {"answer": decomposed})] == [1.0, 1.0]
+    assert rows.score("cafe", {"answer": decomposed}) == 0.0
+
+
 def test_a_megabyte_of_anything_is_answered():
     hostile = [digit * 1_000_000 for digit in "9-( "]
     hostile += ["1," * 500_000, "\\boxed{" * 150_000, "<answer>" * 125_000, "1e999999999", "a\u0301\u0316" * 330_000]
+    hostile += ["a" + "\u0301\u0316" * 500_000]
     for text in hostile:
         for name in ("parse_number", "first_number", "last_number", "boxed", "normalised_text", "think_answer_format"):
             getattr(grading, name)(text)

@@ -17,7 +17,7 @@ from tinyrl.rewards.functions import verifier_of
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_task, text_in
-from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
 from tinyrl.training.load import load_method
 
 TASK = Task(
@@ -203,6 +203,98 @@ def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
     assert [row["answer"] for row in rows_of_run(own).train] == answers
     with pytest.raises(ValueError, match=r"b\.jsonl:2: 'answer'"):
         rows_of_run(Config.model_validate(values))
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "second"),
+    [
+        ("sft", lambda q: {"prompt": q, "completion": "a"}, lambda q: {"messages": chat(q, "b")}),
+        ("grpo", lambda q: {"prompt": q}, lambda q: {"prompt": chat(q)}),
+    ],
+)
+def test_held_out_prompts_in_another_form_are_counted(tmp_path: Path, method: str, first: Any, second: Any) -> None:
+    train = jsonl(tmp_path / "a.jsonl", [first(f"{i}") for i in range(20)])
+    for others, count in ((range(15, 25), 1), (range(20, 30), 0)):
+        held = jsonl(tmp_path / "b.jsonl", [second(f"{i}") for i in others])
+        config = Config.model_validate({"method": method, "task": {"data": train, "eval_data": held}})
+        rows = rows_of_run(config)
+        assert len(shared_by_splits(rows.train, rows.held_out, rows.kind, system_prompt=None)) == count
+
+
+def test_a_system_prompt_of_all_rows_tells_no_prompts_apart(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "system", "content": f"{j}"}, *chat(f"{i}")]} for i in range(20) for j in range(3)]
+    values = {"method": "grpo", "task": {"data": jsonl(tmp_path / "a.jsonl", rows), "system_prompt": "short"}}
+    found = rows_of_run(Config.model_validate(values))
+    sides = [{row["prompt"][1]["content"] for row in side} for side in (found.train, found.held_out)]
+    assert [len(side) for side in sides] == [18, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "prompts", "rows", "left_out"),
+    [
+        ("sft", 20, 200, "18"),  # 2 of 20 prompts are held out, of 10 rows each, and one row of each is kept
+        ("grpo", 20, 200, "18"),
+        ("sft", 20, 20, None),
+        ("sft", 5, 200, None),  # rows are held out, and all are different
+        ("grpo", 5, 200, None),  # none is held out
+        ("reward", 20, 200, None),  # labels: all rows of a held-out prompt are kept
+    ],
+)
+def test_rows_that_repeat_a_held_out_prompt_are_counted(
+    tmp_path: Path, method: str, prompts: int, rows: int, left_out: str | None
+) -> None:
+    given = [{"prompt": f"q{i % prompts}", "completion": f"{i}", "label": i % 2} for i in range(rows)]
+    values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", given), "max_samples": None}}
+    found = rows_of_run(Config.model_validate(values))
+    assert [note.split()[0] for note in found.notes] == ([] if left_out is None else [left_out])
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+LED = [{"role": "system", "content": "short"}, *chat("a", "b")]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "named"),
+    [
+        ("grpo", {"prompt": "a", "system": "short", "tools": TOOLS}, ["`system`", "`tools`"]),
+        ("grpo", {"prompt": LED[:2], "system": "short"}, []),
+        ("grpo", {"conversations": SHAREGPT, "system": "short"}, []),
+        ("grpo", {"prompt": "a", "system": " ", "tools": "[]"}, []),
+        ("sft", {"messages": chat("a", "b"), "system": "short"}, ["`system`"]),
+        ("sft", {"messages": LED, "system": "short"}, []),
+        ("sft", {"conversations": SHAREGPT, "system": "short", "tools": TOOLS}, []),
+        ("sft", {"messages": chat("a", "b"), "tools": TOOLS}, []),
+        ("sft", {"prompt": "a", "completion": "b", "tools": TOOLS}, ["`tools`"]),
+        ("sft", {"text": "a", "system": None, "tools": []}, []),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "system": "short", "tools": TOOLS},
+         ["`system`", "`tools`"]),
+        ("reward", {"conversations": SHAREGPT, "label": 1, "system": "short"}, []),
+        ("reward", {"messages": chat("a", "b"), "label": 1, "system": "short"}, ["`system`"]),
+    ],
+)  # fmt: skip
+def test_columns_beside_messages_that_nothing_reads_are_named(
+    tmp_path: Path, method: str, row: dict[str, Any], named: list[str]
+) -> None:
+    notes = rows_of_run(settings(tmp_path, method, row)).notes
+    assert [[name for name in ("`system`", "`tools`") if name in note] for note in notes] == [[name] for name in named]
+
+
+def test_columns_that_something_else_reads_are_not_named(tmp_path: Path) -> None:
+    """An agent and a task of one's own have the row; task.system_prompt replaces a system message anyway."""
+    row = {"prompt": "a", "q": "b", "system": "short", "tools": TOOLS}
+    data = jsonl(tmp_path / "a.jsonl", [row])
+    agent = settings(tmp_path, "grpo", row, environment={"agent": f"{__file__}:agent"})
+    assert rows_of_run(agent).notes == []
+    values = {"method": "grpo", "task": {"name": TOY, "data": data, "eval_data": data}}
+    assert rows_of_run(Config.model_validate(values)).notes == []
+    values = {"method": "grpo", "task": {"data": data, "eval_data": data, "system_prompt": "long"}}
+    (note,) = rows_of_run(Config.model_validate(values)).notes
+    assert "`tools`" in note
 
 
 GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}

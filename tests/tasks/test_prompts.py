@@ -104,6 +104,56 @@ def test_wrong_prompts_and_settings_are_refused():
             render_prompt(small_tokenizer(template=template), prompt, **how)
 
 
+def messages_with(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}, HELLO]
+
+
+# As Qwen's: other roles are skipped.
+SKIPS = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}<s> {{ m.role }} : {{ m.content }} </s> "
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<s> assistant : {% endif %}"
+)
+NO_SYSTEM = SKIPS.replace("'system', ", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "system_prompt"),
+    [
+        *[(SKIPS, messages_with(role, "secret"), None) for role in ("human", "User", "Assistant", "function")],
+        (NO_SYSTEM, messages_with("system", "secret"), None),
+        (NO_SYSTEM, "hello", "secret"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(template, prompt, system_prompt):
+    tokenizer = small_tokenizer(template=template)
+    with pytest.raises(ValueError, match="secret"):
+        render_prompt(tokenizer, prompt, system_prompt=system_prompt)
+
+
+def test_the_row_of_a_message_that_is_left_out_is_named():
+    rows = [{"prompt": "hello"}, {"prompt": messages_with("human", "world"), "id": "b7"}]
+    how = {**HOW, "max_prompt_tokens": 20, "on_overlong_prompt": "error"}
+    with pytest.raises(ValueError, match=r"row 2.*world.*b7"):
+        prepare_prompts(load_task("rows"), rows, tokenizer=small_tokenizer(template=SKIPS), **how)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "content"),
+    [
+        (SKIPS, "developer", "hello"),  # read as the system's
+        (SKIPS, "system", "<s> hello </s>"),  # markers are text
+        (SKIPS.replace("m.content", "m.content | trim"), "user", " hello "),
+        (SKIPS.replace("m.content", "m.content | tojson"), "user", 'hello "world"'),
+        (SKIPS.replace("m.content", "m.content.replace('/no_think', '')"), "system", "hello /no_think"),  # as SmolLM3's
+        (SKIPS.replace("m.content", "m.content.replace('/no_think', '')"), "system", "/no_think"),
+        (SKIPS, "tool", "world"),
+        (SKIPS.replace("m.content", "m.content.split('</think>')[-1]"), "assistant", "<think> world </think> hello"),
+    ],
+)
+def test_a_message_that_the_template_rewrites_is_not(template, role, content):
+    assert "hello" in render_prompt(small_tokenizer(template=template), messages_with(role, content)).text
+
+
 def prepared(texts: list, on_overlong_prompt: str = "error"):
     how = {**HOW, "max_prompt_tokens": 4, "on_overlong_prompt": on_overlong_prompt, "tokenizer": small_tokenizer()}
     return prepare_prompts(load_task("rows"), [{"prompt": text} for text in texts], **how)

@@ -1,6 +1,7 @@
 """Chat templates: messages in rewards, one token that ends what is sampled and learnt; faults of models."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def test_messages_reach_the_reward_as_messages(chatty: Path, tmp_path: Path) -> 
     assert running.metrics(run)[1]["reward/dropped"] == 0
     prompts = [json.loads(line)["prompt"] for line in run.samples.read_text().splitlines()]
     assert all(p.startswith("[user] say ") and p.endswith("[assistant] <think>\n") for p in prompts)
+
+
+def test_a_column_that_no_prompt_shows_is_named_at_the_start(chatty: Path, tmp_path: Path) -> None:
+    for more, count in (({"system": "short"}, 1), ({}, 0)):
+        data = write_rows(tmp_path / "rows.jsonl", ({"prompt": c, "answer": c, **more} for c in "abcdefgh"))
+        method = loaded(running.config("grpo", chatty, task={"name": "rows", "data": str(data)}))
+        with closing(method):
+            assert len([note for note in method.check() if "column `system`" in note]) == count
 
 
 TURN_END = "<|im_end|>"

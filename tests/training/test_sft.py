@@ -60,6 +60,14 @@ def test_turns_of_one_growing_text_are_read_once(chatty: Path, tmp_path: Path) -
     assert text_examples(TALKS[0], briefly.policy, place="") == row  # text beside PPO has none
 
 
+def test_tools_that_the_template_does_not_write_are_named(chatty: Path, tmp_path: Path) -> None:
+    rows = [{**TALKS[0], "tools": [{"type": "function", "function": {"name": "add"}}]}]
+    shows = chat_model(tmp_path / "model", "{% if tools %}{{ tools }}{% endif %}" + PLAIN)
+    for model, count in ((shows, 0), (chatty, 1)):
+        notes = on_all("sft", model, tmp_path, rows).notes
+        assert len([note for note in notes if "warning" in note and "tools" in note]) == count
+
+
 def test_turns_whose_thinking_is_stripped_later_are_read_apart(tmp_path: Path) -> None:
     method = on_all("sft", chat_model(tmp_path / "model", STRIPS), tmp_path, TALKS[2:])
     (row,) = method.train_rows

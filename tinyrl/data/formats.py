@@ -39,6 +39,7 @@ Side = str | list[Message]  # an answer to a prompt
 
 EQUAL = "two equal answers"
 EMPTY = "an empty answer"
+UNWEIGHTED = "a weight of 0 at every answer"
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ ANSWERS: tuple[Format, ...] = (COMPLETION, MESSAGES, CONVERSATIONS, TEXT)  # one
 PROMPTS: tuple[Format, ...] = (TEXT, MESSAGES, CONVERSATIONS, PAIR, COMPLETION)  # a prompt is taken of the first
 ASKED_COLUMNS = ("prompt", "tools", *(name for each in PROMPTS for name in each.asked))
 ANSWERED_COLUMNS = tuple(name for each in PROMPTS for name in each.answered)
+BESIDE_COLUMNS = ("system", "tools")  # parts of a conversation that some formats have outside of its messages
 KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.columns), "margin", "label", "tools")
 
 
@@ -199,6 +201,10 @@ class RowKind:
         """Return what rows of the same prompt have in common."""
         return shared_prompt(row)
 
+    def unread(self, row: Row) -> list[str]:
+        """Return those of BESIDE_COLUMNS that hold something and that nothing reads, of a usable row."""
+        return []
+
     def described(self, rows: list[Row]) -> list[str]:
         """Return lines about rows, for the log."""
         return []
@@ -224,6 +230,16 @@ class Examples(RowKind):
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
         return shuffled(rows) if self.is_shuffled else rows
 
+    def unread(self, row: Row) -> list[str]:
+        given = given_beside(row)
+        if not given:
+            return []
+        first = self.first_example(row)
+        read = {"system"} if has_system(first.prompt) else set[str]()
+        if isinstance(first, TextExample) and first.tools:
+            read.add("tools")
+        return [name for name in given if name not in read]
+
     def described(self, rows: list[Row]) -> list[str]:
         """Return a line that counts rows by their columns, and one with what the first row becomes."""
         kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
@@ -247,7 +263,12 @@ class Texts(Examples):
         return text_examples(row)[-1]
 
     def problem(self, row: Row) -> str | None:
-        for example in text_examples(row):
+        examples = text_examples(row)
+        if not examples:
+            return UNWEIGHTED
+        if self.learns_prompts and any(map(_is_unweighted, as_messages(examples[-1].prompt))):
+            raise ValueError("a turn has weight=0, and sft.loss_on=all learns all of a conversation")
+        for example in examples:
             if not is_empty(example.answer) or (self.learns_prompts and example.prompt):
                 return None
         return EMPTY
@@ -299,6 +320,15 @@ class Judged(RowKind):
         )
 
 
+def given_beside(row: Row) -> list[str]:
+    """Return those of BESIDE_COLUMNS that hold something in a row."""
+    return [name for name in BESIDE_COLUMNS if str(row.get(name) or "").strip() not in ("", "[]", "null")]
+
+
+def has_system(prompt: Prompt | None) -> bool:
+    return any(message["role"] == "system" for message in as_messages(prompt))
+
+
 def is_empty(answer: Side) -> bool:
     """Return whether the last message of an answer is blank; one with tool calls or thoughts is not."""
     last = {"content": answer} if isinstance(answer, str) else answer[-1]
@@ -344,7 +374,8 @@ def beginning(row: Row) -> str:
 def text_examples(row: Row) -> list[TextExample]:
     """Return the examples of a row: its text, its completion, or each assistant turn behind the messages before it.
 
-    Tool and user turns are context, as is an assistant turn with nothing before it.
+    Tool and user turns are context, as is an assistant turn with nothing before it, or with the weight 0 of OpenAI's
+    format. There is no example where every turn has that. Raises ValueError for other weights than 0 and 1.
     """
     prompt, answer = answer_format(row).read(row)
     if isinstance(answer, str):
@@ -356,7 +387,16 @@ def text_examples(row: Row) -> list[TextExample]:
     turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
     if not turns:
         raise ValueError(f"there is no turn of the assistant with a message before it, only {roles_of(messages)}")
-    return [TextExample(messages[:i], [messages[i]], tools) for i in turns]
+    learnt = [i for i in turns if not _is_unweighted(messages[i])]
+    return [TextExample(messages[:i], [messages[i]], tools) for i in learnt]
+
+
+def _is_unweighted(message: Message) -> bool:
+    """Return whether a turn of the assistant is not to be learnt. Raises ValueError for a weight between."""
+    weight = message.get("weight", 1)
+    if message["role"] == "assistant" and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise ValueError(f"the `weight` of a turn is 0 (not learnt), 1 or null, not {weight!r:.60}")
+    return message["role"] == "assistant" and weight == 0
 
 
 def answer_format(row: Row) -> Format:

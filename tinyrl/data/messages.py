@@ -115,6 +115,8 @@ def _message(value: Any, column: str) -> Message:
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise refuse("without a `role`")
+    if message["role"] == "developer":  # OpenAI's newer name, which chat templates do not know
+        message["role"] = "system"
     calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls")) or []
     if not isinstance(calls, list):
         raise refuse("whose `tool_calls` are no list")
@@ -122,7 +124,10 @@ def _message(value: Any, column: str) -> Message:
         message["tool_calls"] = [_tool_call(call) for call in calls]
     content = message.get("content", "")
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type", "text") in TEXT_PARTS for p in content):
-        content = "".join(part.get("text") or "" for part in content)
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str | None) for text in texts):
+            raise refuse("with a part whose `text` is not text")
+        content = "".join(text or "" for text in texts)
     if not isinstance(content, str):
         kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         other = next((kind for kind in kinds if kind not in (None, *TEXT_PARTS)), None)

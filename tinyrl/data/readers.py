@@ -1,7 +1,8 @@
 """Readers of rows: .jsonl, .json, .csv and .parquet files, folders of save_to_disk, and the Hugging Face hub.
 
 Every reader yields (place, row) and reads no further than it is asked to, except for .json. An error is a ValueError
-that names the file and, for text, the line. An empty cell of a .csv is null. `datasets` reads folders and the hub, but
+that names the file and, for text, the line. An empty cell of a .csv is null, and a chat in one, as JSON, is a list of
+messages. `datasets` reads folders and the hub, but
 no text: it turns "007" into 7, fills short lines, and turns messages with different keys into JSON text.
 """
 
@@ -11,6 +12,7 @@ import csv
 import datetime
 import decimal
 import json
+import math
 import os
 import re
 import sys
@@ -30,6 +32,7 @@ Placed = list[tuple[str, Row]]  # rows with their places: "train.jsonl:12", "tra
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
 MOST_HUB_CHARS = 500  # of a data set's name, its configuration and split
+CHAT_COLUMNS = ("prompt", "completion", "chosen", "rejected")  # text or messages; other columns are one of both
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # in a folder of save_to_disk: of one split, of several
 
 
@@ -45,12 +48,39 @@ def placed_rows(
     placed = [(place, plain_row(row, place)) for place, row in islice(reader_of(source, revision=revision)(), most)]
     if not placed:
         raise ValueError(f"{source} is empty: no rows in it")
-    return [(place, _renamed(row, columns, place)) for place, row in placed] if columns else placed
+    if columns:
+        placed = [(place, _renamed(row, columns, place)) for place, row in placed]
+    if Path(source).suffix.lower() == ".csv":
+        placed = [(place, plain_row(_with_chats(row), place)) for place, row in placed]
+    return placed
+
+
+def _with_chats(row: Row) -> Row:
+    """Parse the chats that a row of a .csv has as JSON text, where text is allowed too."""
+    chats = {name: _chat_in(row[name]) for name in CHAT_COLUMNS if isinstance(row.get(name), str)}
+    return {**row, **{name: chat for name, chat in chats.items() if chat is not None}}
+
+
+def _chat_in(text: str) -> list[Any] | None:
+    """Parse a text that is a JSON list of messages and nothing else; None for other texts."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if found and all(map(_is_message, found)) else None
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return ("role" in value and ("content" in value or "tool_calls" in value)) or {"from", "value"} <= {*value}
 
 
 def plain_row(row: Mapping[str, Any], place: str) -> Row:
-    """Return a row with values of JSON: dates and times as ISO text, decimals as numbers, arrays as lists. Raises
-    ValueError, naming place and column, for bytes, other objects, and texts with a lone surrogate.
+    """Return a row with values of JSON: dates and times as ISO text, decimals as numbers, NaN as null, arrays as lists.
+    Raises ValueError, naming place and column, for bytes, other objects, and texts with a lone surrogate.
     """
     plain = Row()
     for name, value in row.items():
@@ -64,7 +94,9 @@ def plain_row(row: Mapping[str, Any], place: str) -> Row:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return _valid(value)
-    if value is None or isinstance(value, bool | int | float):
+    if isinstance(value, float):
+        return None if math.isnan(value) else value  # as tables write a value that is missing
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, Mapping):
         return {_valid(str(key)): _plain(inner) for key, inner in value.items()}
@@ -76,7 +108,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, decimal.Decimal):
-        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_whole else _plain(float(value))
     if isinstance(value, uuid.UUID | os.PathLike):
         return str(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -168,12 +201,20 @@ def _parse_json(text: str, source: str, line: int) -> Any:
         raise ValueError(f"{name} is not JSON; write null or leave the row out")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=_finite)
     except json.JSONDecodeError as error:
         where = f"{source}:{line + error.lineno - 1}: broken JSON at column {error.colno}"
         raise ValueError(f"{where}: {error.msg}") from None
     except (RecursionError, ValueError) as error:  # brackets, a constant, or an integer of thousands of digits
         raise ValueError(f"{source}:{line}: {first_line(error)}") from None
+
+
+def _finite(text: str) -> float:
+    """Parse a number. Raises ValueError for one that would be infinity."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{truncate(text)} is larger than any number that is read")
+    return number
 
 
 def _row(value: Any, place: str) -> Row:

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from tinyrl.data.messages import as_messages, messages_of
 from tinyrl.data.readers import Row, placed_rows
 
 if TYPE_CHECKING:
@@ -67,23 +68,38 @@ def row_key(row: Row) -> str:
     return fingerprint([row])[:16]
 
 
-def prompt_key(prompt: Any) -> str:
-    """Return a hash of a prompt (text or messages), whatever the other columns of its row."""
+def prompt_key(prompt: Any, *, system_prompt: str | None = None) -> str:
+    """Return a hash of a prompt as it is read, whatever the other columns of its row: text is one message of the
+    user's, and system messages tell no prompts apart where a `system_prompt` replaces them.
+    """
+    if isinstance(prompt, str):
+        prompt = as_messages(prompt)
+    elif isinstance(prompt, list) and prompt:
+        prompt = messages_of(prompt, "prompt")
+        if system_prompt is not None:
+            prompt = [message for message in prompt if message["role"] != "system"]
     return fingerprint([{"prompt": prompt}])
 
 
-def few_held_out(prompts: Iterable[Any]) -> list[str]:
-    """Warn if evaluation has few different prompts."""
-    count = len({prompt_key(prompt) for prompt in prompts})
+def prompt_keys(prompt: Any, *, system_prompt: str | None) -> set[str]:
+    """Return the keys that a prompt is known by in other runs, which may have another system prompt, or none."""
+    return {prompt_key(prompt), prompt_key(prompt, system_prompt=system_prompt)}
+
+
+def few_held_out(keys: Iterable[Any]) -> list[str]:
+    """Warn if evaluation has few different prompts. keys: theirs."""
+    count = len({*keys})
     where = "few prompts are held out, or none"
     more = "so held-out scores say little; give more rows, or task.eval_data"
     return [f"warning: {where} (evaluation has {count}), {more}"] if count < FEW else []
 
 
-def trained_on_too(train: Iterable[Any], held_out: Iterable[Any], *, what: str = "prompts") -> list[str]:
-    """Warn if held-out prompts are among those to train on. what: their plural, where rows are told apart otherwise."""
-    held = {prompt_key(prompt) for prompt in held_out}
-    shared = held & {prompt_key(prompt) for prompt in train}
+def trained_on_too(train: Iterable[str], held_out: Iterable[str], *, what: str = "prompts") -> list[str]:
+    """Warn if held-out prompts are among those to train on, by their keys. what: their plural, where rows are told
+    apart otherwise.
+    """
+    held = {*held_out}
+    shared = held & {*train}
     if not shared:
         return []
     counts = f"held-out {what} that are trained on too: {len(shared):,} of {len(held):,}"
@@ -101,15 +117,25 @@ def shuffled(rows: list[Row]) -> list[Row]:
 
 
 def train_eval_split(
-    rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: bool = False
+    rows: list[Row],
+    *,
+    prompt: Callable[[Row], Any],
+    seed: int,
+    repeat: bool = False,
+    system_prompt: str | None = None,
 ) -> tuple[list[Row], list[Row]]:
     """Split rows into (train, held-out): a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
     With fewer than ten prompts none is held out: all rows are trained on, and evaluation has them too, equal ones once.
 
-    Rows with the same prompt fall on the same side; of a held-out prompt only the last row is kept unless `repeat`.
-    Both keep the order of `rows`.
+    Rows with the same prompt, in whatever form (`prompt_key`), fall on the same side; of a held-out prompt only the
+    last row is kept unless `repeat`. Both keep the order of `rows`.
     """
-    keys = [prompt_key(prompt(row)) for row in rows]
+    forms = dict[str, str]()  # by the key of a prompt: the hash of its first form, which the choice is made by
+    keys = list[str]()
+    for row in rows:
+        asked = prompt(row)
+        form = fingerprint([{"prompt": asked}])
+        keys.append(forms.setdefault(prompt_key(asked, system_prompt=system_prompt), form))
     distinct = sorted(set(keys))
     count = min(len(distinct) // HELD_OUT_SHARE, HELD_OUT_MOST)
     held = {distinct[i] for i in seeded_permutation(f"hold out {seed}", len(distinct))[:count]}

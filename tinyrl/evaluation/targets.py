@@ -15,7 +15,7 @@ from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.rows import prompt_key
+from tinyrl.data.rows import prompt_keys
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import resolve
@@ -154,8 +154,10 @@ def trained_on(path: str) -> frozenset[str]:
     run = run_of(Path(path))
     if run is None:
         return frozenset()
-    rows = rows_of_run(open_run(run).read_config())
-    return frozenset(prompt_key(rows.kind.prompt(row)) for row in rows.train)
+    config = open_run(run).read_config()
+    rows = rows_of_run(config)
+    keys = (prompt_keys(rows.kind.prompt(row), system_prompt=config.task.system_prompt) for row in rows.train)
+    return frozenset[str]().union(*keys)
 
 
 def seen_in_training(first: Target, others: list[str], asked: Asked) -> frozenset[str]:

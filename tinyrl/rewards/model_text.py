@@ -24,7 +24,7 @@ from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids
 from tinyrl.tasks.answers import answer_end, answer_tokens
-from tinyrl.tasks.prompts import Rendered, asked_messages, in_chat, render_prompt
+from tinyrl.tasks.prompts import Rendered, asked_messages, check_written, in_chat, render_prompt
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
@@ -115,6 +115,7 @@ def reward_tokens(
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
         messages.append({"role": "assistant", "content": begun + answer})
         text = template_text(tokenizer, messages, variables=variables)
+        check_written(tokenizer, messages, text, variables=variables)
         tokens, _ = within(tokenizer, token_ids(tokenizer, text), [], max_tokens)
     else:
         asked = f"{system}\n\n{prompt}" if system and isinstance(prompt, str) else prompt

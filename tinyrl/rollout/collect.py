@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import few_held_out, fingerprints, trained_on_too
+from tinyrl.data.rows import few_held_out, fingerprints, prompt_key, trained_on_too
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
@@ -31,7 +32,8 @@ class Collector:
 
     runner: plays episodes of several turns, or agents; None: one turn. config: the settings of sampling and training,
     with the number of steps that run.epochs gives. owns_scorer: `close` ends the scorer's workers
-    too. engine_reason: why this engine was selected. row_fingerprints: of the rows of both splits.
+    too. engine_reason: why this engine was selected. row_notes: warnings about the rows. row_fingerprints: of the rows
+    of both splits.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Collector:
         owns_scorer: bool,
         engine: SamplingEngine,
         engine_reason: str,
+        row_notes: list[str],
     ) -> None:
         self.policy = policy
         self.task = task
@@ -58,6 +61,7 @@ class Collector:
         self.owns_scorer = owns_scorer
         self.engine = engine
         self.engine_reason = engine_reason
+        self.row_notes = row_notes
         self.row_fingerprints = fingerprints(
             [prompt.row for prompt in train_prompts], [prompt.row for prompt in eval_prompts]
         )
@@ -87,11 +91,14 @@ class Collector:
         self.scorer.start()
         judged, warnings = self.scorer.check(self.train_prompts)
         rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
-        warnings += template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
+        warnings += (
+            self.row_notes + template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
+        )
         if config.run.eval_prompts:
-            held_out = [prompt.prompt for prompt in self.eval_prompts]
+            key_of = partial(prompt_key, system_prompt=config.task.system_prompt)
+            held_out = [key_of(prompt.prompt) for prompt in self.eval_prompts]
             warnings += few_held_out(held_out)
-            warnings += trained_on_too([prompt.prompt for prompt in self.train_prompts], held_out)
+            warnings += trained_on_too([key_of(prompt.prompt) for prompt in self.train_prompts], held_out)
         notes = self.engine.start(prompts)
         if self.runner is not None:
             notes.append(f"environment {self.runner.environment.describe()}")

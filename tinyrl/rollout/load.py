@@ -136,6 +136,7 @@ def load_collector(
         owns_scorer=judge is None,
         engine=engine,
         engine_reason=engine_reason,
+        row_notes=rows.notes,
     )
 
 

@@ -24,6 +24,7 @@ from tinyrl.tasks.prompts import (
     PreparedPrompt,
     Rendered,
     asked_messages,
+    check_written,
     in_chat,
     open_thinking,
     render_prompt,
@@ -201,7 +202,8 @@ def render_answer(
     is `answer_tokens`. An answer of one message of the assistant is what the chat template adds to its own rendering of
     the prompt with the generation prompt, through the token that ends the turn (EOS if the template writes none). Both
     renderings are of these messages alone, so a template that strips the thinking of earlier turns does so in both.
-    Raises ValueError, quoting the template, if the second does not begin with the first.
+    Raises ValueError, quoting the template, if the second does not begin with the first, and for a message of the
+    prompt that the template leaves out.
     """
     eos = answer_end(tokenizer, chat=False, variables={})
     if isinstance(answer, str):
@@ -222,6 +224,7 @@ def render_answer(
     options: dict[str, Any] = {"variables": variables, **({"tools": tools} if tools else {})}
     messages = asked_messages(prompt, system_prompt)
     asked = template_text(tokenizer, messages, add_generation_prompt=True, **options)
+    check_written(tokenizer, messages, asked, add_generation_prompt=True, **options)
     whole = template_text(tokenizer, [*messages, *answer], **options)
     if not whole.startswith(asked):
         at = shared_length(asked, whole)

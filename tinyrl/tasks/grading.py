@@ -11,6 +11,7 @@ import ast
 import math
 import operator
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -21,6 +22,7 @@ from tinyrl.text import answer_in
 MAX_NUMBER_CHARS = 100  # more digits than any answer has
 MAX_EXPONENT = 300  # 1e999999999 as an exact number would fill the memory
 MAX_EXPRESSION_CHARS = 500
+MAX_COMPOSED_CHARS = 2_000  # composing a run of accents takes the square of its length
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -206,6 +208,10 @@ def think_answer_format(text: str) -> bool:
 
 
 def normalised_text(text: str) -> str:
-    """Normalise case, spacing and full-width forms of a text, without a trailing full stop."""
+    """Normalise case, spacing, full-width forms and accents (e with U+0301 is U+00E9) of a text, without a trailing
+    full stop.
+    """
     plain = " ".join(folded(text).casefold().split())
+    if len(plain) <= MAX_COMPOSED_CHARS:
+        plain = unicodedata.normalize("NFC", plain)
     return plain.removesuffix(".").rstrip() or plain

@@ -9,12 +9,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS
+from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids, undisguised
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
+from tinyrl.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -56,7 +57,8 @@ def prepare_prompts(
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
     """Render every row, with the environment's opening (if any) at the end of its text or last message. Prompts over
-    `max_prompt_tokens` are refused, naming the first, or dropped if asked for.
+    `max_prompt_tokens` are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the
+    row, for one that cannot be rendered.
     """
     prepared: list[PreparedPrompt] = []
     long: list[PreparedPrompt] = []
@@ -65,7 +67,10 @@ def prepare_prompts(
         if openings and (opening := openings[index]) is not None:
             last = own if isinstance(own, str) else own[-1]["content"]
             prompt = last + opening if isinstance(own, str) else [*own[:-1], {**own[-1], "content": last + opening}]
-        done = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
+        try:
+            done = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
+        except ValueError as error:
+            raise ValueError(f"{error}\n  in row {index + 1}: {beginning(row)}") from error
         one = PreparedPrompt(index, row, own, done.text, done.tokens, done.opened)
         (long if len(one.tokens) > max_prompt_tokens else prepared).append(one)
     if long and (on_overlong_prompt == "error" or not prepared):
@@ -104,7 +109,7 @@ def render_prompt(
     prompt replaces a system message of the data, and messages that end with the assistant are continued; `variables`
     go to the template (enable_thinking). Without it the text stays as it is, after the system prompt and an empty line;
     a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an EOS. Raises ValueError if
-    that cannot be done.
+    that cannot be done, or the template leaves a message out.
     """
     prompt = prompt_of(prompt)
     variables = variables or {}
@@ -124,9 +129,33 @@ def render_prompt(
     before = messages[:-1] if goes_on else messages
     last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
     text = template_text(tokenizer, messages, variables=variables, **last)
+    check_written(tokenizer, messages, text, variables=variables, **last)
     asked = template_text(tokenizer, before, variables=variables) if before else ""
     opened = open_thinking(text[shared_length(text, asked) :])  # a <think> of the template's own
     return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
+
+
+def check_written(
+    tokenizer: Tokenizer, messages: list[Message], text: str, *, variables: dict[str, Any], **options: Any
+) -> None:
+    """Raise ValueError for a message that the chat template leaves out of `text`, its rendering of `messages`: of a
+    role that it does not know, or a system message that it has no place for.
+
+    A content may be rewritten, so one that is not in the text as it is counts as written if a word behind it is. Turns
+    of the assistant and results of tools are not looked for: templates drop thoughts, and write results as JSON.
+    """
+    shown = undisguised(tokenizer, text)
+    for place, message in enumerate(messages):
+        content = message["content"].strip()
+        if message["role"] in ("assistant", "tool") or content in shown:
+            continue
+        longer = [*messages[:place], {**message, "content": f"{content} {ASKED}"}, *messages[place + 1 :]]
+        if ASKED not in template_text(tokenizer, longer, variables=variables, **options):
+            raise ValueError(
+                f"the model's chat template leaves out the message of the role '{truncate(message['role'])}': "
+                f"{truncate(content, 60)!r}. Templates know the roles system, user, assistant and tool; of a system "
+                "message (task.system_prompt) that a template has no place for, write the text into the user's message"
+            )
 
 
 def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[str]:

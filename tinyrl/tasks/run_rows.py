@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, with_prompt
-from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, with_prompt
+from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
 from tinyrl.data.rows import (
     HELD_OUT_SHARE,
@@ -29,6 +30,10 @@ from tinyrl.tasks import load_task
 from tinyrl.tasks.task import Task
 from tinyrl.text import first_line, join_truncated
 
+INSTEAD = {
+    "system": "write it as the first message, with the role system, or set task.system_prompt",
+    "tools": "only sft shows them, with messages; describe them in a message",
+}  # of columns that nothing reads
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of every reward function
 
 
@@ -67,14 +72,45 @@ def rows_of_run(config: Config) -> RunRows:
         kind = kind.by_columns(placed[0][1])
         train = kind.usable(placed if kind.is_shuffled else placed[:most], notes)
     if is_split:
-        train, held_out = _hold_out(train, kind)
+        usable = train
+        train, held_out = _hold_out(usable, kind, system_prompt=where.system_prompt)
+        notes += repeats_note(usable, train=train, held_out=held_out)
     else:
         held_out = kind.own_rows("eval", where.eval_data or where.data)
     if held_out is None:
         placed = _placed(config, where.eval_data, most=None if kind.is_shuffled else most)
         held_out = kind.usable(placed, notes)
     cut = where.max_samples
-    return RunRows(train=train[:cut], held_out=held_out[:cut], kind=kind, notes=notes)
+    train = train[:cut]
+    held_out = held_out[:cut]
+    notes += unread_notes(train + held_out, kind, config)
+    return RunRows(train=train, held_out=held_out, kind=kind, notes=notes)
+
+
+def unread_notes(rows: list[Row], kind: RowKind, config: Config) -> list[str]:
+    """Warn of columns `system` and `tools` that nothing shows to the model. An agent has the whole row, and
+    task.system_prompt replaces a system message anyway.
+    """
+    if config.environment.agent is not None:
+        return []
+    counts = Counter[str]()
+    for row in rows:
+        counts.update(kind.unread(row))
+    if config.task.system_prompt is not None:
+        del counts["system"]
+    return [
+        f"warning: the column `{name}` of {count:,} of {len(rows):,} rows is not shown to the model; {INSTEAD[name]}"
+        for name, count in counts.items()
+    ]
+
+
+def hidden_tools(rows: list[Row], kind: RowKind) -> list[str]:
+    """Warn of rows whose tools a method reads, for a chat template that does not write them."""
+    count = sum("tools" in given_beside(row) and "tools" not in kind.unread(row) for row in rows)
+    if not count:
+        return []
+    what = f"the tools of {count:,} of {len(rows):,} rows are not shown to the model: its chat template writes none"
+    return [f"warning: {what}; describe them in a message"]
 
 
 def row_kind(config: Config) -> RowKind:
@@ -105,22 +141,40 @@ def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
     return placed_rows(source, columns=config.task.columns, revision=config.task.revision, most=most)
 
 
-def _hold_out(rows: list[Row], kind: RowKind) -> tuple[list[Row], list[Row]]:
+def _hold_out(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> tuple[list[Row], list[Row]]:
     """Split rows of one file into (train, held-out) by their prompts."""
-    prompt = row_key if splits_by_row(rows, kind) else kind.prompt
-    return train_eval_split(rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats)
+    prompt = row_key if splits_by_row(rows, kind, system_prompt=system_prompt) else kind.prompt
+    return train_eval_split(
+        rows, prompt=prompt, seed=SPLIT_SEED, repeat=kind.keeps_repeats, system_prompt=system_prompt
+    )
 
 
-def splits_by_row(rows: list[Row], kind: RowKind) -> bool:
+def repeats_note(rows: list[Row], *, train: list[Row], held_out: list[Row]) -> list[str]:
+    """Return a line on how many rows are on neither side of a split: all but the last of each held-out prompt."""
+    count = len(rows) - len(train) - len(held_out)
+    if count <= 0:  # fewer, where nothing is held out and both sides have the same rows
+        return []
+    what = f"{count:,} of {len(rows):,} rows repeat a held-out prompt and are left out"
+    return [f"{what}: they are not trained on, and evaluation has each prompt once"]
+
+
+def keys_of(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> list[str]:
+    """Return the key of each row's prompt. system_prompt: task.system_prompt of the run."""
+    return [prompt_key(kind.prompt(row), system_prompt=system_prompt) for row in rows]
+
+
+def splits_by_row(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> bool:
     """Return whether single rows are held out, as given answers have too few prompts."""
-    return kind.holds_out_rows and len({prompt_key(kind.prompt(row)) for row in rows}) < HELD_OUT_SHARE
+    return kind.holds_out_rows and len({*keys_of(rows, kind, system_prompt=system_prompt)}) < HELD_OUT_SHARE
 
 
-def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind) -> list[str]:
+def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind, *, system_prompt: str | None) -> list[str]:
     """Warn if held-out prompts are trained on, or rows where these are what is held out."""
-    if splits_by_row(train, kind):
+    if splits_by_row(train, kind, system_prompt=system_prompt):
         return trained_on_too(map(row_key, train), map(row_key, held_out), what="rows")
-    return trained_on_too(map(kind.prompt, train), map(kind.prompt, held_out))
+    return trained_on_too(
+        keys_of(train, kind, system_prompt=system_prompt), keys_of(held_out, kind, system_prompt=system_prompt)
+    )
 
 
 # ---- prompts of a task ----
@@ -138,6 +192,14 @@ class Prompts(RowKind):
 
     def prompt(self, row: Row) -> Prompt:
         return self.task.prompt(row)
+
+    def unread(self, row: Row) -> list[str]:
+        """Return the columns that no prompt shows; other tasks than `rows` may make their prompts of them."""
+        given = given_beside(row)
+        if not given or self.task.name != "rows":
+            return []
+        is_read = has_system(prompt_of(self.task.prompt(row)))
+        return [name for name in given if name != "system" or not is_read]
 
     def own_rows(self, split: str, source: str | None) -> list[Row] | None:
         if self.task.generate is not None:
@@ -213,7 +275,8 @@ def _settings_of_rows(config: Config) -> str:
     where = config.task
     paths = (where.name, where.data, where.eval_data, config.ppo.ptx_data)
     files = [path and os.path.abspath(os.path.expanduser(path)) for path in paths]
-    others = [where.revision, where.columns, where.max_samples, config.reward.is_verifier, config.sft.loss_on]
+    reading = [where.revision, where.columns, where.max_samples, where.system_prompt]
+    others = [*reading, config.reward.is_verifier, config.sft.loss_on]
     return json.dumps([config.method, *files, *others])
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.rows import prompt_key
+from tinyrl.data.rows import prompt_keys
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import (
@@ -74,7 +75,9 @@ def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options
         for other in theirs:
             result |= _difference(ours, other, left_out) | {"other": other.metrics}
         if not others:
-            result |= _trained_on(first, asked, [prompt_key(p.prompt) for p in prompts])
+            system_prompt = first.sampled.task.system_prompt
+            keys = [prompt_keys(p.prompt, system_prompt=system_prompt) for p in prompts]
+            result |= _trained_on(first, asked, keys)
     if first.measured is not None:
         measured = _measured(first, vs, asked, options=options)
         both = measured.get("other", {}) | result.get("other", {})
@@ -108,7 +111,8 @@ def _sides(
     with closing(ours.collector):
         available = ours.prompts(asked.split)
         seen = seen_in_training(first, others, asked)
-        prompts = [p for p in available if prompt_key(p.prompt) not in seen]
+        keys_of = partial(prompt_keys, system_prompt=ours.collector.config.task.system_prompt)
+        prompts = [p for p in available if seen.isdisjoint(keys_of(p.prompt))]
         left_out = len(available) - len(prompts)
         _check_enough(first, others, asked, left_out=left_out, remaining=len(prompts))
         prompts = prompts[: asked.num_prompts]
@@ -146,7 +150,7 @@ def _check_enough(first: Target, others: list[str], asked: Asked, *, left_out: i
         )
 
 
-def _trained_on(target: Target, asked: Asked, prompts: list[str]) -> dict[str, int | None]:
+def _trained_on(target: Target, asked: Asked, prompts: list[set[str]]) -> dict[str, int | None]:
     """Count those of the prompts, by their keys, that a run was trained on; {} where it holds them out itself."""
     if target.run is None or not asked.other_rows or asked.split == "train":
         return {}
@@ -154,7 +158,7 @@ def _trained_on(target: Target, asked: Asked, prompts: list[str]) -> dict[str, i
         seen = trained_on(target.path)
     except (OSError, ValueError):  # moved, or changed: evaluating on other rows does not need them
         return {"trained_on": None}
-    return {"trained_on": sum(prompt in seen for prompt in prompts)}
+    return {"trained_on": sum(not seen.isdisjoint(keys) for keys in prompts)}
 
 
 def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
@@ -218,11 +222,12 @@ def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) 
         asked = replace(asked, task=None, data=None, settings=())
     others = [] if vs is None else [vs]
     seen = seen_in_training(first, others, asked)
-    keys = list[str]()
+    keys = list[set[str]]()
     if asked.split == "eval" and (seen or asked.other_rows):
         rows = rows_of_run(config)
-        keys = [prompt_key(rows.kind.prompt(row)) for row in rows.held_out]
-    new = [key for key in keys if key not in seen]
+        keys_of = partial(prompt_keys, system_prompt=config.task.system_prompt)
+        keys = [keys_of(rows.kind.prompt(row)) for row in rows.held_out]
+    new = [own for own in keys if seen.isdisjoint(own)]
     _check_enough(first, others, asked, left_out=len(keys) - len(new), remaining=len(new))
     found = {"held_out": _measure(config, first.checkpoint, asked, without=seen, options=options)}
     if vs is None:

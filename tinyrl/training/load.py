@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Placed
-from tinyrl.data.rows import prompt_key
+from tinyrl.data.rows import prompt_keys
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, load_policy
 from tinyrl.runs.launched import Options
@@ -42,7 +43,10 @@ def load_row_method(
     prompts whose rows are left out of the held-out ones. Raises ValueError for what a user can fix.
     """
     rows = take_rows(config)
-    held_out = [row for row in rows.held_out if not without or prompt_key(rows.kind.prompt(row)) not in without]
+    held_out = rows.held_out
+    if without:
+        keys_of = partial(prompt_keys, system_prompt=config.task.system_prompt)
+        held_out = [row for row in held_out if without.isdisjoint(keys_of(rows.kind.prompt(row)))]
     evaluated = rows.train if split == "train" else held_out
     return FROM_ROWS[config.method](load_policy(config, options=options), replace(rows, held_out=evaluated))
 

@@ -23,8 +23,8 @@ from tinyrl.models.tokens import readable
 from tinyrl.rollout.collect import template_warnings
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
-from tinyrl.tasks.prompts import marker_notes
-from tinyrl.tasks.run_rows import RunRows, shared_by_splits
+from tinyrl.tasks.prompts import marker_notes, shows_tools
+from tinyrl.tasks.run_rows import RunRows, hidden_tools, keys_of, shared_by_splits
 from tinyrl.text import truncate
 from tinyrl.training.method import Method, Pass
 from tinyrl.training.run import Run
@@ -46,9 +46,12 @@ class RowMethod(Method):
         self.train_rows = self.tokenised(rows.train)
         self.held_out = self.tokenised(rows.held_out)
         self.notes += marker_notes(self.tokenizer, rows.train + rows.held_out, chat=self.config.task.chat)
+        if not shows_tools(self.tokenizer, self.config.task.chat):
+            self.notes += hidden_tools(rows.train + rows.held_out, self.kind)
         if self.config.run.eval_prompts:
-            self.notes += few_held_out(map(self.kind.prompt, rows.held_out))
-            self.notes += shared_by_splits(rows.train, rows.held_out, self.kind)
+            system_prompt = self.config.task.system_prompt
+            self.notes += few_held_out(keys_of(rows.held_out, self.kind, system_prompt=system_prompt))
+            self.notes += shared_by_splits(rows.train, rows.held_out, self.kind, system_prompt=system_prompt)
         texts = (text for row in self.train_rows + self.held_out for one in row for text in one.texts)
         check_ids(texts, self.tokenizer, policy.causal)
         self.config = with_num_steps(self.config, rows=len(self.train_rows), of_step=self.batch_size)

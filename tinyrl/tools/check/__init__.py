@@ -214,7 +214,7 @@ def _rows(config: Config, *, quick: bool) -> tuple[CheckSection, list[Row]]:
         held = f"none held out (evaluation has {len(held_out):,} of them)"
     lines = [f"{len(train):,} to train on, {held}, of {source}", *rows.notes]
     if quick and config.run.eval_prompts:  # else the method's own notes have it
-        lines += shared_by_splits(train, held_out, rows.kind)
+        lines += shared_by_splits(train, held_out, rows.kind, system_prompt=config.task.system_prompt)
     row = train[0]
     if config.samples:
         task = load_task(config.task.name or "rows")

@@ -193,6 +193,7 @@ def largest_collector(collector: Collector, config: Config) -> Collector:
         owns_scorer=False,
         engine=endless,
         engine_reason=collector.engine_reason,
+        row_notes=[],
     )
 
 
