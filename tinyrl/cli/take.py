@@ -72,8 +72,8 @@ def serve(
     *,
     options: Options,
 ) -> None:
-    """Answer clients of OpenAI and Anthropic with a policy or a model, at /v1: chat/completions, completions, responses,
-    messages, models.
+    """Answer clients of OpenAI and Anthropic with a policy or a model: chat/completions, completions, responses,
+    messages and models at /v1.
     """
     from tinyrl.evaluation.targets import policy_at  # with the tasks: not for --help
 

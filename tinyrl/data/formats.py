@@ -393,10 +393,12 @@ def text_examples(row: Row) -> list[TextExample]:
 
 def _is_unweighted(message: Message) -> bool:
     """Return whether a turn of the assistant is not to be learnt. Raises ValueError for a weight between."""
+    if message["role"] != "assistant":
+        return False
     weight = message.get("weight", 1)
-    if message["role"] == "assistant" and (isinstance(weight, bool) or weight not in (0, 1)):
+    if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"the `weight` of a turn is 0 (not learnt), 1 or null, not {weight!r:.60}")
-    return message["role"] == "assistant" and weight == 0
+    return weight == 0
 
 
 def answer_format(row: Row) -> Format:

@@ -1,9 +1,9 @@
 """Readers of rows: .jsonl, .json, .csv and .parquet files, folders of save_to_disk, and the Hugging Face hub.
 
 Every reader yields (place, row) and reads no further than it is asked to, except for .json. An error is a ValueError
-that names the file and, for text, the line. An empty cell of a .csv is null, and a chat in one, as JSON, is a list of
-messages. `datasets` reads folders and the hub, but
-no text: it turns "007" into 7, fills short lines, and turns messages with different keys into JSON text.
+that names the file and, for text, the line. An empty cell of a .csv is null, and a chat in one, as JSON, becomes
+messages. `datasets` reads folders and the hub, but no text: it turns "007" into 7, fills short lines, and turns
+messages with different keys into JSON text.
 """
 
 from __future__ import annotations

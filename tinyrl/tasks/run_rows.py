@@ -39,8 +39,8 @@ RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of 
 
 @dataclass(frozen=True)
 class RunRows:
-    """The rows that a run learns from. kind: what its method makes of them; notes: about those that were left out;
-    text: of ppo.ptx_data.
+    """The rows that a run learns from. kind: what its method makes of them; notes: of rows that were left out and
+    columns that nothing reads; text: of ppo.ptx_data.
     """
 
     train: list[Row]
