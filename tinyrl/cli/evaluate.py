@@ -12,13 +12,14 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
+from tinyrl.evaluation.dropped import dropped_warning
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number, hang, terminal_columns
 
 NAME = 28  # most characters of a target's name above its column: its end says which checkpoint
 SHORT_NAME = 18  # where the terminal has no room for more
-COUNTS = ("num_prompts", "num_samples", "trained_on", "left_out")  # not in the table
+COUNTS = ("num_prompts", "num_samples", "dropped", "trained_on", "left_out")  # not in the table
 
 
 def evaluate(
@@ -105,8 +106,11 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
         samples = "1 sample" if first["num_samples"] == 1 else f"{first['num_samples']} samples"
         notes.append(f"({first['num_prompts']} prompts, {samples} each; greedy in brackets{kl})")
     for side in sides:
+        if dropped := dropped_warning(side, side.get("why_dropped", "")):
+            notes.append(f"warning: {side['target']}: {dropped}")
+    for side in sides:
         if "difference" in side:
-            notes += _against(side, named=several)
+            notes += _against(side, named=several, prompts=first["num_prompts"])
     if first.get("left_out"):
         notes.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
     if (seen := first.get("trained_on", 0)) is None:
@@ -152,8 +156,8 @@ def _end_of(name: str, width: int) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
-def _against(side: dict[str, Any], *, named: bool) -> list[str]:
-    """Return lines for how a policy differs from another; `named`: each line names the policy."""
+def _against(side: dict[str, Any], *, named: bool, prompts: int) -> list[str]:
+    """Return lines for how a policy differs from another on so many prompts; `named`: each line names the policy."""
     who = f"{side['target']}: " if named else ""
     difference = side["difference"]
     if math.isnan(difference["reward_mean"]):
@@ -162,6 +166,8 @@ def _against(side: dict[str, Any], *, named: bool) -> list[str]:
     mean = _shown(difference["reward_mean"], signed=True)
     interval = _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
+    if difference["pairs"] < prompts:
+        lines.append(f"{who}difference over {difference['pairs']} of {prompts} prompts: the others lack a reward")
     if difference["left_out"]:
         lines.append(f"{who}left out: {difference['left_out']} held-out prompts that a policy was trained on")
     rate = side["win_rate"]

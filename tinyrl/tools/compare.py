@@ -166,7 +166,8 @@ def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evalu
         missing = f"{len(prompts) - len(own)} of the {len(prompts)} prompts are too long for {side.name}"
         raise ValueError(f"{missing}: give generation.max_prompt_tokens or other rows (--data FILE)")
     found = evaluate(side.collector, own, role=side.role, samples=asked.samples)
-    return replace(found, metrics={"target": side.name, **found.metrics})
+    why = {"why_dropped": found.why_dropped} if found.why_dropped else {}
+    return replace(found, metrics={"target": side.name, **found.metrics, **why})
 
 
 def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str, Any]:

@@ -389,6 +389,8 @@ class Run:
             with self.timed("evaluation"):
                 evaluation = self.method.evaluate()
             found = evaluation.flat()
+            if dropped := evaluation.dropped_warning():
+                self.display.note(f"warning: held-out evaluation: {dropped}")
             self.metrics.values |= found
             self.folder.append(
                 self.folder.samples,
