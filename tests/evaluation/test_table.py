@@ -87,3 +87,32 @@ def test_without_dropped_samples_there_is_no_warning_and_no_count_of_pairs() -> 
     text = compared(pairs=64, dropped=0, greedy=0)
     assert "warning" not in text
     assert "of 64" not in text
+
+
+def kl_caption(*names: str, several: bool = False) -> str:
+    """Render sides with a KL; return the part of the caption about it."""
+    sides = [{**result(kl=2.0), "target": name} for name in names]
+    whole: Any = sides
+    if not several:
+        whole = {**sides[0], **({"other": sides[1]} if len(sides) > 1 else {})}
+    text = render(whole, as_json=False)
+    return text.partition("KL in nats")[2].partition(")")[0]
+
+
+def test_a_row_of_kl_has_a_caption_that_says_whose_start_it_is_to() -> None:
+    assert "where it started" in kl_caption("a")
+    assert "where each started" in kl_caption("a", "b")
+    assert "where a started" in kl_caption("a", "base")  # both columns are to the reference of a
+    assert "where each started" in kl_caption("a", "b", "c", several=True)
+
+
+def test_without_a_row_of_kl_there_is_no_caption_of_it() -> None:
+    assert "KL" not in render([result(), result()], as_json=False)
+
+
+def test_measures_against_references_of_their_own_have_a_caption() -> None:
+    held: dict[str, Any] = {"loss": 0.5, "accuracy": 0.75, "num_pairs": 64}
+    caption = "each one's own reference"
+    own = {"target": "a", "held_out": {**held, "reference": "own"}}
+    assert caption in render({**own, "other": {**own, "target": "b"}}, as_json=False)
+    assert caption not in render({"target": "a", "held_out": held}, as_json=False)  # of sft, which has none

@@ -72,6 +72,7 @@ def test_a_run_is_measured_as_it_measured_itself(folder: Path, run: str, vs: str
     """And beside where it started."""
     result = ask(folder, run, vs=vs)
     assert result["target"] == f"{run}/step-000004"
+    assert "reference" not in result["held_out"]
     assert result["held_out"] == pytest.approx(recorded(folder, run, 4), rel=1e-5)
     if vs is not None:
         assert result["other"]["target"] == vs
@@ -86,6 +87,7 @@ def test_a_run_of_dpo_is_measured_on_pairs_and_sampled(folder: Path) -> None:
     settings = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
     result = ask(folder, "dpo", settings=settings, vs="start")
     assert result["held_out"]["accuracy"] > 0.9
+    assert result["held_out"]["reference"] == result["other"]["held_out"]["reference"] == "own"
     assert result["other"]["held_out"]["accuracy"] == 0.5  # a policy against itself: all ties
     assert result["other"]["held_out"]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert result["reward_mean"] > result["other"]["reward_mean"]

@@ -102,9 +102,11 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
     lines = table_lines([side["target"] for side in sides], table, columns)
     notes = list[str]()
     if "reward_ci" in first:
-        kl = "; KL in nats per response to where each started" if several else ""
+        kl = f"; KL in nats per response to where {_start_of(sides)} started" if "kl" in there else ""
         samples = "1 sample" if first["num_samples"] == 1 else f"{first['num_samples']} samples"
         notes.append(f"({first['num_prompts']} prompts, {samples} each; greedy in brackets{kl})")
+    if any(side.get("held_out", {}).get("reference") == "own" for side in sides):
+        notes.append("(rewards, margin, loss and accuracy are against each one's own reference)")
     for side in sides:
         if dropped := dropped_warning(side, side.get("why_dropped", "")):
             notes.append(f"warning: {side['target']}: {dropped}")
@@ -120,6 +122,13 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
     if first.get("num_prompts", FEW) < FEW:
         notes.append(f"warning: fewer than {FEW} prompts say little")
     return "\n".join([*lines, *(hang(note, columns) for note in notes)])
+
+
+def _start_of(sides: list[dict[str, Any]]) -> str:
+    """Return whose start the KL of the sides is to: a run's own base or start has the run's reference."""
+    if len(sides) == 1:
+        return "it"
+    return sides[0]["target"] if sides[1]["target"] in ("base", "start") else "each"
 
 
 def table_lines(names: list[str], table: dict[str, list[str]], columns: int | None) -> list[str]:

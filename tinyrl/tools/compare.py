@@ -235,8 +235,9 @@ def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) 
 def _measure(
     config: Config, checkpoint: Path | None, asked: Asked, *, without: frozenset[str], options: Options
 ) -> dict[str, Any]:
-    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from).
-    without: keys of the prompts whose held-out rows are left out.
+    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from), and
+    "reference": "own" where they are against the reference that this model started from. without: keys of the prompts
+    whose held-out rows are left out.
     """
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
     config = config.model_copy(update={"run": run})
@@ -246,7 +247,8 @@ def _measure(
         elif checkpoint is not None:
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)
-        return trainer.evaluate().metrics
+        own = {"reference": "own"} if config.method == "dpo" and trainer.policy.has_reference else {}
+        return trainer.evaluate().metrics | own
 
 
 def _measure_other(
