@@ -116,3 +116,11 @@ def test_measures_against_references_of_their_own_have_a_caption() -> None:
     own = {"target": "a", "held_out": {**held, "reference": "own"}}
     assert caption in render({**own, "other": {**own, "target": "b"}}, as_json=False)
     assert caption not in render({"target": "a", "held_out": held}, as_json=False)  # of sft, which has none
+
+
+def test_a_comparison_says_whose_rows_reward_and_limit_it_uses() -> None:
+    several = [{**result(), "target": name} for name in ("baseline", "a", "b")]
+    assert "generation.max_new_tokens of baseline" in render(several, as_json=False)
+    pair = {**result(), "other": {**result(), "target": "b"}}
+    assert "generation.max_new_tokens of run/step-000002" in render(pair, as_json=False)
+    assert "max_new_tokens" not in render(result(), as_json=False)  # nothing is compared

@@ -17,7 +17,7 @@ from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
-from tinyrl.tools.compare import _trained_on, evaluate_target
+from tinyrl.tools.compare import _trained_on, compare, evaluate_target
 
 OPTIONS = Options(device="cpu")
 LETTERS = "abcdefghij"
@@ -215,3 +215,14 @@ def test_a_run_whose_training_rows_are_gone_is_evaluated_on_others(folder: Path,
     assert _trained_on(alone, asked, []) == {"trained_on": None}
     with pytest.raises(ValueError, match=r"gone\.jsonl"):
         seen_in_training(alone, ["base"], asked)
+
+
+def test_a_baseline_without_a_reward_is_told_which_target_has_one(folder: Path, tmp_path: Path) -> None:
+    """A run of grpo beside it has one; of two without, none is named."""
+    rewarded = running.config("grpo", folder / "base", run={"num_steps": 1, "eval_prompts": 0, "save_every": 1})
+    assert running.train(rewarded, tmp_path, name="rewarded")[0] == 0
+    with pytest.raises(ValueError, match=f"--vs {tmp_path}/rewarded"):
+        compare([str(folder / "sft"), str(tmp_path / "rewarded")], Asked(), options=OPTIONS)
+    with pytest.raises(ValueError, match="--task NAME") as refused:
+        compare([str(folder / "sft"), str(folder / "dpo")], Asked(), options=OPTIONS)
+    assert "--vs" not in str(refused.value)

@@ -105,6 +105,8 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
         kl = f"; KL in nats per response to where {_start_of(sides)} started" if "kl" in there else ""
         samples = "1 sample" if first["num_samples"] == 1 else f"{first['num_samples']} samples"
         notes.append(f"({first['num_prompts']} prompts, {samples} each; greedy in brackets{kl})")
+    if "reward_ci" in first and len(sides) > 1:
+        notes.append(f"(rows, reward and generation.max_new_tokens of {first['target']}, where none are given here)")
     if any(side.get("held_out", {}).get("reference") == "own" for side in sides):
         notes.append("(rewards, margin, loss and accuracy are against each one's own reference)")
     for side in sides:

@@ -90,9 +90,18 @@ def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[
     """
     first = locate(find(targets[0], asked))
     if first.sampled is None:
-        raise ValueError(f"{targets[0]}: nothing says what samples are judged by; name {A_JUDGE}")
+        raise ValueError(f"{targets[0]}: nothing says what samples are judged by; {_a_judge(targets[1:], asked)}")
     (baseline, *others), _, left_out = _sides(first, targets[1:], asked, options=options)
     return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in others)]
+
+
+def _a_judge(others: list[str], asked: Asked) -> str:
+    """Return how to name a judge of samples: by a target that has a reward, or by options."""
+    rewarded = next((path for path in others if find(path, asked).sampled is not None), None)
+    if rewarded is None:
+        return f"name {A_JUDGE}"
+    how = f"tinyrl eval OTHERS --vs {rewarded}"
+    return f"{rewarded} has a reward: to use it, name it as what is compared with ({how}), or else name {A_JUDGE}"
 
 
 # ---- sampled and judged ----
