@@ -112,3 +112,61 @@ TASK = Task(name="own", verify=halves, right_or_wrong=True)
 def test_a_score_between_fails_its_row_where_the_task_declares_verdicts(tmp_path: Path) -> None:
     rewards, _ = interval_of(tmp_path, OWN_TASK, task={"name": f"{tmp_path / 'own.py'}:TASK"})
     assert [reward for reward in rewards if not math.isnan(reward)] == [1.0, 1.0]
+
+
+def test_samples_without_a_reward_are_counted_with_the_first_reason(tmp_path: Path) -> None:
+    """One of three prompts fails, sampled twice and greedily once, and another has a reward of None."""
+    rows = [{"prompt": prompt, "answer": "none"} for prompt in ("2", "4", "9", "7")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text(
+        "def fails(prompts, completions, **columns):\n"
+        "    return [None if p == '7' else 1 / (int(p) - 4) for p in prompts]\n"
+    )
+    path = str(tmp_path / "rows.jsonl")
+    settings = running.config(
+        "grpo",
+        tiny_model(tmp_path / "model", "llama"),
+        task={"name": "rows", "data": path, "eval_data": path},
+        reward={"functions": [{"use": f"{tmp_path / 'own.py'}:fails"}]},
+    )
+    parts = load_collector(settings, options=Options(device="cpu"))
+    try:
+        found = evaluate(parts, parts.eval_prompts, samples=2)
+    finally:
+        parts.close()
+    assert (found.flat()["eval/dropped"], found.flat()["eval/greedy/dropped"]) == (4, 2)
+    assert "ZeroDivisionError" in found.why_dropped
+    assert "ZeroDivisionError" in found.dropped_warning()
+
+
+def test_where_every_sample_has_a_reward_there_is_no_warning(tmp_path: Path) -> None:
+    parts = load_collector(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    try:
+        found = evaluate(parts, parts.eval_prompts[:2])
+    finally:
+        parts.close()
+    assert found.flat()["eval/dropped"] == found.flat()["eval/greedy/dropped"] == 0
+    assert found.dropped_warning() == ""
+
+
+def test_a_run_warns_of_held_out_samples_without_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reward fails on held-out prompts only: in evaluations, that of step 0 among them."""
+    rows = [{"prompt": str(number), "answer": "none"} for number in range(1, 5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "0", "answer": "none"}) + "\n")
+    (tmp_path / "own.py").write_text(
+        "def inverse(prompts, completions, **columns):\n    return [1 / int(p) for p in prompts]\n"
+    )
+    settings = running.config(
+        "grpo",
+        tiny_model(tmp_path / "model", "llama"),
+        task={"name": "rows", "data": f"{tmp_path}/rows.jsonl", "eval_data": f"{tmp_path}/held.jsonl"},
+        reward={"functions": [{"use": f"{tmp_path / 'own.py'}:inverse"}]},
+        run={"num_steps": 1},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    assert [line["eval/dropped"] for line in running.metrics(run)] == [1, 1]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: held-out")]
+    assert len(warnings) == 2
+    assert "ZeroDivisionError" in warnings[0]

@@ -135,3 +135,8 @@ def test_held_out_pairs_and_labels() -> None:
     assert (found["accuracy"], found["auc"], found["num_rows"]) == (2.5 / 4, 0.75, 4)
     alone = label_metrics(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]))
     assert (alone["accuracy"], {"margin", "auc"} & {*alone}) == (0.5, set())
+
+
+def test_pairs_are_the_prompts_with_a_reward_on_both_sides() -> None:
+    assert paired_difference([[1.0], [NAN], [1.0, NAN]], [[0.0], [1.0], [0.0, 0.0]])["pairs"] == 2
+    assert paired_difference([[1.0], [2.0]], [[NAN], [NAN]])["pairs"] == 0

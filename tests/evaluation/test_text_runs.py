@@ -17,7 +17,7 @@ from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
-from tinyrl.tools.compare import _trained_on, evaluate_target
+from tinyrl.tools.compare import _trained_on, compare, evaluate_target
 
 OPTIONS = Options(device="cpu")
 LETTERS = "abcdefghij"
@@ -72,6 +72,7 @@ def test_a_run_is_measured_as_it_measured_itself(folder: Path, run: str, vs: str
     """And beside where it started."""
     result = ask(folder, run, vs=vs)
     assert result["target"] == f"{run}/step-000004"
+    assert "reference" not in result["held_out"]
     assert result["held_out"] == pytest.approx(recorded(folder, run, 4), rel=1e-5)
     if vs is not None:
         assert result["other"]["target"] == vs
@@ -86,6 +87,7 @@ def test_a_run_of_dpo_is_measured_on_pairs_and_sampled(folder: Path) -> None:
     settings = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
     result = ask(folder, "dpo", settings=settings, vs="start")
     assert result["held_out"]["accuracy"] > 0.9
+    assert result["held_out"]["reference"] == result["other"]["held_out"]["reference"] == "own"
     assert result["other"]["held_out"]["accuracy"] == 0.5  # a policy against itself: all ties
     assert result["other"]["held_out"]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert result["reward_mean"] > result["other"]["reward_mean"]
@@ -213,3 +215,14 @@ def test_a_run_whose_training_rows_are_gone_is_evaluated_on_others(folder: Path,
     assert _trained_on(alone, asked, []) == {"trained_on": None}
     with pytest.raises(ValueError, match=r"gone\.jsonl"):
         seen_in_training(alone, ["base"], asked)
+
+
+def test_a_baseline_without_a_reward_is_told_which_target_has_one(folder: Path, tmp_path: Path) -> None:
+    """A run of grpo beside it has one; of two without, none is named."""
+    rewarded = running.config("grpo", folder / "base", run={"num_steps": 1, "eval_prompts": 0, "save_every": 1})
+    assert running.train(rewarded, tmp_path, name="rewarded")[0] == 0
+    with pytest.raises(ValueError, match=f"--vs {tmp_path}/rewarded"):
+        compare([str(folder / "sft"), str(tmp_path / "rewarded")], Asked(), options=OPTIONS)
+    with pytest.raises(ValueError, match="--task NAME") as refused:
+        compare([str(folder / "sft"), str(folder / "dpo")], Asked(), options=OPTIONS)
+    assert "--vs" not in str(refused.value)

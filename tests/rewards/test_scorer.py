@@ -96,6 +96,23 @@ def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: P
             warning(tmp_path, "raises", answer=answer, others=others)
 
 
+def test_the_warning_of_a_gold_answer_names_the_row_by_the_end_of_its_question(tmp_path: Path) -> None:
+    """Not by the system prompt that all rows share, nor by the answer to an earlier question."""
+    scorer = scorer_of(tmp_path, {"flat": 1.0})
+    prompt = [
+        {"role": "system", "content": "You are a careful assistant. " * 20},
+        {"role": "user", "content": "earlier"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "story " * 50 + "how many apples?"},
+    ]
+    try:
+        _, warnings = scorer.check([PreparedPrompt(0, {"prompt": prompt, "answer": "a"}, prompt, "x", [1, 2], "")])
+    finally:
+        scorer.close()
+    assert "how many apples?" in warnings[0]
+    assert "careful" not in warnings[0]
+
+
 @pytest.mark.parametrize("metric", [0.0, 0.5])
 def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Path, metric: float) -> None:
     scorer = scorer_of(tmp_path, {"constant": 1.0, "length": metric})

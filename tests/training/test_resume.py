@@ -13,10 +13,12 @@ from tests import running
 from tests.tiny_models import TinyModels, sharp_model
 from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
+from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.parallel import ALONE
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import run as training_run
 from tinyrl.training.launch import _check_alike
+from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.run import CheckpointState, RunState
 from tinyrl.training.step import Updater
 
@@ -177,3 +179,40 @@ def test_a_single_process_compares_its_prompts_with_nobody() -> None:
     method.world = SimpleNamespace(size=2)
     with pytest.raises(AssertionError):
         _check_alike(method, "step-000000")
+
+
+def test_a_step_whose_evaluation_was_stopped_keeps_its_times(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the evaluation after step 2, the second one; the step's line is written by the resumed process."""
+    plain = OnPolicy.evaluate
+    calls = [0]
+
+    def evaluate(method: OnPolicy) -> Evaluation:
+        calls[0] += 1
+        if calls[0] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(method)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OnPolicy, "evaluate", evaluate)
+        code, stopped, _ = running.train(running.config("grpo", model), tmp_path)
+    assert code == 75
+    kept = CheckpointState.read(sorted(stopped.checkpoints.iterdir())[-1]).run
+    assert (kept.step, kept.phase) == (2, "evaluation")
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "peak_memory_gb", lambda device: 0.25 * kept.peak_gb)  # of a smaller process
+        assert running.go_on(stopped) == 0
+    line = next(line for line in running.metrics(stopped) if line["step"] == 2)
+    phases = [name for name in kept.seconds if name not in ("total", "evaluation")]  # what is left of that is to come
+    assert "update" in phases
+    assert {name: line[f"time/{name}"] for name in phases} == {name: kept.seconds[name] for name in phases}
+    assert line["time/total"] >= kept.seconds["total"] - kept.seconds.get("evaluation", 0.0) > 0
+    assert line["tokens_per_second"] == line["completion/tokens"] / line["time/total"]
+    assert line["memory/peak_gb"] == kept.peak_gb
+    finished = CheckpointState.read(sorted(stopped.checkpoints.iterdir())[-1]).run
+    assert (finished.phase, finished.seconds, finished.peak_gb) == ("rollout", {}, 0.0)
+
+
+def test_a_state_of_before_the_seconds_were_kept_is_read() -> None:
+    assert RunState.model_validate({"step": 2, "phase": "evaluation", "values": {}}).seconds == {}

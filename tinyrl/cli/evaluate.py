@@ -12,13 +12,14 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
+from tinyrl.evaluation.dropped import dropped_warning
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.text import format_number, hang, terminal_columns
 
 NAME = 28  # most characters of a target's name above its column: its end says which checkpoint
 SHORT_NAME = 18  # where the terminal has no room for more
-COUNTS = ("num_prompts", "num_samples", "trained_on", "left_out")  # not in the table
+COUNTS = ("num_prompts", "num_samples", "dropped", "trained_on", "left_out")  # not in the table
 
 
 def evaluate(
@@ -101,12 +102,19 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
     lines = table_lines([side["target"] for side in sides], table, columns)
     notes = list[str]()
     if "reward_ci" in first:
-        kl = "; KL in nats per response to where each started" if several else ""
+        kl = f"; KL in nats per response to where {_start_of(sides)} started" if "kl" in there else ""
         samples = "1 sample" if first["num_samples"] == 1 else f"{first['num_samples']} samples"
         notes.append(f"({first['num_prompts']} prompts, {samples} each; greedy in brackets{kl})")
+    if "reward_ci" in first and len(sides) > 1:
+        notes.append(f"(rows, reward and generation.max_new_tokens of {first['target']}, where none are given here)")
+    if any(side.get("held_out", {}).get("reference") == "own" for side in sides):
+        notes.append("(rewards, margin, loss and accuracy are against each one's own reference)")
+    for side in sides:
+        if dropped := dropped_warning(side, side.get("why_dropped", "")):
+            notes.append(f"warning: {side['target']}: {dropped}")
     for side in sides:
         if "difference" in side:
-            notes += _against(side, named=several)
+            notes += _against(side, named=several, prompts=first["num_prompts"])
     if first.get("left_out"):
         notes.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
     if (seen := first.get("trained_on", 0)) is None:
@@ -116,6 +124,13 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
     if first.get("num_prompts", FEW) < FEW:
         notes.append(f"warning: fewer than {FEW} prompts say little")
     return "\n".join([*lines, *(hang(note, columns) for note in notes)])
+
+
+def _start_of(sides: list[dict[str, Any]]) -> str:
+    """Return whose start the KL of the sides is to: a run's own base or start has the run's reference."""
+    if len(sides) == 1:
+        return "it"
+    return sides[0]["target"] if sides[1]["target"] in ("base", "start") else "each"
 
 
 def table_lines(names: list[str], table: dict[str, list[str]], columns: int | None) -> list[str]:
@@ -152,8 +167,8 @@ def _end_of(name: str, width: int) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
-def _against(side: dict[str, Any], *, named: bool) -> list[str]:
-    """Return lines for how a policy differs from another; `named`: each line names the policy."""
+def _against(side: dict[str, Any], *, named: bool, prompts: int) -> list[str]:
+    """Return lines for how a policy differs from another on so many prompts; `named`: each line names the policy."""
     who = f"{side['target']}: " if named else ""
     difference = side["difference"]
     if math.isnan(difference["reward_mean"]):
@@ -162,6 +177,8 @@ def _against(side: dict[str, Any], *, named: bool) -> list[str]:
     mean = _shown(difference["reward_mean"], signed=True)
     interval = _shown(difference["reward_ci"], signed=True)
     lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
+    if difference["pairs"] < prompts:
+        lines.append(f"{who}difference over {difference['pairs']} of {prompts} prompts: the others lack a reward")
     if difference["left_out"]:
         lines.append(f"{who}left out: {difference['left_out']} held-out prompts that a policy was trained on")
     rate = side["win_rate"]

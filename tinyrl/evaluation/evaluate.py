@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tinyrl.evaluation.dropped import dropped_warning
 from tinyrl.evaluation.statistics import grouped, interval, share_interval, verdict_metrics
 from tinyrl.generation.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
 from tinyrl.numbers import mean, numbers
@@ -31,10 +32,15 @@ class Evaluation:
     metrics: dict[str, Any]  # what `tinyrl eval --json` prints
     rewards: list[list[float]] = field(default_factory=list)  # of the samples of each prompt
     samples: list[dict[str, Any]] = field(default_factory=list)  # lines for samples.jsonl
+    why_dropped: str = ""  # the first reason for which a sample has no reward
 
     def flat(self) -> dict[str, Any]:
         flat = {**self.metrics, **{f"greedy/{k}": v for k, v in self.metrics.get("greedy", {}).items()}}
         return {f"eval/{k}": v for k, v in flat.items() if k != "greedy"}
+
+    def dropped_warning(self) -> str:
+        """Return a sentence about the samples without a reward; "" where all have one."""
+        return dropped_warning(self.metrics, self.why_dropped)
 
 
 def evaluate(
@@ -46,6 +52,7 @@ def evaluate(
     shared = ("num_prompts", "num_samples")
     sampled.metrics["greedy"] = {name: value for name, value in greedy.metrics.items() if name not in shared}
     sampled.samples += greedy.samples
+    sampled.why_dropped = sampled.why_dropped or greedy.why_dropped
     collector.scorer.forget()
     return sampled
 
@@ -74,6 +81,7 @@ def _evaluate(
         **environment_metrics(whole),
         "mean_length": lengths["completion/mean_length"],
         "truncated": lengths["completion/truncated"],
+        "dropped": sum(not answer.rewarded for answer in answers) if scorer.names else 0,
         "distinct": len(set(texts)) / max(1, len(texts)),
         "num_prompts": len(by_prompt),
         "num_samples": len(texts) // max(1, len(by_prompt)),
@@ -97,7 +105,8 @@ def _evaluate(
         group_size=samples,
         names=scorer.names,
     )
-    return Evaluation(metrics, by_prompt, lines)
+    reasons = [answer.failures[0] for answer in answers if answer.failures and not answer.rewarded]
+    return Evaluation(metrics, by_prompt, lines, why_dropped=next(iter(reasons), ""))
 
 
 def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) -> dict[str, float]:

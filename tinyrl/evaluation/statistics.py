@@ -117,14 +117,21 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 
 def paired_difference(ours: list[list[float]], other: list[list[float]]) -> dict[str, Any]:
     """Compute the mean difference of the mean rewards by prompt, with an interval; ours, other: the rewards of each
-    prompt's samples. distinguishable: at least FEWEST prompts differ, and the interval excludes 0 or all differences
-    are equal.
+    prompt's samples.
+
+    pairs: prompts with a reward on both sides, over which the mean is; distinguishable: at least FEWEST prompts differ,
+    and the interval excludes 0 or all differences are equal.
     """
     pairs = [mean(mine) - mean(theirs) for mine, theirs in zip(ours, other, strict=True)]
     valid, (low, high) = numbers(pairs), interval(pairs)
     apart = low > 0.0 or high < 0.0 or (bool(valid) and all_equal(valid))
     enough = sum(pair != 0.0 for pair in valid) >= FEWEST
-    return {"reward_mean": mean(pairs), "reward_ci": [low, high], "distinguishable": enough and apart}
+    return {
+        "reward_mean": mean(pairs),
+        "reward_ci": [low, high],
+        "pairs": len(valid),
+        "distinguishable": enough and apart,
+    }
 
 
 def win_rate(ours: list[list[float]], other: list[list[float]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
-from tinyrl.data.messages import as_completion
+from tinyrl.data.messages import Prompt, as_completion
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
@@ -178,7 +178,7 @@ class Scorer:
             raise ValueError(str(gone)) from None
         for judge in self._judges():
             notes += judge.notes
-        return notes, [f"warning: reward: {warning} (prompt {prompts[0].text[:60]!r})"] if warning else []
+        return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
         """Score the first prompt's gold answer, an empty completion and nonsense, as training would; return what is
@@ -381,3 +381,12 @@ def _on_main(world: World, calls: Callable[[], list[RowResults]]) -> list[RowRes
     if world.size == 1:
         return calls()
     return TypeAdapter(list[RowResults]).validate_python(world.on_main(lambda: [asdict(call) for call in calls()]))
+
+
+def _end_of(prompt: Prompt) -> str:
+    """Return the end of a prompt's last user message: its beginning may be a system prompt, which all rows share."""
+    if isinstance(prompt, str):
+        return prompt[-PROMPT_CHARS:]
+    asked = [message for message in prompt if message["role"] == "user"]
+    last = asked[-1] if asked else prompt[-1]
+    return last["content"][-PROMPT_CHARS:]

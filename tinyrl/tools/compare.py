@@ -93,9 +93,18 @@ def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[
     """
     first = locate(find(targets[0], asked))
     if first.sampled is None:
-        raise ValueError(f"{targets[0]}: nothing says what samples are judged by; name {A_JUDGE}")
+        raise ValueError(f"{targets[0]}: nothing says what samples are judged by; {_a_judge(targets[1:], asked)}")
     (baseline, *others), _, left_out = _sides(first, targets[1:], asked, options=options)
     return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in others)]
+
+
+def _a_judge(others: list[str], asked: Asked) -> str:
+    """Return how to name a judge of samples: by a target that has a reward, or by options."""
+    rewarded = next((path for path in others if find(path, asked).sampled is not None), None)
+    if rewarded is None:
+        return f"name {A_JUDGE}"
+    how = f"tinyrl eval OTHERS --vs {rewarded}"
+    return f"{rewarded} has a reward: to use it, name it as what is compared with ({how}), or else name {A_JUDGE}"
 
 
 # ---- sampled and judged ----
@@ -170,7 +179,8 @@ def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evalu
         missing = f"{len(prompts) - len(own)} of the {len(prompts)} prompts are too long for {side.name}"
         raise ValueError(f"{missing}: give generation.max_prompt_tokens or other rows (--data FILE)")
     found = evaluate(side.collector, own, role=side.role, samples=asked.samples)
-    return replace(found, metrics={"target": side.name, **found.metrics})
+    why = {"why_dropped": found.why_dropped} if found.why_dropped else {}
+    return replace(found, metrics={"target": side.name, **found.metrics, **why})
 
 
 def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str, Any]:
@@ -239,8 +249,9 @@ def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) 
 def _measure(
     config: Config, checkpoint: Path | None, asked: Asked, *, without: frozenset[str], options: Options
 ) -> dict[str, Any]:
-    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from).
-    without: keys of the prompts whose held-out rows are left out.
+    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from), and
+    "reference": "own" where they are against the reference that this model started from. without: keys of the prompts
+    whose held-out rows are left out.
     """
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
     config = config.model_copy(update={"run": run})
@@ -250,7 +261,8 @@ def _measure(
         elif checkpoint is not None:
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)
-        return trainer.evaluate().metrics
+        own = {"reference": "own"} if config.method == "dpo" and trainer.policy.has_reference else {}
+        return trainer.evaluate().metrics | own
 
 
 def _measure_other(

@@ -89,12 +89,15 @@ class Controllers(BaseModel):
 
 class RunState(BaseModel):
     """The state of a run after `step` finished steps. phase: what comes next, the evaluation after that step (of step
-    0: before training), whose other metrics are `values`, or the next step's rollout.
+    0: before training), whose other metrics are `values`, or the next step's rollout. seconds: by phase, and in all as
+    "total", of a step whose evaluation is still to come; peak_gb: its peak memory.
     """
 
     step: int = 0
     phase: Literal["evaluation", "rollout"] = "evaluation"
     values: dict[str, int | float | None] = {}
+    seconds: dict[str, float] = {}
+    peak_gb: float = 0.0
     controllers: Controllers = Controllers()
     best: Best | None = None
     skipped: int = 0
@@ -140,13 +143,14 @@ class StepStart:
 
 
 class StepMetrics:
-    """Metrics of a step, which begins when they are made."""
+    """Metrics of a step, which begins when they are made; seconds: those that it took before, as RunState has them."""
 
-    def __init__(self, values: dict[str, Any] | None = None) -> None:
+    def __init__(self, values: dict[str, Any] | None = None, *, seconds: dict[str, float] | None = None) -> None:
+        before = dict(seconds or {})
         self.values = {} if values is None else values  # also in a checkpoint before the evaluation after the step
         self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
-        self.seconds: dict[str, float] = {}  # by phase
-        self.began = time.perf_counter()
+        self.began = time.perf_counter() - before.pop("total", 0.0)
+        self.seconds = before  # by phase
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add metrics of one optimizer step; the line has their mean (non-finite ones are left out)."""
@@ -291,7 +295,7 @@ class Run:
         check_replicas(self.world, self.policy.parameters)
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
-            self.metrics = StepMetrics(self.metrics.values)
+            self.metrics = StepMetrics(self.metrics.values, seconds=self.state.seconds)
             self._finish_step()
         while self.state.step < self.until:
             optim = self.config.optim
@@ -362,6 +366,8 @@ class Run:
         self.metrics.values |= means | metrics | optim
         self.state.step += 1
         self.state.phase = "evaluation"
+        self.state.seconds = {**self.metrics.seconds, "total": time.perf_counter() - self.metrics.began}
+        self.state.peak_gb = peak_memory_gb(self.policy.device)
         self._start = None
         self._update_seconds = self.metrics.seconds.get("update", 0.0)
         self._held.close()
@@ -392,6 +398,8 @@ class Run:
             with self.timed("evaluation"):
                 evaluation = self.method.evaluate()
             found = evaluation.flat()
+            if dropped := evaluation.dropped_warning():
+                self.display.note(f"warning: held-out evaluation: {dropped}")
             self.metrics.values |= found
             self.folder.append(
                 self.folder.samples,
@@ -402,7 +410,8 @@ class Run:
             best = self.state.best
             if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
                 self.state.best = Best(step=step, value=float(value))
-        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.policy.device)})
+        peak = max(self.state.peak_gb, peak_memory_gb(self.policy.device))
+        line = self.metrics.line(**{"memory/peak_gb": peak})
         self.folder.append_metrics(step, line)
         self.display.step(step, line)
         if evaluation is not None:
@@ -414,6 +423,8 @@ class Run:
             self.trackers.log_completions(evaluation.samples, step)
         self.metrics = StepMetrics()
         self.state.phase = "rollout"
+        self.state.seconds = {}
+        self.state.peak_gb = 0.0
         if step % CHECK_EVERY == 0:
             check_replicas(self.world, self.policy.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):

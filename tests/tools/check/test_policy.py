@@ -144,7 +144,9 @@ def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatc
     monkeypatch.setattr(policy, "answers", clock.sampled)
     config = load_config("grpo", "starter-grpo", overrides=[])
     prompts = [SimpleNamespace(tokens=[0]) for _ in range(20)]
-    collector: Any = SimpleNamespace(config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64))
+    collector: Any = SimpleNamespace(
+        config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64), runner=None
+    )
     trial = look(collector, knows_gold=False, minutes=minutes)
     assert (trial.prompts, trial.prompts_wanted) == (tried, 20)
     assert trial.seconds == 10.0 * tried
@@ -155,3 +157,32 @@ def test_the_share_of_groups_with_spread_takes_a_group_of_samples(samples: int, 
     """Groups of 8; of two samples a prompt there is none to tell by."""
     shown = section(planted(groups_of([[1.0, 0.0] * (samples // 2)] * 4), "grpo.group_size=8"))
     assert len([line for line in shown.lines if "of groups of 8" in line]) == known
+
+
+def failed_episodes(share: float, **changes: Any) -> Trial:
+    """Sixteen groups of eight of which so many episodes failed: no text, cut off, no reward."""
+    failed = groups_of([[math.nan] * 8] * 16, [""] * 8, cut=True, failed="lost its socket", play_failed=True)
+    well = groups_of(MIXED)
+    count = round(8 * share)
+    groups = [bad[:count] + good[count:] for bad, good in zip(failed, well, strict=True)]
+    return planted(groups, player="agent `agent.py:play`", knows_gold=True, **changes)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_failed_episodes_name_who_failed_and_not_the_reward(share: float) -> None:
+    dropped = next(one for one in section(failed_episodes(share)).findings if one.name == "rewards dropped")
+    assert "agent `agent.py:play`" in dropped.what
+    assert "lost its socket" in dropped.what
+    assert dropped.change != policy.LOOK
+
+
+def test_what_only_follows_from_failed_episodes_is_left_out() -> None:
+    assert [*found(failed_episodes(1.0))] == ["rewards dropped"]
+    assert [*found(failed_episodes(0.75, rollout_seconds=1e6))] == ["rewards dropped", "a long run"]
+
+
+def test_findings_of_texts_stay_where_a_reward_failed() -> None:
+    trial = planted(groups_of([[math.nan] * 8] * 16, cut=True, failed="no table"), knows_gold=True)
+    names = found(trial)
+    assert names["rewards dropped"] == policy.LOOK
+    assert [*names] == ["rewards dropped", "nothing ends"]  # and not a pass rate of nothing

@@ -36,7 +36,8 @@ TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 class Answer(NamedTuple):
     """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. score:
-    the reward before length penalties; failed: why there is none (NaN).
+    the reward before length penalties; failed: why there is none (NaN); play_failed: since the environment or the agent
+    failed in its episode.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Answer(NamedTuple):
     row: str
     failed: str | None
     logprob: float = 0.0
+    play_failed: bool = False
 
 
 def row_lines(method: OnPolicy | RowMethod) -> list[str]:
@@ -89,8 +91,9 @@ def answer_of(sample: Sample, prompt: PreparedPrompt, collector: Collector) -> A
         cut=sample.truncated,
         gold=collector.task.gold(prompt.row),
         row=row_key(prompt.row),
-        failed=next(iter(sample.failures), None),
+        failed=sample.play_failure or next(iter(sample.failures), None),
         logprob=sum(chosen),
+        play_failed=sample.play_failure is not None,
     )
 
 

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -48,7 +49,8 @@ class Trial:
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
     answers; rollout_seconds: to sample a step; positions: tokens that an answer behind the longest prompt may have;
-    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took.
+    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took;
+    player: the environment or agent that plays the episodes, as messages name it.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class Trial:
     prompts_there: int = 0
     prompts_wanted: int = 0
     seconds: float = 0.0
+    player: str = "the environment"
 
     # ---- rewards ----
 
@@ -78,6 +81,16 @@ class Trial:
     @cached_property
     def rewards(self) -> list[float]:
         return numbers([answer.reward for answer in self.answers])
+
+    @property
+    def dropped(self) -> float:
+        """Return the share of completions without a reward."""
+        return 1 - len(self.rewards) / len(self.answers)
+
+    @property
+    def play_failed(self) -> float:
+        """Return the share of episodes in which the environment or the agent failed."""
+        return mean([answer.play_failed for answer in self.answers])
 
     @property
     def reward_mean(self) -> float:
@@ -175,10 +188,12 @@ def look(
         left = 60 * minutes - (now - started)
         seconds_a_prompt = (now - before) / len(some)
         fitting = max(0, min(at_a_time, math.floor(left / max(seconds_a_prompt, 1e-9))))
+    environment = None if collector.runner is None else collector.runner.environment
     return Trial(
         config,
         groups,
         greedy,
+        player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
         knows_gold=knows_gold,
         rollout_seconds=seconds_a_row * config.on_policy.batch_size,
         positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there),
@@ -212,10 +227,19 @@ LOOK = "Look at the reward in this page: the arguments it gets, and what it give
 
 def rewards_dropped(trial: Trial) -> Finding | None:
     """A quarter of the completions or more have no reward, where the method needs one."""
-    share = 1 - len(trial.rewards) / len(trial.answers)
+    share = trial.dropped
     if not trial.config.trains.rewarded or share < 0.25:
         return None
-    reasons = [answer.failed for answer in trial.answers if answer.failed]
+    episodes = [answer.failed for answer in trial.answers if answer.play_failed]
+    if trial.play_failed > share / 2:  # most of those without a reward
+        return Finding(
+            name="rewards dropped",
+            what=f"{share:.0%} of the completions have no reward: {trial.player} failed in {len(episodes)} of "
+            f"{len(trial.answers)} episodes, at first: {episodes[0]}",
+            change=f"Mend what {trial.player} failed on, or what it calls; the reward has no part in it.",
+            figures={"dropped": share},
+        )
+    reasons = [answer.failed for answer in trial.answers if answer.failed and not answer.play_failed]
     why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
     return Finding(
         name="rewards dropped",
@@ -484,6 +508,30 @@ FINDINGS = (
     temperature_too_high,
     a_long_run,
 )
+OF_TEXTS = (
+    right_answers_in_another_form,
+    nothing_ends,
+    cut_off,
+    empty_completions,
+    all_completions_alike,
+)
+OF_REWARDS = (
+    one_reward_for_everything,
+    reward_follows_length,
+    group_too_small,
+    decided_prompts,
+    temperature_too_high,
+)
+
+
+def findings_in(trial: Trial) -> list[Finding]:
+    """Return the findings of a trial, without those that follow from failed episodes or missing rewards alone."""
+    consequences = list[Callable[[Trial], Finding | None]]()
+    if trial.config.trains.rewarded and trial.dropped > 0.5:
+        consequences += OF_REWARDS
+    if trial.play_failed > 0.5:
+        consequences += OF_TEXTS
+    return found_by([check for check in FINDINGS if check not in consequences], trial)
 
 
 # ---- the page ----
@@ -524,7 +572,7 @@ def section(trial: Trial) -> CheckSection:
     facts = {name: getattr(trial, name) for name in FACTS}
     facts |= {"pass_rates": rates, "groups_with_spread": trial.spread}
     facts["pass_rate"] = trial.pass_rate if trial.knows_right else None
-    return CheckSection("policy", lines, facts, found_by(FINDINGS, trial))
+    return CheckSection("policy", lines, facts, findings_in(trial))
 
 
 def rates_by_row(trial: Trial) -> dict[str, float]:
