@@ -284,6 +284,17 @@ def test_columns_beside_messages_that_nothing_reads_are_named(
     assert [[name for name in ("`system`", "`tools`") if name in note] for note in notes] == [[name] for name in named]
 
 
+def test_completions_without_a_prompt_beside_another_text_are_counted(tmp_path: Path) -> None:
+    """As OpenRLHF's rows once `output` is renamed. A text beside a prompt is no prompt, nor is a number."""
+    bare = {"input": "x", "output": "a"}
+    rows = [bare] * 3 + [{"prompt": "p", "input": "x", "output": "b"}]
+    task = {"data": jsonl(tmp_path / "rows.jsonl", rows), "columns": {"completion": "output"}}
+    notes = rows_of_run(Config.model_validate({"method": "sft", "task": task})).notes
+    assert any("3 of 4 rows" in note and "input" in note for note in notes)
+    task["data"] = jsonl(tmp_path / "numbers.jsonl", [{"number": 3, "output": "a"}, rows[-1]])
+    assert rows_of_run(Config.model_validate({"method": "sft", "task": task})).notes == []
+
+
 def test_columns_that_something_else_reads_are_not_named(tmp_path: Path) -> None:
     """An agent and a task of one's own have the row; task.system_prompt replaces a system message anyway."""
     row = {"prompt": "a", "q": "b", "system": "short", "tools": TOOLS}

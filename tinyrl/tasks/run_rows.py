@@ -13,7 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, with_prompt
+from tinyrl.data.formats import (
+    COMPLETION,
+    KNOWN_COLUMNS,
+    Judged,
+    Pairs,
+    RowKind,
+    Texts,
+    at_place,
+    given_beside,
+    has_system,
+    with_prompt,
+)
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
 from tinyrl.data.rows import (
@@ -84,6 +95,7 @@ def rows_of_run(config: Config) -> RunRows:
     train = train[:cut]
     held_out = held_out[:cut]
     notes += unread_notes(train + held_out, kind, config)
+    notes += promptless_notes(train, kind)
     return RunRows(train=train, held_out=held_out, kind=kind, notes=notes)
 
 
@@ -102,6 +114,18 @@ def unread_notes(rows: list[Row], kind: RowKind, config: Config) -> list[str]:
         f"warning: the column `{name}` of {count:,} of {len(rows):,} rows is not shown to the model; {INSTEAD[name]}"
         for name, count in counts.items()
     ]
+
+
+def promptless_notes(rows: list[Row], kind: RowKind) -> list[str]:
+    """Warn of completions without a prompt, beside other texts, one of which may be meant as the prompt."""
+    if not isinstance(kind, Texts):
+        return []
+    bare = [row for row in rows if COMPLETION.is_in(row) and row.get("prompt") is None]
+    others = {name for row in bare for name, value in row.items() if isinstance(value, str)} - {*KNOWN_COLUMNS}
+    if not others:
+        return []
+    what = f"{len(bare):,} of {len(rows):,} rows have a `completion` and no `prompt`, so nothing stands before it"
+    return [f"warning: {what}; not read: {join_truncated(sorted(others))} (task.columns.prompt=OLD)"]
 
 
 def hidden_tools(rows: list[Row], kind: RowKind) -> list[str]:
