@@ -12,8 +12,8 @@ import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.aliases import ANSWERS
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.aliases import ANSWERS, ANSWERS_OF_METHODS
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe
 from tinyrl.runs import findings
@@ -149,7 +149,11 @@ def names(answers: dict[str, str]) -> list[str]:
     """Return table rows of {names there: answer}."""
     rows = []
     for found, answer in answers.items():
-        rows.append(row(", ".join(f"`{name}`" for name in found.split()), _in_words(answer)))
+        of_methods = dict[str, list[str]]()
+        for method, other in ANSWERS_OF_METHODS.get(found, {}).items():
+            of_methods.setdefault(_in_words(other), []).append(f"`{method}`")
+        words = [_in_words(answer), *(f"{and_list(methods)}: {other}" for other, methods in of_methods.items())]
+        rows.append(row(", ".join(f"`{name}`" for name in found.split()), "; ".join(words)))
     return rows
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tinyrl.config.aliases import ALIASES, LINES
-from tinyrl.config.foreign_names import written_as_setting
+from tinyrl.config.foreign_names import answer_to_option
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
     apply_overrides,
@@ -357,18 +357,25 @@ def test_sizes_that_were_not_given_are_told():
 
 
 @pytest.mark.parametrize(
-    ("name", "written"),
+    ("name", "method", "written"),
     [
-        ("learning_rate", "optim.learning_rate=4"),
-        ("num_generations", "grpo.group_size=4"),
-        ("top_p", "generation.top_p=4"),
-        ("nmae", ""),
-        ("output_dir", ""),  # an option
-        ("adam_beta1", ""),
+        ("learning_rate", "grpo", "optim.learning_rate=4"),
+        ("num_generations", "grpo", "grpo.group_size=4"),
+        ("top_p", None, "generation.top_p=4"),  # as of `tinyrl eval`
+        ("output_dir", "grpo", "--output-dir 4"),  # an option
     ],
 )
-def test_an_option_that_is_a_setting_is_written_as_one(name: str, written: str):
-    assert written_as_setting(name, "4", "grpo") == written
+def test_an_option_that_is_a_setting_is_written_as_one(name: str, method: str | None, written: str):
+    assert answer_to_option(name, "4", method).endswith(f" {written}")
+
+
+@pytest.mark.parametrize("name", ["top_p", "adam_beta1"])
+def test_an_option_that_training_cannot_set_is_answered_with_the_reason(name: str):
+    assert answer_to_option(name, "4", "grpo").startswith(f"`{name}` is not a setting: ")
+
+
+def test_an_option_that_nobody_knows_has_no_answer():
+    assert answer_to_option("nmae", "4", "grpo") == ""
 
 
 def test_steps_over_a_recipe_with_epochs_are_refused_with_what_to_type(recipe: Callable[..., str]):

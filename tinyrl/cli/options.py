@@ -6,12 +6,13 @@ import errno
 import inspect
 import logging
 import os
+import re
 import select
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SPINS = "30000"
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 MOST_LINES = 6
+NEGATIVE = re.compile(r"-[\d.]+")  # a number, and no option
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
@@ -62,15 +64,27 @@ class CommandWithSettings(TyperCommand):
                 break
             if not option.startswith("--") or option in options:
                 continue
-            from tinyrl.config.foreign_names import written_as_setting  # with the schema: not for --help
+            from tinyrl.config.foreign_names import answer_to_option  # with the schema: not for --help
 
-            following = args[at + 1 : at + 2]
-            if not equals:
-                value = following[0] if following and not following[0].startswith("-") else "VALUE"
-            setting = written_as_setting(option.lstrip("-").replace("-", "_"), value, args[0])
-            if setting:
-                ctx.fail(f"No such option: {option}. Settings are written section.key=value: {setting}")
+            following = args[at + 1] if at + 1 < len(args) else "--"
+            has_value = not following.startswith("-") or NEGATIVE.fullmatch(following) is not None
+            typed = value if equals else following if has_value else None
+            answer = answer_to_option(option.lstrip("-").replace("-", "_"), typed, method_typed(args))
+            if answer:
+                ctx.fail(f"No such option: {option}. {answer}")
         return super().parse_args(ctx, args)
+
+
+def method_typed(args: list[str]) -> str | None:
+    """Return the first of the words that is a method, or a recipe that names its own; None where there is neither."""
+    from tinyrl.config.recipe import method_of  # with the schema: not for --help
+
+    for word in args:
+        if word.startswith("-"):
+            continue
+        with suppress(ValueError):
+            return method_of([word])[0]
+    return None
 
 
 def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[..., None]:

@@ -2,14 +2,15 @@
 
 A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n. An answer is a
 setting, with a remark behind it where there is one, or begins with "!" or "#" and gives the reason why there is no
-such setting: "!" for what is not needed, "#" for what cannot be set. A message ends with the line to copy: the settings
-with the values that were given, or what LINES has for them, and names those that are not in it (NOT_IN_THE_LINE).
+such setting: "!" for what is not needed, "#" for what cannot be set. A setting of grpo is that of the same name under a
+method that has one; what differs more is in ANSWERS_OF_METHODS. A message ends with the line to copy: the settings with
+the values that were given, or what LINES has for them, and names those that are not in it (NOT_IN_THE_LINE).
 """
 
 ANSWERS = {
     "num_generations rollout_n rollout.n n_samples_per_prompt": "grpo.group_size",
-    "beta kl_loss_coef": "grpo.kl_coef (for the others ppo.kl_coef, dpo.beta, teacher.divergence)",
-    "init_kl_coef kl_ctrl.kl_coef": "ppo.kl_coef, or grpo.kl_coef",
+    "beta": "grpo.kl_coef",
+    "kl_loss_coef init_kl_coef kl_ctrl.kl_coef": "grpo.kl_coef",
     "kl_loss_type": "grpo.kl_estimator",
     "use_kl_loss use_kl_in_reward kl_placement": "grpo.kl_estimator: k1 is in the reward, k2 and k3 are in the loss",
     "kl_ctrl.type kl_ctrl.target_kl target kl_controller": "ppo.target_kl: a number adapts kl_coef, null keeps it",
@@ -23,10 +24,11 @@ ANSWERS = {
     "num_ppo_epochs ppo_epochs": "ppo.num_epochs",
     "num_iterations": "grpo.num_epochs",
     "ppo_mini_batch_size mini_batch_size": "ppo.minibatch_size, in sequences",
-    "train_batch_size": "grpo.num_prompts, as verl's; OpenRLHF's is minibatch_size, in completions; dpo.batch_size",
+    "train_batch_size":
+        "grpo.num_prompts, prompts of a step, if it is verl's; if it is OpenRLHF's, completions of an optimizer step: "
+        "grpo.minibatch_size",
     "loss_type":
-        "grpo.aggregation (grpo: sequence, dapo and bnpo: token, dr_grpo: constant); cispo is grpo.surrogate. "
-        "With `train dpo` it is dpo.loss",
+        "grpo.aggregation (grpo: sequence, dapo and bnpo: token, dr_grpo: constant); cispo is grpo.surrogate",
     "simpo_gamma": "dpo.target_margin",
     "reference_free": "dpo.loss: orpo or simpo",
     "ref_model ref_model_path": "model.adapter: the reference is what training starts from, the adapter or the base",
@@ -65,7 +67,7 @@ ANSWERS = {
     "report_to trainer.logger": "run.trackers",
     "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size":
         "grpo.num_prompts: per_device_train_batch_size x gradient_accumulation_steps completions an optimizer step = "
-        "num_prompts x group_size (sft, reward_model, dpo: batch_size)",
+        "num_prompts x group_size",
     "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu":
         "run.micro_batch_tokens, in tokens; auto fits the memory, and no size changes the gradient",
     "seed random_state": "run.seed",
@@ -101,8 +103,7 @@ ANSWERS = {
     "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization":
         "!completions are sampled in this process, or by a server that you start (generation.engine=server)",
     "max_seq_length max_length":
-        "!prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens (dpo: "
-        "dpo.max_tokens)",
+        "!prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens",
     "logging_steps": "!each step is logged, with 16 of its completions",
     "use_liger_kernel padding_free packing": "!rows are packed where the model allows it; logits are made in chunks",
     "vllm_importance_sampling_cap vllm_importance_sampling_clip_max":
@@ -127,6 +128,31 @@ ANSWERS = {
     "deepspeed fsdp fsdp_config ddp_find_unused_parameters": "!a run is one process a GPU, with whole weights in each",
 }  # fmt: skip
 ALIASES = {name: answer for names, answer in ANSWERS.items() for name in names.split()}
+
+# Names of ANSWERS that are something else under some methods.
+ANSWERS_OF_METHODS = {
+    "beta": {"dpo": "dpo.beta", "distill": "teacher.divergence"},
+    "train_batch_size": {"sft": "sft.batch_size", "reward": "reward_model.batch_size", "dpo": "dpo.batch_size"},
+    "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size": {
+        "sft": "sft.batch_size: per_device_train_batch_size x gradient_accumulation_steps",
+        "reward": "reward_model.batch_size: per_device_train_batch_size x gradient_accumulation_steps",
+        "dpo": "dpo.batch_size: per_device_train_batch_size x gradient_accumulation_steps",
+    },
+    "loss_type": {"dpo": "dpo.loss"},
+    "ref_model ref_model_path": {"sft": "#it has no reference", "reward": "#it has no reference"},
+    "max_steps total_training_steps": {"sft": "run.num_steps", "reward": "run.num_steps", "dpo": "run.num_steps"},
+    "save_steps save_freq": {"sft": "run.save_every", "reward": "run.save_every", "dpo": "run.save_every"},
+    "eval_steps test_freq": {"sft": "run.eval_every", "reward": "run.eval_every", "dpo": "run.eval_every"},
+    "max_seq_length max_length": {
+        "sft": "#a row may have as many tokens as the model has positions (longer ones: task.on_overlong_prompt)",
+        "reward": "#a row may have as many tokens as the model has positions (longer ones: task.on_overlong_prompt)",
+        "dpo": "dpo.max_tokens",
+    },
+    "adv_estimator": {
+        "ppo": "#`tinyrl train ppo` has GAE (ppo.gae_lambda); the others are presets of `tinyrl train grpo`",
+    },
+}  # fmt: skip
+OF_METHOD = {name: answers for names, answers in ANSWERS_OF_METHODS.items() for name in names.split()}
 
 # Values of other libraries, as text, that are spelt otherwise here, with the line to copy. A name that is here has no
 # line for any other value.
@@ -200,13 +226,12 @@ LINES = {
         "false": "task.chat_template_kwargs={enable_thinking: false}",
     },
 }  # fmt: skip
-OF_METHOD = {"beta": {"dpo": "dpo.beta", "distill": "teacher.divergence"}}  # settings under other methods than grpo
 OPTIONS = {"output_dir": "--output-dir", "default_local_dir": "--output-dir", "run_name": "--name",
            "experiment_name": "--name"}  # fmt: skip
 OPTIMIZER_STEPS = {"max_steps", "save_steps", "eval_steps", "lr_warmup_steps", "warmup_steps"}  # what TRL counts
 BATCH = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"}
 NOT_IN_THE_LINE = {  # names whose value says something else than the setting's, with the reason
-    "train_batch_size": "prompts in verl, completions in OpenRLHF",
+    "train_batch_size": "prompts in verl, completions of an optimizer step in OpenRLHF",
     "ppo_max_token_len_per_gpu": "no size changes the gradient",
     "ppo_micro_batch_size_per_gpu": "no size changes the gradient",
     "filter_groups.enable": "a number of rounds here",

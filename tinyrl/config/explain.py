@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tinyrl.config.aliases import ALIASES, BATCH, OPTIMIZER_STEPS
+from tinyrl.config.aliases import ALIASES, OPTIMIZER_STEPS
 from tinyrl.config.foreign_names import (
     Copy,
     ForeignNames,
+    answer_of,
     copy_of,
     home_of,
     in_steps,
     lines_to_copy,
-    setting_of,
     written,
 )
 from tinyrl.config.removed import REMOVED, RENAMED
@@ -121,16 +121,12 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
     ends = (dotted.split(".", depth)[-1] for depth in range(len(whole)))
     alias = next((end for end in ends if end in ALIASES and not in_item), None)
     if alias is not None:
-        answer = ALIASES[alias]
-        if answer.startswith(("!", "#")):
-            needless = answer.startswith("!")
-            sentence = f"`{dotted}` is not a setting: {answer[1:]}"
-            in_words = f"`{dotted}` {'is not needed' if needless else 'cannot be set'}: {answer[1:]}"
-            return Problem([dotted], sentence, in_words, Copy(without="not needed" if needless else "cannot be set"))
-        setting, remark = setting_of(alias, given.method)
-        sentence = f"`{dotted}` is not a setting: `{alias}` is `{setting}` here{remark}"
-        in_words = f"`{dotted}` is `{setting}`" + (remark if alias in BATCH else "")
-        return Problem([dotted], sentence, in_words, copy_of(alias, setting, value, given))
+        answer = answer_of(alias, given.method)
+        copy = Copy(without=answer.without_line(given.method))
+        if answer.setting:
+            copy = copy_of(alias, answer.setting, value, given)
+        sentence = answer.as_sentence(dotted, alias, given.method)
+        return Problem([dotted], sentence, answer.in_words(dotted, alias, given.method), copy)
     home = None if in_item else home_of(str(key), given.method)
     known = [*fields_in(walk(tuple(parents))[1])]
     name = dotted_name(path)

@@ -13,8 +13,12 @@ from typing import Any
 from tinyrl.config.aliases import ALIASES, BATCH, LINES, NOT_IN_THE_LINE, OF_METHOD, OPTIMIZER_STEPS, OPTIONS
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method
 from tinyrl.config.settings import SECTIONS, fields_of
-from tinyrl.config.yaml_reader import quoted
+from tinyrl.config.yaml_reader import parse_plain, quoted
 from tinyrl.text import truncate
+
+DOTTED = re.compile(r"\b[a-z_]+\.[a-z_]+\b")  # a setting in a text, or the name of a file
+HOW_WRITTEN = "Settings are written section.key=value"
+PLACEHOLDER = "VALUE"
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,76 @@ class ForeignNames:
 # ---- the setting that a name is ----
 
 
-def setting_of(alias: str, method: object) -> tuple[str, str]:
-    """Return the setting that another library's name is under a method, and the remark behind it."""
-    answer = ALIASES[alias]
-    setting = re.split(r"[^\w.-]", answer)[0]
-    its = OF_METHOD.get(alias, {}).get(str(method)) or _for_method(setting, method) or setting
-    return its, answer.removeprefix(setting)
+@dataclass(frozen=True)
+class Answer:
+    """What another library's name is under a method: a setting, with a remark behind it, or the reason why there is
+    none (is_needless: nothing has to be set), or a matter of other methods.
+    """
+
+    setting: str = ""
+    remark: str = ""
+    reason: str = ""
+    is_needless: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def of_others(self) -> str:
+        """Return the methods that have such a setting, in words."""
+        return and_list([f"`train {name}`" for name in self.others])
+
+    def as_sentence(self, name: str, alias: str, method: object) -> str:
+        """Answer a name, of which the alias is the end."""
+        if self.others:
+            return f"`{name}` is not a setting of `train {method}`: it is one of {self.of_others}"
+        if self.reason:
+            return f"`{name}` is not a setting: {self.reason}"
+        return f"`{name}` is not a setting: `{alias}` is `{self.setting}` here{self.remark}"
+
+    def in_words(self, name: str, alias: str, method: object) -> str:
+        """Answer a name in a list of many."""
+        if self.others:
+            return f"`{name}` is of {self.of_others}, not of `train {method}`"
+        if self.reason:
+            return f"`{name}` {self.state}: {self.reason}"
+        return f"`{name}` is `{self.setting}`{self.remark if alias in BATCH else ''}"
+
+    @property
+    def state(self) -> str:
+        return "is not needed" if self.is_needless else "cannot be set"
+
+    def without_line(self, method: object) -> str:
+        """Return why no setting is in the line to copy."""
+        return f"not of `train {method}`" if self.others else self.state.removeprefix("is ")
+
+
+def answer_of(alias: str, method: object) -> Answer:
+    """Return what another library's name is under a method."""
+    answer = _answer_under(alias, method)
+    if answer is not None:
+        return answer
+    return Answer(others=tuple(name for name in METHODS if _answer_under(alias, name) is not None))
+
+
+def _answer_under(alias: str, method: object) -> Answer | None:
+    """Return the answer in the settings of a method; None where it is about settings that the method lacks."""
+    text = OF_METHOD.get(alias, {}).get(str(method), ALIASES[alias])
+    if text.startswith(("!", "#")):
+        reason = _in_terms_of(text[1:], method)
+        return None if reason is None else Answer(reason=reason, is_needless=text.startswith("!"))
+    written_setting = re.split(r"[^\w.-]", text)[0]
+    setting = _for_method(written_setting, method)
+    if not setting:
+        return None
+    remark = _in_terms_of(text.removeprefix(written_setting), method)
+    return Answer(setting=setting, remark=remark or "")
+
+
+def _in_terms_of(text: str, method: object) -> str | None:
+    """Return a text with the settings that it names as those of a method; None where the method lacks one of them."""
+    named = [name for name in DOTTED.findall(text) if name.partition(".")[0] in SECTIONS]
+    if not all(_for_method(name, method) for name in named):
+        return None
+    return DOTTED.sub(lambda found: _for_method(found[0], method) if found[0] in named else found[0], text)
 
 
 def home_of(key: str, method: object) -> str | None:
@@ -85,14 +153,40 @@ def home_of(key: str, method: object) -> str | None:
     return None if home is None else f"{home}.{key}"
 
 
-def written_as_setting(name: str, value: str, method: object) -> str:
-    """Return the section.key=value that a name of this or another library is meant by; "" for a name of neither."""
-    answer = ALIASES.get(name, "")
-    if answer.startswith("--"):
+def answer_to_option(name: str, text: str | None, method: object) -> str:
+    """Return how a setting that was given as an option is written, or why there is none; "" where no library has it.
+
+    text: the value as it was typed; None where there is none, as of a flag.
+    """
+    answer = answer_of(name, method) if name in ALIASES else Answer()
+    home = home_of(name, method)
+    is_own = home is not None and (name not in ALIASES or (not answer.setting and not is_method(method)))
+    if is_own:
+        return f"{HOW_WRITTEN}: {shlex.quote(f'{home}={PLACEHOLDER if text is None else text}')}"
+    if name not in ALIASES:
         return ""
-    own_name = not answer or answer.startswith(("!", "#"))
-    setting = home_of(name, method) if own_name else setting_of(name, method)[0]
-    return shlex.quote(f"{setting}={value}") if setting else ""
+    if not answer.setting:
+        return answer.as_sentence(name, name, method)
+    if name in OPTIONS:
+        return f"That is {shlex.join([OPTIONS[name], text or PLACEHOLDER])}"
+    copy = (
+        Copy()
+        if name in BATCH
+        else copy_of(name, answer.setting, _value_of_option(name, text), ForeignNames(method, {}))
+    )
+    if copy.line:
+        return f"{HOW_WRITTEN}: {copy.line}"
+    return answer.as_sentence(name, name, method)
+
+
+def _value_of_option(name: str, text: str | None) -> Any:
+    """Return the value of an option; a flag is true where the name is a switch."""
+    if text is None:
+        return True if "true" in LINES.get(name, {}) else PLACEHOLDER
+    try:
+        return parse_plain(text, name)
+    except ValueError:
+        return text
 
 
 def _for_method(setting: str, method: object) -> str:
@@ -103,7 +197,8 @@ def _for_method(setting: str, method: object) -> str:
     its = METHODS[str(method)]
     if section in its.sections:
         return setting
-    return f"{its.section}.{key}" if key in fields_of(its.section) else ""
+    is_shared = key in fields_of(its.section) and key != "preset"  # whose values are each method's own
+    return f"{its.section}.{key}" if is_shared else ""
 
 
 # ---- the line to copy ----
@@ -139,7 +234,7 @@ def copy_of(alias: str, setting: str, value: Any, given: ForeignNames) -> Copy:
     of_itself = Copy(without=f"{shown}: see {setting}")
     if alias in OPTIONS:
         return Copy(line=shlex.join([OPTIONS[alias], value])) if isinstance(value, str) else of_itself
-    if alias in NOT_IN_THE_LINE:
+    if alias in NOT_IN_THE_LINE and str(given.method) not in OF_METHOD.get(alias, {}):
         return Copy(without=NOT_IN_THE_LINE[alias])
     if alias in BATCH:
         return _batch(given)
@@ -152,9 +247,6 @@ def copy_of(alias: str, setting: str, value: Any, given: ForeignNames) -> Copy:
         setting, _, text = line.partition("=")
         setting = _for_method(setting, given.method)
         return Copy(line=shlex.quote(f"{setting}={text}")) if setting else of_itself
-    setting = _for_method(setting, given.method)
-    if not setting:
-        return Copy(without=f"not of `train {given.method}`")
     if alias in OPTIMIZER_STEPS or alias == "warmup_ratio":
         return in_steps(alias, setting, value, given)
     line = written(setting, value)

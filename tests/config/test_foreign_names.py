@@ -1,0 +1,88 @@
+"""Names of other libraries: the answer is about settings of the method that is trained."""
+
+import re
+
+import pytest
+
+from tinyrl.config.aliases import ALIASES, ANSWERS, ANSWERS_OF_METHODS
+from tinyrl.config.foreign_names import answer_to_option
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.recipe import load_config
+from tinyrl.config.settings import SECTIONS, fields_of
+from tinyrl.errors import UnknownSettings
+
+LACKING = {  # settings of samples, by their names alone
+    method: ("num_prompts", "group_size", "minibatch_size", "kl_coef") for method in ("sft", "reward", "dpo")
+}
+
+
+def answer(method: str, *given: str) -> str:
+    with pytest.raises(UnknownSettings) as caught:
+        load_config(method, None, overrides=["task.name=sort", *given])
+    return str(caught.value)
+
+
+def settings_in(text: str) -> list[str]:
+    """Return section.key of each setting that a text names."""
+    return [name for name in re.findall(r"\b[a-z_]+\.[a-z_]+", text) if name.partition(".")[0] in SECTIONS]
+
+
+def assert_settings_of(method: str, text: str) -> None:
+    unread = {*OPTIONAL_SECTIONS} - {*METHODS[method].sections}
+    for section, key in (name.split(".") for name in settings_in(text)):
+        assert section not in unread, text
+        assert key in fields_of(section), text
+    assert not [name for name in LACKING.get(method, ()) if name in text], text
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+@pytest.mark.parametrize("method", METHODS)
+def test_an_answer_names_settings_of_the_method_alone(method: str, alias: str):
+    name = f"theirs.{alias}" if "." in alias else alias
+    texts = [answer(method, f"{name}={value}") for value in ("1", "true", "0.5", "sigmoid", "rloo", "-1")]
+    texts += [answer_to_option(alias, value, method) for value in ("1", "true", "0.5", "sigmoid", "rloo", "-1", None)]
+    for text in texts:
+        assert_settings_of(method, re.sub(rf"(?<![\w.])({re.escape(name)}|{re.escape(alias)})(?!\w)", "NAME", text))
+
+
+def test_an_answer_of_a_method_is_to_a_name_that_has_one():
+    assert {*ANSWERS_OF_METHODS} <= {*ANSWERS}
+    for answers in ANSWERS_OF_METHODS.values():
+        assert {*answers} <= {*METHODS}
+
+
+@pytest.mark.parametrize(
+    ("method", "alias", "setting"),
+    [
+        ("sft", "train_batch_size", "sft.batch_size"),
+        ("reward", "train_batch_size", "reward_model.batch_size"),
+        ("dpo", "train_batch_size", "dpo.batch_size"),
+        ("dpo", "beta", "dpo.beta"),
+        ("ppo", "beta", "ppo.kl_coef"),
+        ("dpo", "max_length", "dpo.max_tokens"),
+        ("ppo", "num_generations", "ppo.group_size"),
+    ],
+)
+def test_a_name_is_the_setting_of_the_method(method: str, alias: str, setting: str):
+    assert answer(method, f"{alias}=16").splitlines()[-1] == f"to copy: {setting}=16"
+    assert answer_to_option(alias, "16", method).split()[-1] == f"{setting}=16"
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_batch_that_two_libraries_count_otherwise_is_both_and_is_not_copied(method: str):
+    for text in (answer(method, "train_batch_size=16"), answer_to_option("train_batch_size", "16", method)):
+        assert settings_in(text) == [f"{method}.num_prompts", f"{method}.minibatch_size"]
+        assert "=16" not in text.removeprefix("override 'train_batch_size=16'")
+
+
+@pytest.mark.parametrize(("method", "alias"), [("sft", "beta"), ("reward", "init_kl_coef"), ("grpo", "simpo_gamma")])
+def test_a_name_of_other_methods_is_answered_with_them(method: str, alias: str):
+    others = {"beta": "grpo ppo distill dpo", "init_kl_coef": "grpo ppo", "simpo_gamma": "dpo"}[alias]
+    for text in (answer(method, f"{alias}=1"), answer_to_option(alias, "1", method)):
+        assert re.findall(r"`train (\w+)`", text) == [method, *others.split()]
+        assert settings_in(text) == []
+
+
+def test_a_preset_of_one_method_is_none_of_another():
+    assert "to copy: grpo.preset=rloo" in answer("grpo", "adv_estimator=rloo")
+    assert "preset=" not in answer("ppo", "adv_estimator=rloo")
