@@ -7,7 +7,7 @@ import pytest
 from tinyrl.config.aliases import ALIASES, ANSWERS, ANSWERS_OF_METHODS
 from tinyrl.config.foreign_names import answer_to_option
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
-from tinyrl.config.recipe import load_config
+from tinyrl.config.recipe import METHODS_ELSEWHERE, find_recipe, load_config
 from tinyrl.config.settings import SECTIONS, fields_of
 from tinyrl.errors import UnknownSettings
 
@@ -81,6 +81,35 @@ def test_a_name_of_other_methods_is_answered_with_them(method: str, alias: str):
     for text in (answer(method, f"{alias}=1"), answer_to_option(alias, "1", method)):
         assert re.findall(r"`train (\w+)`", text) == [method, *others.split()]
         assert settings_in(text) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "line"),
+    [
+        ("ppo", ["use_kl_loss=true", "kl_estimator=k2"], "ppo.kl_estimator=k2"),  # as it was typed, once
+        ("ppo", ["kl_loss_type=k2", "use_kl_loss=true"], "ppo.kl_estimator=k2"),
+        ("ppo", ["use_kl_loss=true"], "ppo.kl_estimator=k3"),
+        ("sft", ["lora_rank=0", "lora_alpha=16"], "lora.enabled=false"),  # OpenRLHF's full training
+        ("sft", ["lora_rank=8", "lora_alpha=16"], "lora.r=8 lora.alpha=16"),
+        ("ppo", ["pretrain=x", "reward_pretrain=y"], "model.path=x reward.model=y"),
+        ("ppo", ["rollout_batch_size=64", "max_epochs=2"], "ppo.num_prompts=64 ppo.num_epochs=2"),
+        ("ppo", ["eps_clip=0.1"], "ppo.clip_eps=0.1"),
+        ("grpo", ["advantage_estimator=dr_grpo", "eps_clip=0.1"], "grpo.preset=dr_grpo"),  # eps_clip is two settings
+        ("dpo", ["max_epochs=1", "ipo=true"], "run.epochs=1"),  # per token or summed
+    ],
+)
+def test_the_line_to_copy_has_each_setting_once(method: str, given: list[str], line: str):
+    assert answer(method, *given).splitlines()[-1] == f"to copy: {line}"
+
+
+def test_a_method_by_its_name_elsewhere_is_answered_with_what_trains():
+    for name, words in METHODS_ELSEWHERE.items():
+        with pytest.raises(ValueError, match=rf"tinyrl train {re.escape(words)}`"):
+            find_recipe(name)
+        method, *overrides = words.split()
+        assert load_config(method, None, overrides=[*overrides, "task.data=x"]).method == method
+    with pytest.raises(ValueError, match="packaged"):
+        find_recipe("rmm")
 
 
 def test_a_preset_of_one_method_is_none_of_another():

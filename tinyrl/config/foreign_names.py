@@ -19,6 +19,8 @@ from tinyrl.text import truncate
 DOTTED = re.compile(r"\b[a-z_]+\.[a-z_]+\b")  # a setting in a text, or the name of a file
 HOW_WRITTEN = "Settings are written section.key=value"
 PLACEHOLDER = "VALUE"
+SWITCHES = ("use_kl_loss", "use_kl_in_reward")  # that say less than a setting's own value
+RANKS = ("lora_rank", "lora_r")  # 0: every weight is trained
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,10 @@ def lines_to_copy(copies: Mapping[str, Copy], given: ForeignNames, missing: Sequ
     """Return the line to copy in place of names, after what was converted for it, what is not in it and what to add; []
     without one. missing: settings that a run of one's own needs besides.
     """
-    words = " ".join(dict.fromkeys(copy.line for copy in copies.values() if copy.line))
+    by_setting = dict[str, str]()  # the last one stands, but a switch gives way to a value
+    for name in sorted(copies, key=lambda name: name not in SWITCHES):
+        by_setting |= {line.partition("=")[0]: line for line in [copies[name].line] if line}
+    words = " ".join(line for line in dict.fromkeys(c.line for c in copies.values()) if line in by_setting.values())
     if not words:
         return []
     lines = list[str]()
@@ -238,7 +243,9 @@ def copy_of(alias: str, setting: str, value: Any, given: ForeignNames) -> Copy:
         return Copy(without=NOT_IN_THE_LINE[alias])
     if alias in BATCH:
         return _batch(given)
-    without = _without_effect(alias, value, given)
+    if alias in RANKS and value == 0:
+        return Copy(line="lora.enabled=false")
+    without = _without_effect(alias, setting, value, given)
     if without:
         return Copy(without=without)
     if alias in LINES:
@@ -258,13 +265,15 @@ def copy_of(alias: str, setting: str, value: Any, given: ForeignNames) -> Copy:
     return Copy(line=line) if line else of_itself
 
 
-def _without_effect(alias: str, value: Any, given: ForeignNames) -> str:
+def _without_effect(alias: str, setting: str, value: Any, given: ForeignNames) -> str:
     """Return why the setting of a name would be refused or idle beside the other names; "" where it counts."""
     if alias == "num_train_epochs" and _above_zero(given.values.get("max_steps")):
         return "max_steps is given"
     if alias == "use_bias_correction_kl" and not _above_zero(given.values.get("beta")):
         return "there is no KL without beta"
     tracked = LINES["report_to"].get(str(given.values.get("report_to")), "run.trackers=[]") != "run.trackers=[]"
+    if setting.startswith("lora.") and any(given.values.get(rank) == 0 for rank in RANKS):
+        return "there is no LoRA"
     if alias == "log_completions" and value is True and not tracked:
         return "there is no tracker without report_to"
     return ""

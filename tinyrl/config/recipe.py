@@ -30,6 +30,13 @@ from tinyrl.errors import UnknownSettings
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
 NULLS = ("", "~", "null", "Null", "NULL")
+METHODS_ELSEWHERE = {  # names of methods and presets in other libraries, and what to type here
+    "rm": "reward", "reward_model": "reward", "rlhf": "ppo", "ipo": "dpo dpo.loss=ipo", "kto": "dpo dpo.loss=kto",
+    "orpo": "dpo dpo.loss=orpo", "simpo": "dpo dpo.loss=simpo", "rloo": "grpo grpo.preset=rloo",
+    "reinforce": "grpo grpo.preset=reinforce++", "reinforce++": "grpo grpo.preset=reinforce++",
+    "dapo": "grpo grpo.preset=dapo", "gspo": "grpo grpo.preset=gspo", "cispo": "grpo grpo.preset=cispo",
+    "dr_grpo": "grpo grpo.preset=dr_grpo", "a2c": "ppo ppo.preset=a2c", "gkd": "distill",
+}  # fmt: skip
 DATA_FILES = (".jsonl", ".csv", ".parquet")  # which no recipe is
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
 
@@ -70,6 +77,8 @@ def find_recipe(name: str) -> Path:
         return packaged[key]
     if is_data:
         raise ValueError(f"'{truncate(name)}' is no recipe: rows are given by {shlex.quote(f'task.data={name}')}")
+    if key in METHODS_ELSEWHERE:
+        raise ValueError(f"'{key}' is no recipe: it is `tinyrl train {METHODS_ELSEWHERE[key]}` here")
     near = did_you_mean(key, [*packaged, *METHODS])
     raise ValueError(
         f"recipe '{truncate(name)}' is neither a file nor a packaged recipe.{near} See: tinyrl list recipes"
