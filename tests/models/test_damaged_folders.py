@@ -84,7 +84,7 @@ ADAPTERS: list[tuple[Damage, str]] = [
     (each(r"layers\.1\.mlp\.down_proj\.lora_B", lambda _: None, ADAPTER), "layers.1.mlp"),
     (each("$", lambda t: t, ADAPTER, rename="more."), "unexpected"),
     (each("down_proj", lambda t: t * torch.nan, ADAPTER), "finite"),
-    (in_json(CONFIG, r=8), "size mismatch"),
+    (in_json(CONFIG, r=8), r"the shape \(4, 64\) there, and \(8, 64\) here"),
     (in_json(CONFIG, r=10**9), "r=1000000000"),
     (in_json(CONFIG, target_modules="(("), CONFIG),
     (in_json(CONFIG, modules_to_save=["embed_tokens"]), "modules_to_save"),
