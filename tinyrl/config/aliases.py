@@ -179,6 +179,11 @@ ANSWERS_OF_METHODS = {
 }  # fmt: skip
 OF_METHOD = {name: answers for names, answers in ANSWERS_OF_METHODS.items() for name in names.split()}
 
+SCHEDULES = {  # of two libraries, which spell them alike
+    "constant": "optim.schedule=constant", "constant_with_warmup": "optim.schedule=constant",
+    "linear": "optim.schedule=linear", "cosine": "optim.schedule=cosine",
+}  # fmt: skip
+
 # Values of other libraries, as text, that are spelt otherwise here, with the line to copy. A name that is here has no
 # line for any other value.
 LINES = {
@@ -227,14 +232,8 @@ LINES = {
         "sequence_mask": "grpo.importance_correction=sequence-mask",
     },
     "vllm_importance_sampling_correction": {"false": "grpo.importance_correction=none"},
-    "lr_scheduler_type": {
-        "constant": "optim.schedule=constant", "constant_with_warmup": "optim.schedule=constant",
-        "linear": "optim.schedule=linear", "cosine": "optim.schedule=cosine",
-    },
-    "lr_scheduler": {
-        "constant": "optim.schedule=constant", "constant_with_warmup": "optim.schedule=constant",
-        "linear": "optim.schedule=linear", "cosine": "optim.schedule=cosine",
-    },
+    "lr_scheduler_type": SCHEDULES,
+    "lr_scheduler": SCHEDULES,
     "apply_chat_template": {"true": "task.chat=true", "false": "task.chat=false"},
     "eval_strategy": {"no": "run.eval_prompts=0"},
     "evaluation_strategy": {"no": "run.eval_prompts=0"},

@@ -77,7 +77,7 @@ class ForeignNames:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Counterpart:
     """What another library's name is under a method: a setting, with a remark behind it, or the reason why there is
     none (is_needless: nothing has to be set), or a matter of other methods.
     """
@@ -118,26 +118,26 @@ class Answer:
         return f"not of `train {method}`" if self.others else self.state.removeprefix("is ")
 
 
-def answer_of(alias: str, method: object) -> Answer:
+def answer_of(alias: str, method: object) -> Counterpart:
     """Return what another library's name is under a method."""
     answer = _answer_under(alias, method)
     if answer is not None:
         return answer
-    return Answer(others=tuple(name for name in METHODS if _answer_under(alias, name) is not None))
+    return Counterpart(others=tuple(name for name in METHODS if _answer_under(alias, name) is not None))
 
 
-def _answer_under(alias: str, method: object) -> Answer | None:
+def _answer_under(alias: str, method: object) -> Counterpart | None:
     """Return the answer in the settings of a method; None where it is about settings that the method lacks."""
     text = OF_METHOD.get(alias, {}).get(str(method), ALIASES[alias])
     if text.startswith(("!", "#")):
         reason = _in_terms_of(text[1:], method)
-        return None if reason is None else Answer(reason=reason, is_needless=text.startswith("!"))
+        return None if reason is None else Counterpart(reason=reason, is_needless=text.startswith("!"))
     written_setting = re.split(r"[^\w.-]", text)[0]
     setting = _for_method(written_setting, method)
     if not setting:
         return None
     remark = _in_terms_of(text.removeprefix(written_setting), method)
-    return Answer(setting=setting, remark=remark or "")
+    return Counterpart(setting=setting, remark=remark or "")
 
 
 def _in_terms_of(text: str, method: object) -> str | None:
@@ -160,7 +160,7 @@ def answer_to_option(name: str, text: str | None, method: object) -> str:
 
     text: the value as it was typed; None where there is none, as of a flag.
     """
-    answer = answer_of(name, method) if name in ALIASES else Answer()
+    answer = answer_of(name, method) if name in ALIASES else Counterpart()
     home = home_of(name, method)
     is_own = home is not None and (name not in ALIASES or (not answer.setting and not is_method(method)))
     if is_own:
@@ -171,14 +171,10 @@ def answer_to_option(name: str, text: str | None, method: object) -> str:
         return answer.as_sentence(name, name, method)
     if name in OPTIONS:
         return f"That is {shlex.join([OPTIONS[name], text or PLACEHOLDER])}"
-    copy = (
-        Copy()
-        if name in BATCH
-        else copy_of(name, answer.setting, _value_of_option(name, text), ForeignNames(method, {}))
-    )
-    if copy.line:
-        return f"{HOW_WRITTEN}: {copy.line}"
-    return answer.as_sentence(name, name, method)
+    line = ""
+    if name not in BATCH:  # one of several sizes that are one here
+        line = copy_of(name, answer.setting, _value_of_option(name, text), ForeignNames(method, {})).line
+    return f"{HOW_WRITTEN}: {line}" if line else answer.as_sentence(name, name, method)
 
 
 def _value_of_option(name: str, text: str | None) -> Any:
@@ -210,10 +206,13 @@ def lines_to_copy(copies: Mapping[str, Copy], given: ForeignNames, missing: Sequ
     """Return the line to copy in place of names, after what was converted for it, what is not in it and what to add; []
     without one. missing: settings that a run of one's own needs besides.
     """
-    by_setting = dict[str, str]()  # the last one stands, but a switch gives way to a value
-    for name in sorted(copies, key=lambda name: name not in SWITCHES):
-        by_setting |= {line.partition("=")[0]: line for line in [copies[name].line] if line}
-    words = " ".join(line for line in dict.fromkeys(c.line for c in copies.values()) if line in by_setting.values())
+    by_setting = dict[str, str]()
+    switches_first = sorted(copies, key=lambda name: name not in SWITCHES)
+    for name in switches_first:  # the last line of a setting stands: a value says more than a switch
+        if line := copies[name].line:
+            by_setting[line.partition("=")[0]] = line
+    in_order = dict.fromkeys(copy.line for copy in copies.values())
+    words = " ".join(line for line in in_order if line in by_setting.values())
     if not words:
         return []
     lines = list[str]()

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from tokenizers.decoders import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tinyrl.environments.tool_calls import ToolCall
 from tinyrl.generation.dialect import JSON, EndedChoice, ListedToken, Refused
@@ -24,10 +25,7 @@ from tinyrl.generation.scoring import score
 from tinyrl.tasks.call_forms import CallForm
 from tinyrl.text import IncrementalDetokenizer
 
-# How byte-level BPE writes a byte as a character: itself where it can be seen, or else one from U+0100 on.
-SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-UNSEEN = [byte for byte in range(256) if byte not in SEEN]
-BYTES = {chr(byte): byte for byte in SEEN} | {chr(256 + place): byte for place, byte in enumerate(UNSEEN)}
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level BPE writes them
 
 
 class AnswerWriter:

@@ -31,9 +31,8 @@ class Collector:
     `load_collector`.
 
     runner: plays episodes of several turns, or agents; None: one turn. config: the settings of sampling and training,
-    with the number of steps that run.epochs gives. owns_scorer: `close` ends the scorer's workers
-    too. engine_reason: why this engine was selected. row_notes: warnings about the rows. row_fingerprints: of the rows
-    of both splits.
+    with the number of steps that run.epochs gives. owns_scorer: `close` ends the scorer's workers too. engine_reason:
+    why this engine was selected. row_notes: warnings about the rows. row_fingerprints: of the rows of both splits.
     """
 
     def __init__(
@@ -91,9 +90,8 @@ class Collector:
         self.scorer.start()
         judged, warnings = self.scorer.check(self.train_prompts)
         rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
-        warnings += (
-            self.row_notes + template_warnings(policy) + marker_notes(policy.tokenizer, rows, chat=config.task.chat)
-        )
+        warnings += self.row_notes + template_warnings(policy)
+        warnings += marker_notes(policy.tokenizer, rows, chat=config.task.chat)
         if config.run.eval_prompts:
             key_of = partial(prompt_key, system_prompt=config.task.system_prompt)
             held_out = [key_of(prompt.prompt) for prompt in self.eval_prompts]

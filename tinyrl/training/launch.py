@@ -170,7 +170,8 @@ def resume(
         checkpoint, warnings = checkpoints.newest_sound(folder.checkpoints)
         if checkpoint is None:
             refuse_to_begin_again(folder, warnings)
-        kept, since = (CheckpointState.read(checkpoint), checkpoint.name) if checkpoint else (None, "it was made")
+        kept = CheckpointState.read(checkpoint) if checkpoint else None
+        since = checkpoint.name if checkpoint else "it was made"
         config = resolve(config or folder.read_config())
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         settings = check_changes(before, config, since=since, allowed=allow_config_change)
@@ -183,19 +184,15 @@ def resume(
         stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         known = kept.sources if kept else InputHashes()
         sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
-        what = "what the run reads has changed"
         inputs = changed_sources(known, sources)
-        refuse(what, inputs, since=since, allowed=allow_config_change)
+        refuse("what the run reads has changed", inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
         notes += [resolve_threads(method.policy), method.epoch_note(), *schedule_notes(method.config), *method.check()]
         run = Run(method, folder, config=method.config, sources=lambda: sources, until=until, on_step=on_step)
         if checkpoint is None or kept is None:
             folder.cut({})
         else:
-            try:
-                notes += run.restore(checkpoint, kept)
-            except ValueError as error:  # of another shape, for one, where lora.r is another
-                raise ValueError("\n".join([str(error), *_notes_of(changes, since=since)])) from error
+            notes += _restored(run, checkpoint, kept, changes=changes)
             notes += other_versions(known, sources, since=since)
             if any(change_invalidates(change) for change in changes):
                 method.forget()
@@ -213,6 +210,18 @@ def resume(
             run.display.note(note)
         undo.pop_all()
         return run
+
+
+def _restored(
+    run: Run, checkpoint: Path, kept: CheckpointState, *, changes: Sequence[Change | ChangedInput]
+) -> list[str]:
+    """Restore a run; return notes on damaged records. Raises ValueError, which names the changes, where the checkpoint
+    does not fit, as where lora.r is another.
+    """
+    try:
+        return run.restore(checkpoint, kept)
+    except ValueError as error:
+        raise ValueError("\n".join([str(error), *_notes_of(changes, since=checkpoint.name)])) from error
 
 
 def _notes_of(changes: Sequence[Change | ChangedInput], *, since: str) -> list[str]:
