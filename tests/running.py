@@ -4,15 +4,18 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.varied_reward import variety
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.errors import Interrupted
+from tinyrl.runs import provenance
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
@@ -20,11 +23,14 @@ from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import resume, start
 from tinyrl.training.step import RoleOptimizer, role_optimizers
+from tinyrl.workers.loading import use_of
 
 VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/", "reward/slowest_seconds")  # of the clock, the machine
+# A reward that other processes find again, in a worker of its own; by default it is called in this process, for speed.
+IN_A_WORKER: dict[str, Any] = {"functions": [{"use": use_of(variety)}]}
 SMALL: dict[str, Any] = {
     "task": {"name": "sort", "max_samples": 64},
-    "reward": {"functions": [{"use": f"{Path(__file__).parent / 'varied_reward.py'}:variety"}]},
+    "reward": {"functions": [{"use": use_of(partial(variety))}]},
     "generation": {"max_new_tokens": 6},
     "optim": {"learning_rate": 1e-2},
     "run": {"num_steps": 3, "eval_every": 2, "eval_prompts": 8, "save_every": 2, "threads": 1},
@@ -57,10 +63,14 @@ def _nothing(*_: Any, **__: Any) -> None:
 report: Callable[[Path], object] = write_report
 
 
+_revision = provenance._revision
+
+
 def whole_runs(wanted: bool) -> None:
-    """Whether runs in this process draw their report at the end."""
+    """Whether runs in this process draw their report at the end, and ask git for the revisions in env.json."""
     global report
     report = write_report if wanted else _nothing
+    provenance._revision = _revision if wanted else _nothing
 
 
 class LookedAt(StopFlag):

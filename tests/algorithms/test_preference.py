@@ -166,15 +166,16 @@ def test_a_margin_is_asked_of_the_difference() -> None:
 
 
 def test_labels_by_hand() -> None:
-    scores = torch.tensor([2.0, -1.0, 0.5, 0.0], requires_grad=True)
-    loss, metrics = label_loss(scores, torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    scores = torch.tensor([2.0, -1.0, 0.5, 0.0, -3.0], requires_grad=True)
+    loss, metrics = label_loss(scores, torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0]))
     loss.backward()
-    want = (minus_log_sigmoid(2.0) + minus_log_sigmoid(1.0) + minus_log_sigmoid(-0.5) + math.log(2.0)) / 4
+    right = minus_log_sigmoid(2.0) + minus_log_sigmoid(1.0) + minus_log_sigmoid(3.0)
+    want = (right + minus_log_sigmoid(-0.5) + math.log(2.0)) / 5
     assert loss.item() == pytest.approx(want, rel=1e-6)
     assert scores.grad is not None
-    share = [1 / (1 + math.exp(-x)) for x in (2.0, -1.0, 0.5, 0.0)]
-    slopes = [(p - y) / 4 for p, y in zip(share, (1, 0, 0, 1), strict=True)]
+    share = [1 / (1 + math.exp(-x)) for x in (2.0, -1.0, 0.5, 0.0, -3.0)]
+    slopes = [(p - y) / 5 for p, y in zip(share, (1, 0, 0, 1, 0), strict=True)]
     assert scores.grad.tolist() == pytest.approx(slopes, rel=1e-6)
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
-        {"loss": want, "rewards/mean": 0.375, "rewards/accuracy": 2.5 / 4}, rel=1e-6
+        {"loss": want, "rewards/mean": -0.3, "rewards/accuracy": 3.5 / 5}, rel=1e-6
     )

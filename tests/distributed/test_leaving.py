@@ -61,7 +61,8 @@ def launch(*words: str, **options: Any) -> subprocess.Popen[Any]:
 def test_a_launched_run_is_stopped_and_evaluated(tmp_path: Path) -> None:
     """SIGTERM to the launcher: the run is saved, no process is left, and two processes evaluate as one does."""
     model = tiny_model(tmp_path / "model", "llama")
-    settings = running.config("grpo", model, run={"num_steps": 500, "eval_prompts": 4, "save_every": 0})
+    run = {"num_steps": 500, "eval_prompts": 4, "save_every": 0}
+    settings = running.config("grpo", model, reward=running.IN_A_WORKER, run=run)
     (tmp_path / "recipe.yaml").write_text(dump_config(settings))
     with (tmp_path / "said.txt").open("w") as said:
         words = ("train", "grpo", "recipe.yaml", "--name", "run", "--device", "cpu")
@@ -90,7 +91,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings_for(model: Path, **run: Any) -> Config:
     over = {"ppo": {"num_prompts": 8, "minibatch_size": 4}, "optim": {"learning_rate": 1e-3}}
-    return running.config("ppo", model, **over, run={**RARE, "micro_batch_tokens": 60, **run})
+    run = {**RARE, "micro_batch_tokens": 60, **run}
+    return running.config("ppo", model, reward=running.IN_A_WORKER, **over, run=run)
 
 
 @pytest.fixture(scope="module")

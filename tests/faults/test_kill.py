@@ -42,7 +42,8 @@ class Whole(NamedTuple):
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
     ppo, often = {"num_epochs": 3, "minibatch_size": 4, "target_kl": 6.0}, {"num_steps": STEPS, "save_every": 1}
-    settings = running.config("ppo", model, ppo=ppo, run={**often, "eval_prompts": 4, "eval_every": 2})
+    run = {**often, "eval_prompts": 4, "eval_every": 2}
+    settings = running.config("ppo", model, reward=running.IN_A_WORKER, ppo=ppo, run=run)
     start = time.monotonic()
     child = Child(train, settings, folder, "whole", output=folder / "whole.txt")
     assert child.end() == 0, child.said

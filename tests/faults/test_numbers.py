@@ -49,7 +49,8 @@ def settings_for(method: str, model: Path, folder: Path, *, steps_an_epoch: int)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"w0 {word}"}) + "\n" for word in words))
     task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
     often = {"num_steps": 4, "save_every": 1, "eval_prompts": 4, "keep_checkpoints": 10}
-    return running.config(method, model, task=task, run=often, **{method: ONE_UPDATE_A_STEP[method]})
+    given = {"task": task, "run": often, method: ONE_UPDATE_A_STEP[method]}
+    return running.config(method, model, reward=running.IN_A_WORKER, **given)
 
 
 def changed(run: RunDir, step: int) -> list[str]:

@@ -47,7 +47,7 @@ SLEEPER = f"""
 
 
 def settings_for(model: Path, folder: Path, *, reward: str | None = None) -> Config:
-    sections: dict[str, Any] = {}
+    sections: dict[str, Any] = {"reward": running.IN_A_WORKER}
     if reward is not None:
         (folder / "rewards.py").write_text(textwrap.dedent(reward))
         sections["reward"] = {"functions": [{"use": f"{folder / 'rewards.py'}:variety"}], "timeout_s": 1000.0}

@@ -674,6 +674,7 @@ def test_calls_that_agents_gave_up_are_not_learnt_and_use_nothing_up(tiny: TinyM
 
 
 @pytest.mark.parametrize(("agent", "dropped"), [("greedy", 0), ("verbose", 0), ("strict", 0), ("careless", 16)])
+@pytest.mark.wide
 def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
     agent: str, dropped: int, tiny: TinyModels, tmp_path: Path
 ) -> None:

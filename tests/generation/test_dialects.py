@@ -210,6 +210,7 @@ def streamed(dialect: Any, ended: EndedChoice) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.wide
 def test_a_response_is_one_of_the_clients_own_streamed_and_not(name: str) -> None:
     asked = {"model": "policy", "input": "x", "tools": [{"type": "function", **TOOLS[0]["function"], "strict": None}]}
     whole = Response.model_validate(Responses(asked).whole([ENDINGS[name]], Usage(3, 4)), strict=True)
@@ -239,6 +240,7 @@ def test_a_response_is_one_of_the_clients_own_streamed_and_not(name: str) -> Non
         ("calls alone", "tool_use"), ("calls", "tool_use"),
     ],
 )  # fmt: skip
+@pytest.mark.wide
 def test_a_message_is_one_of_the_clients_own_streamed_and_not(name: str, reason: str) -> None:
     asked = {"model": "policy", "messages": []}
     ended = ENDINGS[name]

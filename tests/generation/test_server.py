@@ -50,6 +50,7 @@ def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, HfEngine]:
         ({"stop": ["a", "%"], "max_new_tokens": 20}, {}),
     ],
 )
+@pytest.mark.wide
 def test_completions_are_those_of_the_hf_engine(served: StandIn, options: dict[str, Any], how: Any) -> None:
     ours, plain = engines(served, **options)
     drawn = sample(ours, 4, **how)

@@ -81,6 +81,7 @@ def attacked(judge: Callable[[str, str], Any], rows: list[Row] = ROWS) -> Attack
 
 
 @pytest.mark.parametrize("name", HOLES)
+@pytest.mark.wide
 def test_a_planted_hole_is_found(name: str) -> None:
     found = attacked(HOLES[name])
     assert found is not None
@@ -89,6 +90,7 @@ def test_a_planted_hole_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOUND)
+@pytest.mark.wide
 def test_a_sound_reward_raises_no_alarm(name: str) -> None:
     found = attacked(SOUND[name])
     assert found is not None

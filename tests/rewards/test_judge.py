@@ -266,6 +266,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.wide
 def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     hostile: str | bytes | int, serving: Any, tmp_path: Path
 ) -> None:

@@ -233,6 +233,7 @@ def test_what_a_reward_prints_is_kept_to_its_end(tmp_path: Path, monkeypatch: py
     assert [int(line.split()[1]) for line in kept] == list(range(25 - len(kept), 25))
 
 
+@pytest.mark.whole
 def test_the_command_is_recorded_without_logins_and_queries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # not a git repository
     facts = provenance(["tinyrl", "task.data=https://me:pa@ss@host/x?a=1&token=abc", "a b"], seed=7)

@@ -167,6 +167,7 @@ def test_a_batch_is_scored_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("name", ["sort", "sums", "lookup", "countdown"])
+@pytest.mark.wide
 def test_own_rows_are_solved_by_gold_and_by_no_constant(name: str) -> None:
     task = load_task(name)
     rows = task.rows("eval")

@@ -66,6 +66,7 @@ def test_experts_and_their_router_learn_in_bfloat16(tiny: TinyModels, tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_in_bfloat16_a_policy_that_does_not_move_has_ratio_1_in_every_epoch(
     method: str, sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_stopped_and_resumed_is_bit_equal(name: str, tiny: TinyModels, folder: P
 
 
 @pytest.mark.parametrize("large", [False, True])
+@pytest.mark.wide
 def test_stopped_inside_an_update(large: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop inside an update puts back what the step has changed, the prompt sampler's record too. Where the weights
     are too large to copy, it waits for the end of the update.

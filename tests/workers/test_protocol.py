@@ -41,6 +41,7 @@ FORGED = '{"id": %d, "values": ["x", "y", "z"], "failures": [], "comments": [], 
         "os.closerange(3, 64)",
     ],
 )
+@pytest.mark.wide
 def test_a_function_that_disturbs_its_replies_loses_the_row_alone(
     does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
