@@ -29,6 +29,7 @@ class New(Section):
     code: Annotated[str | None, Names("code")] = None
     server: Annotated[str | None, Names("server")] = None
     file: Annotated[str | None, Names("file")] = None
+    made: Annotated[str | None, Names("file", made=True)] = None  # by runs, which change it
     items: list[Item] = Field(default_factory=list)
     files: list[Annotated[str, Names("file")]] = Field(default_factory=list)
 
@@ -38,7 +39,7 @@ class Wider(Config):
 
 
 GIVEN: dict[str, Any] = {
-    "model": "base", "rows": "rows.jsonl", "code": "mine.py:f", "server": SECRET, "file": "a.txt",
+    "model": "base", "rows": "rows.jsonl", "code": "mine.py:f", "server": SECRET, "file": "a.txt", "made": "made.txt",
     "items": [{"code": "item.py:f"}, {"code": "none"}], "files": ["b.txt"],
 }  # fmt: skip
 
@@ -50,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("base").mkdir()
     Path("base/config.json").write_text("{}")
     Path("rows.jsonl").write_text('{"prompt": "a"}\n')
-    for name in ("a.txt", "b.txt"):
+    for name in ("a.txt", "b.txt", "made.txt"):
         Path(name).write_text("x")
     for name in ("mine.py", "item.py"):
         Path(name).write_text("import beside\ndef f(): ...\n")
@@ -75,6 +76,7 @@ def test_every_kind_becomes_absolute_where_it_is_a_file(folder: Path):
         "code": f"{folder}/mine.py:f",
         "server": SECRET,
         "file": f"{folder}/a.txt",
+        "made": f"{folder}/made.txt",
         "items": [{"code": f"{folder}/item.py:f"}, {"code": "none"}],
         "files": [f"{folder}/b.txt"],
     }
@@ -104,7 +106,7 @@ def test_every_kind_is_looked_for_before_torch(new: dict[str, Any], label: str):
         check_named(wider(**new))
 
 
-def test_every_file_of_every_kind_but_rows_is_hashed(folder: Path):
+def test_every_file_of_every_kind_but_rows_and_what_runs_make_is_hashed(folder: Path):
     found = {name for name in hashed(wider()) if name.startswith("new.")}
     assert found == {
         "new.model: config.json", "new.file: a.txt", "new.files: b.txt",
