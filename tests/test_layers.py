@@ -145,6 +145,7 @@ def test_what_answers_before_torch_does_not_load_it(code: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "most"), [("policy_loss", 12), ("grpo", 45)])
+@pytest.mark.wide
 def test_a_method_needs_few_modules(module: str, most: int) -> None:
     code = f"import sys, tinyrl.training.{module}; print(*(m for m in sys.modules if m.split('.')[0] == 'tinyrl'))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -1,11 +1,15 @@
 """The commands as people type them, in processes of their own, on the embedded default with a few steps."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.faults.children import Child
+from tinyrl.cli.commands import main
 
 FEW = ["run.num_steps=2", "run.eval_prompts=16", "run.threads=1"]
 
@@ -17,14 +21,22 @@ def tinyrl(*arguments: str, folder: Path, typed: str = "", code: int = 0) -> sub
     return done
 
 
+def type_command(folder: Path, *arguments: str) -> None:
+    os.chdir(folder)
+    sys.argv = ["tinyrl", *arguments]
+    main()
+
+
 @pytest.fixture(scope="module")
 def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default run, by its command; the process is forked from one that has imported everything."""
     folder = tmp_path_factory.mktemp("grpo")
-    done = tinyrl("train", "grpo", *FEW, folder=folder)
+    child = Child(type_command, folder, "train", "grpo", *FEW, output=folder / "said.txt")
+    assert child.end() == 0, child.said
     run = folder / "runs" / "grpo-sort-1"
-    assert "held-out reward, mean" in done.stdout
-    assert "tinyrl eval runs/grpo-sort-1 --vs base" in done.stdout
-    assert "step 2/2" in done.stderr  # one line a step where there is no terminal
+    assert "held-out reward, mean" in child.said
+    assert "tinyrl eval runs/grpo-sort-1 --vs base" in child.said
+    assert "step 2/2" in child.said  # one line a step where there is no terminal
     return run
 
 
