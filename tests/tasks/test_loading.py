@@ -16,17 +16,11 @@ from tinyrl.data import readers
 from tinyrl.rewards.functions import verifier_of
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
-from tinyrl.tasks import Task, load_task, text_in
+from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
 from tinyrl.training.load import load_method
 
-TASK = Task(
-    name="toy",
-    rows=lambda split: [{"q": f"{split} {i}"} for i in range(3)],
-    prompt=lambda row: text_in(row, "q"),
-    columns=("q",),
-)
-TOY = f"{__file__}:TASK"
+TOY = f"{Path(__file__).with_name('toy_task.py')}:TASK"
 
 
 def jsonl(path: Path, rows: Any) -> str:
