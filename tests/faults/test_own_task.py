@@ -20,6 +20,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import load_task
 from tinyrl.tasks.run_rows import take_rows
 from tinyrl.tools.export import export
+from tinyrl.workers import calls
 
 PROMPTS, GROUP = 4, 4
 TASK = """
@@ -67,11 +68,11 @@ def write_task(folder: Path, *, score: str = "pass", more: str = "", **fields: s
     (folder / "words.py").write_text(WORDS)
 
 
-def settings(model: Path, name: str, **sections: Any) -> Config:
+def settings(model: Path, name: str, *, timeout_s: float = 8.0, group: int = GROUP, **sections: Any) -> Config:
     given = {"name": name, "max_samples": None} | sections.pop("task", {})
-    reward = {"functions": [], "timeout_s": 8.0}
+    reward = {"functions": [], "timeout_s": timeout_s}
     run = {"num_steps": 2, "eval_every": 0, "eval_prompts": 2, "save_every": 1} | sections.pop("run", {})
-    grpo = {"num_prompts": PROMPTS, "group_size": GROUP}
+    grpo = {"num_prompts": PROMPTS, "group_size": group}
     return running.config("grpo", model, task=given, reward=reward, grpo=grpo, run=run, **sections)
 
 
@@ -112,11 +113,16 @@ def test_a_run_goes_on_from_another_folder_exports_is_evaluated_and_refuses_anot
     assert 0 < found["reward_mean"] < 7
 
 
-def test_a_row_whose_verifier_hangs_is_lost_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+def test_a_row_whose_verifier_hangs_is_lost_and_the_run_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch, and a row alone, has a second; the rows of a batch have as long as they take together."""
+    monkeypatch.setattr(calls, "ROWS_TIMEOUTS", 1000)
     write_task(tmp_path, score=HANGS)
-    code, run, _ = running.train(settings(model, f"{tmp_path / 'letters.py'}:TASK"), tmp_path)
+    own = settings(model, f"{tmp_path / 'letters.py'}:TASK", timeout_s=1.0, group=2)
+    code, run, _ = running.train(own, tmp_path)
     assert code == 0
-    assert [line["reward/dropped"] for line in running.metrics(run)[1:]] == [GROUP] * 2
+    assert [line["reward/dropped"] for line in running.metrics(run)[1:]] == [2, 2]
     assert {row["prompt"] for row in failed_rows(run)} == {"say cd:"}
     assert "letters.py, line" in failed_rows(run)[0]["reason"]
     assert workers_left({os.getpid()}) == []

@@ -172,7 +172,13 @@ def test_a_row_that_hangs_or_crashes_is_found(make_reward: MakeReward, fault: st
     assert shown(score(reward, ["a"])) == [1.0]
 
 
-def test_a_function_that_outlasts_its_worker_is_ended_by_us(make_reward: MakeReward):
+@pytest.mark.parametrize("waits_s", [0.1, pytest.param(None, marks=pytest.mark.slow)], ids=["short", "ours"])
+def test_a_function_that_outlasts_its_worker_is_ended_by_us(
+    waits_s: float | None, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
+):
+    if waits_s is not None:
+        monkeypatch.setattr(process, "GRACE_S", waits_s)
+        monkeypatch.setattr(process, "EXIT_S", waits_s)
     reward = make_reward(
         """
         import faulthandler, time
@@ -180,9 +186,9 @@ def test_a_function_that_outlasts_its_worker_is_ended_by_us(make_reward: MakeRew
             faulthandler.cancel_dump_traceback_later()
             time.sleep(1000)
         """,
-        timeout_s=0.5,
+        timeout_s=0.1,
     )
-    assert reasons(score(reward, ["a"])) == {0: "`score` gave no answer within 0.5 s"}
+    assert reasons(score(reward, ["a"])) == {0: "`score` gave no answer within 0.1 s"}
 
 
 def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: MakeReward, tmp_path: Path):
@@ -359,8 +365,11 @@ def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path,
         assert process.memory_limit() == wanted
 
 
-def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
+def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(
+    make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
+):
     """Also where one row of a batch is tried alone and floods its output."""
+    monkeypatch.setattr(process, "POLL_S", 0.02)
     answers: list[bool] = []
     code = """
         import time
