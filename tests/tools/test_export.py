@@ -19,7 +19,8 @@ from tinyrl.evaluation.targets import policy_at
 from tinyrl.runs.launched import Options
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export import Bundle, check_repository, compared, export, licence_of, model_card, push
+from tinyrl.tools.export import Bundle, check_repository, compared, export, push
+from tinyrl.training.model_card import licence_of, model_card
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
 

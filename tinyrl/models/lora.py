@@ -168,6 +168,12 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_adapter_config(model, name, folder)
+
+
+def save_adapter_config(model: PeftModel, name: str, folder: Path) -> None:
+    """Save adapter_config.json of one adapter."""
+    folder.mkdir(exist_ok=True)
     config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
     if isinstance(config.target_modules, set):

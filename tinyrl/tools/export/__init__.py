@@ -1,15 +1,13 @@
 """`tinyrl export`: write the policy of a checkpoint as a folder that other programs read, checked before it is kept.
 
 An adapter is copied as it is. A merged policy is computed in float32 on a freshly loaded base, saved, loaded back, and
-compared. The folder appears whole or not at all. Values of the card come from files of a run, which may quote anything:
-each is one line of visible text that Markdown takes for text.
+compared. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -20,14 +18,12 @@ from httpx2 import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from jinja2 import Environment, PackageLoader
 from peft import PeftModel
 from torch import Tensor
 
 import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.readers import hub_name
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.build import load_base
 from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, save_tokenizer
@@ -36,16 +32,16 @@ from tinyrl.models.policy import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
-from tinyrl.runs.records import read_steps, samples_of, to_float
+from tinyrl.runs.records import read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
-from tinyrl.text import one_line, typeset_number
+from tinyrl.text import one_line
+from tinyrl.training.model_card import PICTURE, model_card
 
 MAX_SEQUENCES = 32
 MAX_TOKENS = 256  # compared; tokens of a prompt, and of a completion
 MAX_LOGPROB_DIFF = 5e-4  # nats a token on average, merged and not, both in float32
 MAX_CHANGED = 0.1  # share of greedy tokens that may change when the merged weights are rounded
 FACTS = "export.json"  # marks a folder as a tinyrl export
-PICTURE = "report.png"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
 OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")  # and nothing that only a resume needs
 
@@ -259,63 +255,3 @@ def compared(wanted: list[tuple[Tensor, Tensor]], saved: list[tuple[Tensor, Tens
     """Return the mean difference of log-probabilities and the share of positions with another likeliest token."""
     (a, likeliest), (b, other) = (map(torch.cat, zip(*of, strict=True)) for of in (wanted, saved))
     return float((a - b).abs().mean()), float((likeliest != other).float().mean())
-
-
-# ---- the card ----
-
-
-def model_card(
-    config: Config,
-    steps: dict[int, dict[str, Any]],
-    *,
-    name: str,
-    step: int,
-    dtype: str | None,
-    notes: list[str],
-    picture: bool,
-) -> str:
-    """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
-    model's weights; None: an adapter.
-    """
-    path = config.model.path
-    licence = licence_of(config.model.path)
-    is_folder = Path(path).expanduser().is_dir()
-    embedded = starter_path(path) is not None
-    sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
-    front: dict[str, Any] = {
-        "library_name": "transformers" if dtype else "peft",
-        "base_model": None if is_folder or embedded else path,
-        "license": licence if licence and re.fullmatch(r"[a-z0-9.-]+", licence) else None,
-        "datasets": sorted(map(str, sources)),
-        "tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])],
-    }
-    found = [at for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)]
-    environment = Environment(  # noqa: S701  `plain` escapes
-        loader=PackageLoader("tinyrl.tools.export", "."), trim_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
-    environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
-    return environment.get_template("model_card.md").render(
-        config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
-        picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
-        front={key: value for key, value in front.items() if value},
-        base=Path(path).name if is_folder else path,
-        reward_model=Path(config.reward.model or "").name,
-        evaluated=max(found, default=None), evaluation=steps[max(found)] if found else {},
-    )  # fmt: skip
-
-
-def licence_of(path: str) -> str | None:
-    """Return the licence of a base, from the model card in its folder; None where there is none."""
-    if starter_path(path) is not None:
-        return "apache-2.0"
-    card = Path(path).expanduser() / "README.md"
-    text = card.read_text("utf-8", "replace")[:20_000] if card.is_file() else ""
-    found = re.match(r"---\n(?:(?!---$).*\n)*license:\s*[\"']?([\w .+-]{1,60})", text, re.MULTILINE)
-    return one_line(found[1], 60) if found else None
-
-
-def _plain(text: str) -> str:
-    """Return one line that Markdown shows as it is, without invisible characters."""
-    line = one_line(str(text), 300)
-    return re.sub(r"[\\`*\[\]|#<]", lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", line)
