@@ -32,9 +32,10 @@ def model_card(
     dtype: str | None,
     notes: list[str],
     picture: bool,
+    reader: str | None = None,
 ) -> str:
     """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
-    model's weights; None: an adapter.
+    model's weights; None: an adapter. reader: the class that reads it, where AutoModelForCausalLM gives another.
     """
     path = config.model.path
     licence = licence_of(config.model.path)
@@ -56,6 +57,7 @@ def model_card(
     environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
     return environment.get_template("model_card.md").render(
         config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
+        reader=reader or "AutoModelForCausalLM",
         picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
         front={key: value for key, value in front.items() if value},
         base=Path(path).name if is_folder else path,
