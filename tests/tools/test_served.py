@@ -69,6 +69,10 @@ def test_an_adapter_of_a_decoder_inside_a_vision_model_has_the_whole_models_name
     assert written["rank_pattern"]["model.language_model.layers.0.mlp.up_proj"] == 2
     assert written["alpha_pattern"]["model.language_model.layers.1.mlp.up_proj"] == 3
     check_adapter_keys(out, served=served(base))
+    ours, again = (load_start_adapter(load_causal_lm(str(base), dtype=torch.float32), str(at)) for at in (own, out))
+    assert ours.state_dict().keys() == again.state_dict().keys()
+    ids = torch.arange(20).unsqueeze(0)
+    assert torch.equal(ours(input_ids=ids).logits, again(input_ids=ids).logits)  # an export is read as it was trained
     with pytest.raises(ValueError, match="does not fit a Qwen3_5ForConditionalGeneration"):
         check_adapter_keys(own, served=served(base))
     (out / "adapter_model.safetensors").unlink()

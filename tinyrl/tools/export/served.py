@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tinyrl.models.loading import FULL_REPORT, check_weights, saveable_generation
-from tinyrl.models.reading import ADAPTER_FILES, reading, resolve_model_path
+from tinyrl.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, IN_A_MODEL
+from tinyrl.models.reading import reading, resolve_model_path
 from tinyrl.models.states import backbone_of
 
-ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
-IN_A_MODEL = "base_model.model."  # PEFT's prefix of the names in an adapter's file
 HEADROOM = 1.3  # of a model's weights, for loading it and a forward pass
 
 
