@@ -36,6 +36,8 @@ HYBRID = {"head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 2, "
           "rope_parameters": TURNS, **{f"linear_{name}": value for name, value in LINEAR.items()}}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
           "out_hidden_size": 32, "num_position_embeddings": 16}  # fmt: skip
+SIGLIP = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
 # Kind: the library's configuration class, and what differs from `tiny_config`'s shape. Windows, soft-caps and shared
 # keys are small enough to show within a prompt, but for the window of `gemma3-wide`. GPT-2 keeps its dropout.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +55,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                                     "num_kv_shared_layers": 2, "layer_types": WINDOWS * 2,
                                     "hidden_size_per_layer_input": 4, "final_logit_softcapping": 2.0}),
     "qwen3.5": ("Qwen3_5TextConfig", HYBRID),
-    "qwen3.5-vl": ("Qwen3_5TextConfig", HYBRID),  # a folder with a vision tower, of which the language model is trained
+    # Folders with a vision tower: of the first the language model alone is loaded, of the second the whole.
+    "qwen3.5-vl": ("Qwen3_5TextConfig", HYBRID),
+    "gemma3-vl": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 64, "layer_types": WINDOWS}),
 }  # fmt: skip
 
 
@@ -70,7 +74,7 @@ def tiny_model(
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos, vocabulary=vocabulary)
     config = tiny_config(kind, tokenizer)
     with _seeded(seed):
-        auto = AutoModelForImageTextToText if kind == "qwen3.5-vl" else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if kind.endswith("-vl") else AutoModelForCausalLM
         model = auto.from_config(config)
         _spread(model)
     return _save(model, tokenizer, folder)
@@ -148,6 +152,10 @@ def tiny_config(kind: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConf
     if kind == "qwen3.5-vl":
         whole = getattr(transformers, "Qwen3_5Config")  # noqa: B009
         return whole(text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=True)
+    if kind == "gemma3-vl":
+        whole = getattr(transformers, "Gemma3Config")  # noqa: B009
+        images = {"vision_config": SIGLIP, "mm_tokens_per_image": 4}
+        return whole(text_config=config.to_dict(), tie_word_embeddings=True, **images, **ends)
     return config
 
 

@@ -1,5 +1,6 @@
 """Loading of models and tokenizers, and what is refused, with which message."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tests.models.building import lora, lora_roles, stir
 from tests.tiny_models import TinyModels
@@ -20,6 +21,7 @@ from tinyrl.models.loading import (
     load_tokenizer,
     resolve_model_path,
     save_tokenizer,
+    saveable_generation,
 )
 from tinyrl.models.lora import load_start_adapter, save_adapter, wrap_in_lora
 
@@ -186,3 +188,37 @@ def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: Tin
     check_vocabulary(tokenizer, model, path="critic", sampled=258)
     with pytest.raises(ValueError, match=r"258 rows.*'<image>' \(token 258\)"):
         check_vocabulary(tokenizer, model, path="critic", sampled=300)  # a policy with that many rows can sample it
+
+
+@pytest.mark.parametrize(
+    ("published", "kept", "left_out"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, []),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 7}, {"do_sample": False}, ["temperature", "top_k"]),
+        ({"typical_p": 0.9}, {"do_sample": True, "typical_p": 0.9}, []),
+        ({"early_stopping": True, "min_p": 0.1}, {"do_sample": True, "min_p": 0.1}, ["early_stopping"]),
+        ({"length_penalty": 2.0}, {}, ["length_penalty"]),
+        ({"output_scores": True}, {}, ["output_scores"]),
+        ({"use_cache": False, "cache_implementation": "static"}, {"use_cache": False}, ["cache_implementation"]),
+        ({"pad_token_id": -1}, {}, ["pad_token_id"]),
+        ({"num_beams": 4, "early_stopping": True}, {"num_beams": 4, "early_stopping": True}, []),
+        ({"do_sample": True, "top_p": 0.9}, {"do_sample": True, "top_p": 0.9}, []),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, []),
+    ],
+)
+def test_what_contradicts_in_a_generation_configuration_is_left_out(
+    published: dict[str, object], kept: dict[str, object], left_out: list[str], tmp_path: Path
+):
+    """As the library itself saves it, after a change, and reads it again."""
+    given = GenerationConfig(**published)
+    given.eos_token_id = 7
+    with contextlib.suppress(ValueError):
+        given.save_pretrained(tmp_path / "as-it-was")
+    saved_as_it_was = (tmp_path / "as-it-was" / "generation_config.json").is_file()
+    assert saved_as_it_was == (published == kept)
+    found, names = saveable_generation(given)
+    assert sorted(names) == left_out
+    found.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    del written["transformers_version"]
+    assert written == {**kept, "eos_token_id": 7}

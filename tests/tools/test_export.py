@@ -2,24 +2,28 @@
 
 import json
 import shutil
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.runs.launched import Options
+from tinyrl.runs.run_dir import open_run
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export import Bundle, check_repository, compared, export, licence_of, model_card, push
+from tinyrl.tools.export import Bundle, Difference, check_repository, compared, export, push, sequences_of
+from tinyrl.training.model_card import licence_of, model_card
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
 
@@ -88,18 +92,69 @@ def test_a_merged_model_is_read_by_transformers_alone_and_answers_the_same(folde
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_bfloat16_is_float32_rounded_and_a_4bit_run_is_merged_into_the_unquantised_base(folder: Path, tmp_path: Path):
-    shutil.copytree(folder / "lora", run := tmp_path / "run")
-    config = (run / "config.yaml").read_text()
-    assert "quantization: null" in config
-    (run / "config.yaml").write_text(config.replace("quantization: null", "quantization: 4bit"))
-    four = merged(run, tmp_path / "four")
+def test_bfloat16_is_float32_rounded_and_a_4bit_run_is_merged_into_the_unquantised_base(
+    folder: Path, four_bit: Path, tmp_path: Path
+):
+    four = merged(four_bit, tmp_path / "four")
     assert any("4bit" in note and "unquantised" in note for note in four.notes)
     exact = merged(folder / "lora", tmp_path / "exact").folder
     rounded = merged(folder / "lora", tmp_path / "rounded", dtype="bfloat16").folder
     a, b, c = (load_file(path / "model.safetensors") for path in (exact, rounded, four.folder))
     assert a.keys() == b.keys() == c.keys()
     assert all(torch.equal(a[name].bfloat16(), b[name]) and torch.equal(a[name], c[name]) for name in a)
+
+
+@torch.inference_mode()
+def likeliest(model, sequences: list[tuple[list[int], int]]) -> torch.Tensor:
+    """The likeliest token at each place where the policy wrote one, by the library's own forward pass."""
+    found = [model(input_ids=torch.tensor([ids])).logits[0, first - 1 : -1].argmax(-1) for ids, first in sequences]
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module")
+def four_bit(folder: Path) -> Path:
+    """The run of LoRA, as one on a base of 4 bits."""
+    shutil.copytree(folder / "lora", run := folder / "four")
+    config = (run / "config.yaml").read_text()
+    assert "quantization: null" in config
+    (run / "config.yaml").write_text(config.replace("quantization: null", "quantization: 4bit"))
+    return run
+
+
+def test_a_merge_of_a_4bit_run_is_compared_with_the_4bit_base_and_its_adapter(
+    folder: Path, four_bit: Path, tmp_path: Path
+):
+    pytest.importorskip("bitsandbytes")
+    bundle = merged(four_bit, tmp_path / "out")
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    base = AutoModelForCausalLM.from_pretrained(
+        folder / "base", dtype=torch.float32, quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4)
+    )
+    for module in base.modules():  # else a CPU with AVX512-BF16 repacks weights, of widths that these are not
+        layer: Any = module
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    trained = PeftModel.from_pretrained(base, str(four_bit / "checkpoints/step-000003")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    sequences = sequences_of(open_run(four_bit), tokenizer, vocabulary=258)
+    ours = likeliest(trained, sequences)
+    changed = float((ours != likeliest(AutoModelForCausalLM.from_pretrained(bundle.folder), sequences)).float().mean())
+    assert changed > 0.1
+    assert f"{changed:.2%} of {len(ours)}" in bundle.notes[0]
+    assert "0.00% of" in merged(folder / "lora", tmp_path / "plain").notes[0]  # on a base that is not quantised
+
+
+def test_without_bitsandbytes_a_merge_of_a_4bit_run_says_that_it_was_not_measured(
+    four_bit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    notes = merged(four_bit, tmp_path / "out").notes
+    assert [("not measured" in note, "%" in note) for note in notes] == [(True, False)]
+
+
+def different(changed: float, wanted: object, saved: object) -> Difference:
+    """In place of `compared`."""
+    return Difference(gap=0.3, changed=changed, positions=100)
 
 
 def test_a_model_that_is_not_the_policy_is_not_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +164,7 @@ def test_a_model_that_is_not_the_policy_is_not_kept(folder: Path, tmp_path: Path
         with pytest.raises(ValueError, match="is not the policy"):
             merged(folder / "lora", tmp_path / "out")
     for changed, kept in ((0.12, False), (0.02, True)):
-        monkeypatch.setattr(exporting, "compared", lambda wanted, saved, changed=changed: (0.3, changed))
+        monkeypatch.setattr(exporting, "compared", partial(different, changed))
         if kept:
             assert "2.00% of" in merged(folder / "lora", tmp_path / "out", dtype="bfloat16").notes[0]
         else:
@@ -121,7 +176,7 @@ def test_a_model_that_is_not_the_policy_is_not_kept(folder: Path, tmp_path: Path
 def test_changed_tokens_and_the_gap_are_counted_over_positions():
     wanted = [(torch.tensor([-1.0, -2.0]), torch.tensor([3, 4])), (torch.tensor([-0.5, -0.5]), torch.tensor([0, 1]))]
     saved = [(torch.tensor([-1.0, -2.0]), torch.tensor([3, 4])), (torch.tensor([-0.5, -1.5]), torch.tensor([0, 2]))]
-    assert compared(wanted, saved) == (0.25, 0.25)
+    assert compared(wanted, saved) == Difference(gap=0.25, changed=0.25, positions=4)
 
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path, tmp_path: Path):
@@ -146,6 +201,19 @@ def test_the_rank_is_that_of_the_adapter_whatever_the_configuration_has(folder: 
     bundle = export(str(run), output=str(tmp_path / "out"))
     assert "--max-lora-rank 16 " in bundle.render()
     assert "- LoRA rank: 16\n- LoRA alpha: 32.0\n" in (bundle.folder / "README.md").read_text()
+
+
+def test_the_rank_is_the_largest_of_an_adapters_layers(folder: Path, tmp_path: Path):
+    """Programs make room for so many; ranks of their own come with an adapter that the run began with."""
+    ranks = LoraConfig(r=8, rank_pattern={"q_proj": 24}, target_modules=["q_proj", "v_proj"])
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    get_peft_model(base, ranks).save_pretrained(str(tmp_path / "start"))
+    again = running.config("grpo", folder / "base", model={"adapter": str(tmp_path / "start")}, run={"num_steps": 1})
+    code, run, _ = running.train(again, tmp_path)
+    assert code == 0
+    bundle = export(str(run.path))
+    assert "--max-lora-rank 32 " in bundle.render()
+    assert "- LoRA rank: 24\n" in (bundle.folder / "README.md").read_text()
 
 
 # ---- the card ----

@@ -34,6 +34,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"grpo": {"num_epochs": 2, "minibatch_size": 8, "kl_coef": 0.1, "dynamic_sampling_rounds": 2}},
     ),
     "grpo, a hybrid inside a vision model": ("qwen3.5-vl", "grpo", {"generation": {"max_prompt_tokens": 128}}),
+    "grpo, full, inside a vision model": ("qwen3.5-vl", "grpo", {**FULL, "generation": {"max_prompt_tokens": 128}}),
+    "grpo, full, experts": ("qwen3-moe", "grpo", FULL),
     "grpo, float16": ("sharp", "grpo", {"model": {"dtype": "float16"}}),
     "ppo, adaptive KL, text, micro-batches": (
         "llama",
@@ -52,6 +54,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "reward, pairs": ("llama", "reward", {**ROWS, "task": {"data": "pairs.jsonl"}}),
     "reward, labels, full": ("llama", "reward", {**ROWS, **FULL, "task": {"data": "labels.jsonl"}}),
+    "reward, full, experts": ("qwen3-moe", "reward", {**ROWS, **FULL, "task": {"data": "labels.jsonl"}}),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ texts, and where they differ the file is read as it is (tests/models/test_tokeni
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -28,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -57,6 +59,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # The library then reports weights that are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
+# Settings of a generation configuration that decide which of the others have an effect.
+DECIDING = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
@@ -188,10 +192,62 @@ def load_causal_lm(
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
     model, found = loaded
     check_weights(model, found, path=path)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config, without_effect = saveable_generation(model.generation_config)
+        if without_effect:
+            warnings.warn(
+                f"generation_config.json of {path!r}: {', '.join(without_effect)} contradicts other settings and is "
+                "left out of checkpoints and exports (transformers does not save such a file)",
+                stacklevel=2,
+            )
     for module in model.modules():  # bitsandbytes would repack 4-bit weights for a CPU with AVX512-BF16 when it first
         if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient
             module.support_avx512bf16_for_cpu = False
     return model.eval()
+
+
+def saveable_generation(published: GenerationConfig) -> tuple[GenerationConfig, list[str]]:
+    """Return a generation configuration that the library saves, and the names of settings that it leaves out.
+
+    The library reads a file in which settings contradict each other (`temperature` without sampling), and refuses to
+    save it once anything in it has changed. Where do_sample is not set and a setting of sampling is, it samples;
+    otherwise a setting without effect goes. A configuration that can be saved is returned as it is.
+    """
+    if _can_be_saved(published):
+        return published, []
+    part, left_out = _saveable_part(published)
+    if published.do_sample is None:
+        sampling = copy.deepcopy(published)
+        sampling.do_sample = True
+        sampled, fewer = _saveable_part(sampling)
+        if len(fewer) < len(left_out):
+            return sampled, fewer
+    return part, left_out
+
+
+def _saveable_part(config: GenerationConfig) -> tuple[GenerationConfig, list[str]]:
+    """Return the configuration without the settings that, each added to those before it, could not be saved."""
+    blank = type(config)()
+    given = [name for name in config.to_diff_dict() if hasattr(blank, name) and not name.startswith("_")]
+    given.sort(key=lambda name: name not in DECIDING)
+    part = copy.deepcopy(config)
+    for name in given:
+        setattr(part, name, getattr(blank, name))
+    left_out = list[str]()
+    for name in given:
+        setattr(part, name, getattr(config, name))
+        if not _can_be_saved(part):
+            setattr(part, name, getattr(blank, name))
+            left_out.append(name)
+    return part, left_out
+
+
+def _can_be_saved(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def embedding_rows(model: PreTrainedModel | PeftModel) -> int:

@@ -24,6 +24,7 @@ from tinyrl.text import first_line
 
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
+IN_A_MODEL = "base_model.model."  # PEFT's prefix of the names in an adapter's file
 # Fields by which an adapter is more than LoRA matrices, and their harmless values.
 CHANGES_BASE = {
     "modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None,
@@ -126,15 +127,33 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
             raise ValueError(f"it has init_lora_weights={drawn}, which changes the base")
         config: Any = LoraConfig.from_pretrained(str(folder))
         config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
+        if not isinstance(config.target_modules, str):
+            config.target_modules = {own_name(name, model) for name in config.target_modules or ()}
+        config.rank_pattern = {own_name(name, model): rank for name, rank in (config.rank_pattern or {}).items()}
+        config.alpha_pattern = {own_name(name, model): alpha for name, alpha in (config.alpha_pattern or {}).items()}
         check_rank(model, config, what="r")
     return config
+
+
+def own_name(name: str, model: PreTrainedModel) -> str:
+    """Return the name in `model` of a module that an adapter of a whole model names (`model.language_model.layers...`),
+    where `model` is that one's language model alone (`model.layers...`). Other names are returned as they are.
+    """
+    decoder = model.base_model_prefix
+    parts = {child for child, _ in getattr(model, decoder, model).named_children()}
+    inside, *rest = name.removeprefix(f"{decoder}.").split(".")
+    is_of_whole_model = name.startswith(f"{decoder}.") and inside not in parts and rest[:1] and rest[0] in parts
+    return ".".join([decoder, *rest]) if is_of_whole_model else name
 
 
 def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
     """Read the weights of an adapter that the model has already. Raises ValueError unless the file has exactly these:
     the library only warns, and leaves missing ones at their random start.
     """
-    tensors = read_finite(file)
+    base = base_of(model)
+    tensors = {
+        IN_A_MODEL + own_name(key.removeprefix(IN_A_MODEL), base): tensor for key, tensor in read_finite(file).items()
+    }
     own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     for key, tensor in tensors.items():
         if key in own and own[key].shape != tensor.shape:
@@ -168,6 +187,12 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_adapter_config(model, name, folder)
+
+
+def save_adapter_config(model: PeftModel, name: str, folder: Path) -> None:
+    """Save adapter_config.json of one adapter."""
+    folder.mkdir(exist_ok=True)
     config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
     if isinstance(config.target_modules, set):

@@ -45,7 +45,7 @@ from tinyrl.config.schema import Config
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly
 from tinyrl.models.device import Device, autocast_dtype, move_to_device, to_device
-from tinyrl.models.loading import embedding_rows, save_tokenizer
+from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
@@ -56,6 +56,7 @@ from tinyrl.models.lora import (
     read_finite,
     read_tensors,
     save_adapter,
+    save_adapter_config,
 )
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.packing import attending_as_now
@@ -454,6 +455,21 @@ class Policy:
         if self.peft is None:
             self.causal.save_pretrained(folder, max_shard_size="10000GB")
         save_tokenizer(self.tokenizer, folder, revision=self.revision)
+        self._save_critic(folder)
+
+    def save_without_weights(self, folder: Path) -> None:
+        """Write what `save`, and a merged export, write besides tensors, as they write it."""
+        for _, place, model, name in self._adapters():
+            save_adapter_config(model, name, folder / place)
+        if self.peft is None:
+            self.causal.save_pretrained(folder, state_dict={})
+        else:
+            self.causal.config.save_pretrained(folder)
+            if self.causal.can_generate() and self.causal.generation_config is not None:
+                self.causal.generation_config.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder, revision=self.revision)
+
+    def _save_critic(self, folder: Path) -> None:
         for file, module in self._critic_modules().items():
             (folder / file).parent.mkdir(exist_ok=True)
             save_file({n: t.detach().contiguous().cpu() for n, t in module.state_dict().items()}, folder / file)
@@ -464,7 +480,7 @@ class Policy:
             if only in (None, role):
                 load_adapter_weights(model, name, folder / place / ADAPTER_FILE)
         if self.peft is None and only != "critic":
-            load_weights(self.causal, folder / MODEL)
+            load_saved_model(self.causal, folder)
         if only != "policy":
             for file, module in self._critic_modules().items():
                 load_weights(module, folder / file)
@@ -497,8 +513,25 @@ def weight_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in unique.values())
 
 
+def load_saved_model(model: PreTrainedModel, folder: Path) -> None:
+    """Load the weights of a model that the library has saved, whose files may name and group them otherwise than the
+    model does (experts one by one, a decoder inside a vision model). Raises ValueError where they are of another one.
+    """
+    with reading(f"{folder / MODEL} does not fit this model", folder):
+        config = copy.deepcopy(model.config)
+        loaded: Any = type(model).from_pretrained(folder, config=config, dtype=torch.float32, **FULL_REPORT)
+    saved, found = loaded
+    missing = sorted(found["missing_keys"])
+    unexpected = sorted(found["unexpected_keys"])
+    other_shape = sorted(found["mismatched_keys"])
+    if missing or unexpected or other_shape:
+        first = f"missing {missing[:1]}, unexpected {unexpected[:1]}, of another shape {other_shape[:1]}"
+        raise ValueError(f"{folder / MODEL} does not fit this model: {first}")
+    model.load_state_dict(saved.state_dict())
+
+
 def load_weights(module: nn.Module, file: Path) -> None:
-    """Load a whole model, decoder or head. Raises ValueError where the file is of another one."""
+    """Load a decoder or a head. Raises ValueError where the file is of another one."""
     tensors = read_finite(file) if isinstance(module, ValueHead) else read_tensors(file)
     with reading(f"{file} does not fit this model"):  # a tensor of another shape
         missing, unexpected = module.load_state_dict(tensors, strict=False)

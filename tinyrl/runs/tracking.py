@@ -37,6 +37,19 @@ def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
     return {"experiment_name": project, "run_name": run.name}  # mlflow
 
 
+def _make_state() -> None:
+    """Make accelerate's state of the process, without which some of its trackers raise. It is that of a CPU, so that it
+    neither chooses nor opens a GPU, and it may set the number of threads, which is put back: numbers depend on it.
+    """
+    import torch
+    from accelerate.state import PartialState
+
+    threads = torch.get_num_threads()
+    PartialState(cpu=True)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
 COLUMNS = ("step", "kind", "prompt", "completion", "reward")  # of the table of completions
 
 
@@ -65,6 +78,7 @@ class Trackers:
         def open_one(name: str, _: None) -> None:
             from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+            _make_state()
             tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, self._run, next_step))
             if hasattr(tracker, "start"):
                 tracker.start()
@@ -125,4 +139,4 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         packages = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
         if not any(importlib.util.find_spec(package) for package in packages):
-            raise ValueError(f"run.trackers: {name} is not installed: pip install {packages[0]}")
+            raise ValueError(f"run.trackers: {name} is not installed: pip install 'tinyrl[track]'")

@@ -49,6 +49,7 @@ from tinyrl.training.run import (
     SourceFile,
     out_of_memory_stops,
 )
+from tinyrl.training.saves import check_saves
 from tinyrl.training.step import rate_factor, schedule_notes
 from tinyrl.workers.fingerprint import fingerprint
 from tinyrl.workers.loading import imported_beside, parse_use
@@ -107,6 +108,8 @@ def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also:
     method = load_method(config, options=options)
     undo.callback(method.close)
     _check_alike(method, also)
+    if method.world.is_main:  # which writes checkpoints
+        check_saves(method)
     return method
 
 

@@ -67,6 +67,10 @@ class Method:
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
 
+    def save_without_weights(self, folder: Path) -> None:
+        """Write what `save` writes besides tensors."""
+        self.policy.save_without_weights(folder)
+
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
 

@@ -33,7 +33,7 @@ from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.packing import common_length
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.policy import Policy
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens, load_classifier
 from tinyrl.models.states import backbone_of
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
 from tinyrl.tasks.run_rows import RunRows
@@ -134,17 +134,28 @@ class RewardModel(RowMethod):
             tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
             save_file(tensors, folder / SCORE_HEAD, metadata=self.text_format.metadata())
         else:
-            config = self.policy.causal.config.__class__.from_dict(self.policy.causal.config.to_dict())
-            config.num_labels = 1
-            setattr(config, SCORE_OFFSET, float(head.bias.detach() - center))
-            setattr(config, TEXT_FORMAT, asdict(self.text_format))
-            with torch.device("meta"):  # its weights are those that are trained
-                classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            classifier = self._classifier(offset=float(head.bias.detach() - center))
             backbone_of(classifier).load_state_dict(backbone_of(self.policy.causal).state_dict(), assign=True)
             classifier.score.weight = head.weight
             classifier.save_pretrained(folder, max_shard_size="10000GB")
             save_tokenizer(self.tokenizer, folder, revision=self.config.model.revision)
         save_file({"bias": head.bias.detach().cpu()}, folder / SCORE_BIAS)
+
+    def save_without_weights(self, folder: Path) -> None:
+        if self.policy.peft is None:
+            self._classifier(offset=0.0).save_pretrained(folder, state_dict={})
+            save_tokenizer(self.tokenizer, folder, revision=self.config.model.revision)
+        else:
+            super().save_without_weights(folder)
+
+    def _classifier(self, *, offset: float) -> Any:
+        """Make the classification model that is saved, without memory for its weights, which are those trained."""
+        config = self.policy.causal.config.__class__.from_dict(self.policy.causal.config.to_dict())
+        config.num_labels = 1
+        setattr(config, SCORE_OFFSET, offset)
+        setattr(config, TEXT_FORMAT, asdict(self.text_format))
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
 
     def load(self, folder: Path) -> None:
         """Restore the uncentred head, which is the one the optimizer trains."""
@@ -154,9 +165,7 @@ class RewardModel(RowMethod):
             super().load(folder)
             weight = load_file(folder / SCORE_HEAD)["weight"]
         else:
-            tensors = load_file(folder / "model.safetensors")
-            weight = tensors.pop("score.weight")
-            prefix = self.policy.causal.base_model_prefix
-            states = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items()}
-            backbone_of(self.policy.causal).load_state_dict(states)
+            classifier: Any = load_classifier(str(folder), dtype=torch.float32)
+            weight = classifier.score.weight.detach()
+            backbone_of(self.policy.causal).load_state_dict(backbone_of(classifier).state_dict())
         head.load_state_dict({"weight": weight, **load_file(folder / SCORE_BIAS)})

@@ -154,11 +154,13 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
     """
     from tinyrl.rollout.load import resolve_threads  # with torch
     from tinyrl.training.load import load_method
+    from tinyrl.training.saves import check_saves
     from tinyrl.training.step import schedule_notes
 
     method = load_method(config, options=options)
     try:
         threads = resolve_threads(method.policy)
+        check_saves(method)
         return method, [threads, method.epoch_note(), *schedule_notes(method.config), *method.check()]
     except BaseException:
         method.close()

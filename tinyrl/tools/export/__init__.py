@@ -1,17 +1,18 @@
 """`tinyrl export`: write the policy of a checkpoint as a folder that other programs read, checked before it is kept.
 
-An adapter is copied as it is. A merged policy is computed in float32 on a freshly loaded base, saved, loaded back, and
-compared. The folder appears whole or not at all. Values of the card come from files of a run, which may quote anything:
-each is one line of visible text that Markdown takes for text.
+An adapter is copied, in the names of the class that config.json of its base names (served.py); PEFT must have a place
+on that class for each of its weights. A merged policy is computed in float32 on a freshly loaded base, saved as that
+class and loaded back. Both are compared with the policy. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,32 +21,45 @@ from httpx2 import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from jinja2 import Environment, PackageLoader
 from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.readers import hub_name
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.build import load_base
-from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, save_tokenizer
+from tinyrl.models.loading import (
+    embedding_rows,
+    load_causal_lm,
+    load_model_config,
+    load_tokenizer,
+    save_tokenizer,
+)
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.policy import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
-from tinyrl.runs.records import read_steps, samples_of, to_float
+from tinyrl.runs.records import read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
-from tinyrl.text import one_line, typeset_number
+from tinyrl.text import one_line
+from tinyrl.tools.export.served import (
+    HEADROOM,
+    ServedModel,
+    check_adapter_keys,
+    put_into,
+    served_model,
+    write_adapter,
+)
+from tinyrl.training.model_card import PICTURE, model_card
 
 MAX_SEQUENCES = 32
 MAX_TOKENS = 256  # compared; tokens of a prompt, and of a completion
 MAX_LOGPROB_DIFF = 5e-4  # nats a token on average, merged and not, both in float32
 MAX_CHANGED = 0.1  # share of greedy tokens that may change when the merged weights are rounded
 FACTS = "export.json"  # marks a folder as a tinyrl export
-PICTURE = "report.png"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
 OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")  # and nothing that only a resume needs
 
@@ -86,17 +100,22 @@ def export(
     try:
         writing.mkdir(parents=True)
         saved = None
-        notes = list[str]()
+        served = _served(config, trust_remote_code=trust_remote_code)
+        how: dict[str, Any] = {"run": run, "served": served, "trust_remote_code": trust_remote_code}
         if merge or not config.lora.enabled:
-            saved, notes = write_merged(
-                config, checkpoint, writing, dtype=dtype, run=run, trust_remote_code=trust_remote_code
-            )
+            saved, notes = write_merged(config, checkpoint, writing, dtype=dtype, **how)
         else:
             for file in (file for file in OWN_FILES if (checkpoint / file).is_file()):
                 shutil.copyfile(checkpoint / file, writing / file)
+            if not served.is_as_trained:
+                write_adapter(checkpoint, writing, served=served)
+            check_adapter_keys(writing, served=served)
+            notes = compare_adapter(config, checkpoint, writing, **how)
         if day := config.task.chat_template_kwargs.get(DATE):
             notes.append(f"the chat template shows today's date, which was {day} in training")
-        _describe(writing, run, config, name=name, step=checkpoint_step(checkpoint), dtype=saved, notes=notes)
+        reader = None if served.is_as_trained else served.class_name
+        about: dict[str, Any] = {"name": name, "dtype": saved, "notes": notes, "reader": reader}
+        _describe(writing, run, config, step=checkpoint_step(checkpoint), **about)
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(writing, folder)
@@ -106,22 +125,40 @@ def export(
     return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
 
 
+def _served(config: Config, *, trust_remote_code: bool) -> ServedModel:
+    """Find how the base of a run is read by other programs."""
+    where: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": trust_remote_code}
+    return served_model(load_model_config(config.model.path, **where), path=config.model.path, **where)
+
+
 def _as_trained(config: Config, checkpoint: Path) -> Config:
-    """Return the configuration with the rank and alpha of a checkpoint's adapter, whatever it says itself."""
+    """Return the configuration with the rank and alpha of a checkpoint's adapter, whatever it says itself. The rank is
+    the largest of its layers: the one that programs make room for.
+    """
     adapter = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-    own = {"r": adapter["r"], "alpha": adapter["lora_alpha"]}
+    rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
+    own = {"r": rank, "alpha": adapter["lora_alpha"]}
     return config.model_copy(update={"lora": config.lora.model_copy(update=own)})
 
 
 def _describe(
-    folder: Path, run: RunDir, config: Config, *, name: str, step: int, dtype: str | None, notes: list[str]
+    folder: Path,
+    run: RunDir,
+    config: Config,
+    *,
+    name: str,
+    step: int,
+    dtype: str | None,
+    notes: list[str],
+    reader: str | None,
 ) -> None:
     """Write the card of a model with the picture of its run, and the facts by which a folder is known as exported."""
     picture = (run.path / PICTURE).is_file()
     if picture:
         shutil.copyfile(run.path / PICTURE, folder / PICTURE)
     steps = read_steps(run.metrics, [])
-    card = model_card(config, steps, name=name, step=step, dtype=dtype, notes=notes, picture=picture)
+    about: dict[str, Any] = {"name": name, "step": step, "dtype": dtype, "notes": notes, "reader": reader}
+    card = model_card(config, steps, picture=picture, **about)
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = {"tinyrl": tinyrl.__version__, "run": name, "step": step, "dtype": dtype, "notes": notes}
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -188,46 +225,101 @@ def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str
     return folder
 
 
+# ---- an adapter ----
+
+
+def compare_adapter(
+    config: Config, checkpoint: Path, folder: Path, *, run: RunDir, served: ServedModel, **trust: Any
+) -> list[str]:
+    """Compare an exported adapter, read by PEFT on the served class, with the policy, in float32; return a note. Raises
+    ValueError where they differ. A model that memory does not hold is not compared.
+    """
+    if not served.fits:
+        gigabytes = HEADROOM * served.bytes_in_float32 / 1e9
+        return [
+            f"its names were checked on a {served.class_name}, its numbers were not: that takes {gigabytes:,.1f} GB"
+        ]
+    path = config.model.path
+    tokenizer = load_tokenizer(path, revision=config.model.revision, **trust)
+    policy: Any = load_start_adapter(_plain_base(config, **trust), str(checkpoint)).eval()
+    sequences = sequences_of(run, tokenizer, vocabulary=embedding_rows(policy))
+    wanted = predictions(policy, sequences)
+    del policy
+    base = served.load(path, dtype=torch.float32, **trust)
+    found = compared(wanted, predictions(PeftModel.from_pretrained(base, str(folder)).eval(), sequences))
+    if not found.gap <= MAX_LOGPROB_DIFF:
+        raise ValueError(f"the exported adapter is not the policy, so it is not kept: on a {served.class_name} {found}")
+    return [] if served.is_as_trained else [f"read on a {served.class_name}: {found}"]
+
+
+def _plain_base(config: Config, **trust: Any) -> PreTrainedModel:
+    """Load the base in float32, not quantised."""
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantization": None})})
+    return load_base(plain, config.model.path, dtype=torch.float32, **trust)
+
+
 # ---- a whole model ----
 
 
 def write_merged(
-    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, **trust: Any
+    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, served: ServedModel, **trust: Any
 ) -> tuple[str, list[str]]:
-    """Save the policy of a checkpoint as one model and load it back. dtype: auto is that of the base's own files.
-    Returns the dtype's name, and notes on the difference; raises ValueError where that is too large.
+    """Save the policy of a checkpoint as one model of the served class and load it back. dtype: auto is that of the
+    base's own files. Returns the dtype's name, and notes on the difference; raises ValueError where that is too large.
     """
     path = config.model.path
     own = {"revision": config.model.revision, **trust}
-    quantization = config.model.quantization
     saved = None if dtype == "auto" else getattr(torch, dtype)
     if saved is None:
         of_base = load_model_config(path, **own)
         saved = getattr(of_base.get_text_config(), "dtype", None) or getattr(of_base, "dtype", None) or torch.float32
     tokenizer = load_tokenizer(path, **own)
     if config.lora.enabled:
-        plain = config.model_copy(update={"model": config.model.model_copy(update={"quantization": None})})
-        base = load_base(plain, path, dtype=torch.float32, **trust)
-        policy: Any = load_start_adapter(base, str(checkpoint)).eval()
+        policy: Any = load_start_adapter(_plain_base(config, **trust), str(checkpoint)).eval()
     else:
         policy = load_causal_lm(str(checkpoint), dtype=torch.float32)
-    sequences = sequences_of(run, tokenizer, vocabulary=policy.get_input_embeddings().weight.shape[0])
+    sequences = sequences_of(run, tokenizer, vocabulary=embedding_rows(policy))
     wanted = predictions(policy, sequences)
     merged: Any = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
+    if not served.is_as_trained:
+        whole = served.load(path, dtype=torch.float32, **trust)
+        put_into(whole, merged, names=served)
+        merged = whole
     merged.to(saved)
     end_at_turn_end(merged, tokenizer, config.task)
     check_room(folder, needed=weight_bytes(merged.parameters()))
     merged.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, revision=config.model.revision)
     del policy, merged
-    gap, changed = compared(wanted, predictions(load_causal_lm(str(folder), dtype=saved, **trust), sequences))
+    exported = predictions(served.load(str(folder), dtype=saved, **trust), sequences)
+    found = compared(wanted, exported)
     name = str(saved).removeprefix("torch.")
-    differ = f"log-probabilities differ by {gap:.2g} a token on average"
-    change = f"{changed:.2%} of {sum(len(likeliest) for _, likeliest in wanted)} greedy tokens change"
-    if (name == "float32" and not gap <= MAX_LOGPROB_DIFF) or changed > MAX_CHANGED:
-        raise ValueError(f"the saved model is not the policy, so it is not kept: in {name} {differ}, {change}")
-    merged_into = f"trained on a {quantization} base and merged into the unquantised one: outputs differ a little"
-    return name, [f"{name}: {differ}, {change}", *([merged_into] if quantization else [])]
+    if (name == "float32" and not found.gap <= MAX_LOGPROB_DIFF) or found.changed > MAX_CHANGED:
+        raise ValueError(f"the saved model is not the policy, so it is not kept: in {name} {found}")
+    notes = [f"{name}: {found}"]
+    if config.model.quantization is not None:
+        notes = [_beside_quantised(config, checkpoint, sequences, exported, **trust)]
+    return name, notes
+
+
+def _beside_quantised(
+    config: Config,
+    checkpoint: Path,
+    sequences: list[tuple[list[int], int]],
+    exported: list[tuple[Tensor, Tensor]],
+    **trust: Any,
+) -> str:
+    """Return a note on how a merged model differs from the policy as it was trained, on a quantised base."""
+    quantization = config.model.quantization
+    merged = f"trained on a {quantization} base and merged into the unquantised one"
+    if find_spec("bitsandbytes") is None:
+        return f"warning: {merged}: how far outputs differ was not measured, since bitsandbytes is not installed"
+    base = load_base(config, config.model.path, dtype=torch.float32, **trust)
+    trained = load_start_adapter(base, str(checkpoint)).eval()
+    found = compared(predictions(trained, sequences), exported)
+    is_far = found.changed > MAX_CHANGED
+    advice = "; the adapter on the quantised base is the policy that was trained" if is_far else ""
+    return f"{'warning: ' if is_far else ''}{merged}: against the policy as it was trained, {found}{advice}"
 
 
 def sequences_of(run: RunDir, tokenizer: Any, *, vocabulary: int) -> list[tuple[list[int], int]]:
@@ -255,67 +347,23 @@ def predictions(model: Any, sequences: list[tuple[list[int], int]]) -> list[tupl
     return found
 
 
-def compared(wanted: list[tuple[Tensor, Tensor]], saved: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Return the mean difference of log-probabilities and the share of positions with another likeliest token."""
-    (a, likeliest), (b, other) = (map(torch.cat, zip(*of, strict=True)) for of in (wanted, saved))
-    return float((a - b).abs().mean()), float((likeliest != other).float().mean())
-
-
-# ---- the card ----
-
-
-def model_card(
-    config: Config,
-    steps: dict[int, dict[str, Any]],
-    *,
-    name: str,
-    step: int,
-    dtype: str | None,
-    notes: list[str],
-    picture: bool,
-) -> str:
-    """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
-    model's weights; None: an adapter.
+@dataclass(frozen=True)
+class Difference:
+    """How an export differs from the policy. gap: mean difference of log-probabilities, in nats a token; changed: share
+    of positions with another likeliest token.
     """
-    path = config.model.path
-    licence = licence_of(config.model.path)
-    is_folder = Path(path).expanduser().is_dir()
-    embedded = starter_path(path) is not None
-    sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
-    front: dict[str, Any] = {
-        "library_name": "transformers" if dtype else "peft",
-        "base_model": None if is_folder or embedded else path,
-        "license": licence if licence and re.fullmatch(r"[a-z0-9.-]+", licence) else None,
-        "datasets": sorted(map(str, sources)),
-        "tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])],
-    }
-    found = [at for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)]
-    environment = Environment(  # noqa: S701  `plain` escapes
-        loader=PackageLoader("tinyrl.tools.export", "."), trim_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
-    environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
-    return environment.get_template("model_card.md").render(
-        config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
-        picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
-        front={key: value for key, value in front.items() if value},
-        base=Path(path).name if is_folder else path,
-        reward_model=Path(config.reward.model or "").name,
-        evaluated=max(found, default=None), evaluation=steps[max(found)] if found else {},
-    )  # fmt: skip
+
+    gap: float
+    changed: float
+    positions: int
+
+    def __str__(self) -> str:
+        change = f"{self.changed:.2%} of {self.positions} greedy tokens change"
+        return f"log-probabilities differ by {self.gap:.2g} a token on average, {change}"
 
 
-def licence_of(path: str) -> str | None:
-    """Return the licence of a base, from the model card in its folder; None where there is none."""
-    if starter_path(path) is not None:
-        return "apache-2.0"
-    card = Path(path).expanduser() / "README.md"
-    text = card.read_text("utf-8", "replace")[:20_000] if card.is_file() else ""
-    found = re.match(r"---\n(?:(?!---$).*\n)*license:\s*[\"']?([\w .+-]{1,60})", text, re.MULTILINE)
-    return one_line(found[1], 60) if found else None
-
-
-def _plain(text: str) -> str:
-    """Return one line that Markdown shows as it is, without invisible characters."""
-    line = one_line(str(text), 300)
-    return re.sub(r"[\\`*\[\]|#<]", lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", line)
+def compared(wanted: list[tuple[Tensor, Tensor]], saved: list[tuple[Tensor, Tensor]]) -> Difference:
+    """Compare predictions of the same sequences."""
+    (a, likeliest), (b, other) = (map(torch.cat, zip(*of, strict=True)) for of in (wanted, saved))
+    changed = float((likeliest != other).float().mean())
+    return Difference(gap=float((a - b).abs().mean()), changed=changed, positions=len(likeliest))

@@ -1,0 +1,85 @@
+"""What a checkpoint writes is written once before step 1."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from tests import running
+from tests.training.rows import chat_model, loaded
+from tinyrl.config.schema import Config
+from tinyrl.runs.launched import Options
+from tinyrl.tools.check import check
+from tinyrl.tools.export import export
+from tinyrl.training.saves import check_saves
+
+TURN_END = "<|im_end|>"
+WORDS = ("<|im_start|>", TURN_END, "user", "assistant", *"abcdefgh")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAMPLES = {"temperature": 0.6, "top_p": 0.9}  # as Llama 2 was published: without do_sample
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose turns end in a token that its generation configuration does not list."""
+    folder = chat_model(tmp_path_factory.mktemp("base"), TEMPLATE, vocabulary=WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", TURN_END]})
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **SAMPLES}))
+    return folder
+
+
+def settings(base: Path, *, lora: bool) -> Config:
+    steps = {"num_steps": 1, "eval_every": 0}
+    return running.config("grpo", base, lora={"enabled": lora}, run=steps, optim={"learning_rate": 1e-3})
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.wide
+def test_sampling_settings_without_do_sample_are_saved(base: Path, lora: bool, tmp_path: Path) -> None:
+    """Beside the end of a turn, which is added: by a full checkpoint, by a merged export."""
+    code, run, _ = running.train(settings(base, lora=lora), tmp_path)
+    assert code == 0
+    saved = run.checkpoints / "step-000001"
+    if lora:
+        saved = export(str(run.path), merge=True, output=str(tmp_path / "merged")).folder
+    written = json.loads((saved / "generation_config.json").read_text())
+    end = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(TURN_END)
+    assert written["eos_token_id"] == [1, end]
+    assert {name: written.get(name) for name in ("do_sample", *SAMPLES)} == {"do_sample": True, **SAMPLES}
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("a setting that is not allowed")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.wide
+def test_what_the_library_refuses_to_save_is_refused_before_there_is_a_run(
+    base: Path, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(loaded(settings(base, lora=lora))) as method:
+        check_saves(method)
+        monkeypatch.setattr(GenerationConfig, "save_pretrained", refuse)
+        with pytest.raises(ValueError, match="not allowed"):
+            check_saves(method)
+    with pytest.raises(ValueError, match="not allowed"):
+        running.train(settings(base, lora=lora), tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError, match="not allowed"):
+        list(check(settings(base, lora=lora), options=Options(device="cpu"), minutes=0.01))
+
+
+def test_the_trial_writes_no_weight(base: Path, tmp_path: Path) -> None:
+    with closing(loaded(settings(base, lora=False))) as method:
+        method.save_without_weights(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= names
+    assert not [name for name in names if name.endswith(".safetensors")]

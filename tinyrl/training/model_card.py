@@ -1,0 +1,82 @@
+"""The model card of an exported policy.
+
+Values come from files of a run, which may quote anything: each is one line of visible text that Markdown takes for
+text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+import tinyrl
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
+from tinyrl.data.readers import hub_name
+from tinyrl.runs.records import to_float
+from tinyrl.text import one_line, typeset_number
+
+PICTURE = "report.png"  # of a run, copied beside the card
+
+
+def model_card(
+    config: Config,
+    steps: dict[int, dict[str, Any]],
+    *,
+    name: str,
+    step: int,
+    dtype: str | None,
+    notes: list[str],
+    picture: bool,
+    reader: str | None = None,
+) -> str:
+    """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
+    model's weights; None: an adapter. reader: the class that reads it, where AutoModelForCausalLM gives another.
+    """
+    path = config.model.path
+    licence = licence_of(config.model.path)
+    is_folder = Path(path).expanduser().is_dir()
+    embedded = starter_path(path) is not None
+    sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
+    front: dict[str, Any] = {
+        "library_name": "transformers" if dtype else "peft",
+        "base_model": None if is_folder or embedded else path,
+        "license": licence if licence and re.fullmatch(r"[a-z0-9.-]+", licence) else None,
+        "datasets": sorted(map(str, sources)),
+        "tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])],
+    }
+    found = [at for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)]
+    environment = Environment(  # noqa: S701  `plain` escapes
+        loader=PackageLoader("tinyrl.training", "."), trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
+    environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
+    return environment.get_template("model_card.md").render(
+        config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
+        reader=reader or "AutoModelForCausalLM",
+        picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
+        front={key: value for key, value in front.items() if value},
+        base=Path(path).name if is_folder else path,
+        reward_model=Path(config.reward.model or "").name,
+        evaluated=max(found, default=None), evaluation=steps[max(found)] if found else {},
+    )  # fmt: skip
+
+
+def licence_of(path: str) -> str | None:
+    """Return the licence of a base, from the model card in its folder; None where there is none."""
+    if starter_path(path) is not None:
+        return "apache-2.0"
+    card = Path(path).expanduser() / "README.md"
+    text = card.read_text("utf-8", "replace")[:20_000] if card.is_file() else ""
+    found = re.match(r"---\n(?:(?!---$).*\n)*license:\s*[\"']?([\w .+-]{1,60})", text, re.MULTILINE)
+    return one_line(found[1], 60) if found else None
+
+
+def _plain(text: str) -> str:
+    """Return one line that Markdown shows as it is, without invisible characters."""
+    line = one_line(str(text), 300)
+    return re.sub(r"[\\`*\[\]|#<]", lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", line)
