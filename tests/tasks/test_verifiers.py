@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.running import rows_of
 from tinyrl.starter import split_of
-from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_task
+from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_task, worker_service
 from tinyrl.tasks.search_qa import normalised_answer
 from tinyrl.tasks.sums import write
 
@@ -226,8 +226,9 @@ def test_answers_that_are_counted_as_the_same() -> None:
     ):
         found = load_task(name).answer
         assert found is not None
-        assert found(text) == answer
-        assert answer is None or hash(found(text)) is not None
+        row = {"golden_answers": ["The Band"]}
+        assert found(text, row) == answer
+        assert answer is None or hash(found(text, row)) is not None
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -256,6 +257,20 @@ def test_rows_of_the_hub_and_tasks_without_rows(monkeypatch: pytest.MonkeyPatch)
         assert train != held
         assert all(part in train["from"] + held["from"] for part in names.split())
     assert (train["prompt"], train["answer"]) == ("quiz", "solution_text_format")
+
+
+def test_the_answer_of_an_own_task_may_depend_on_its_row() -> None:
+    """A function of the text alone is called with that alone."""
+
+    def of_row(text: str, row: Row) -> str:
+        return text.replace(row["noise"], "")
+
+    given = {"text": ["ab", "a", "b"], "row": [{"noise": "b"}, {"noise": "x"}, {"noise": "x"}]}
+    numbers = {"row": [0, 0, 1], "text": [0, 1, 2]}
+    functions: dict[str, Any] = {"row": of_row, "text": str.upper}
+    for name, function in functions.items():
+        service = worker_service.task([Task(name="own", answer=function)])
+        assert service.calls["answers"](given, 3).values == numbers[name]
 
 
 # ---- one task alone ----
