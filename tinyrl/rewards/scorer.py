@@ -191,7 +191,8 @@ class Scorer:
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:TRIED_PROMPTS]:
             texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
-            answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts]
+            ended = [behind_thought(prompt, text) for text in texts]
+            answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in ended]
             scores = self([prompt] * TRIED_ANSWERS, answers)
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
             rewards = rewards or scores.rewards.tolist()
@@ -364,6 +365,11 @@ class Scorer:
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)
         world.sum(scores)
         return scores.tolist()
+
+
+def behind_thought(prompt: PreparedPrompt, text: str) -> str:
+    """Return a text as an answer: behind the end of the thought that the prompt has opened, if the text has none."""
+    return f"\n</think>\n\n{text}" if prompt.opened and "</think>" not in text else text
 
 
 def keep_verdicts(results: RowResults, name: str) -> RowResults:
