@@ -33,9 +33,10 @@ from tinyrl.rewards.scores import PROMPT_CHARS
 from tinyrl.rewards.trial import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import answer_tokens, as_ended, turn_text
+from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
+from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
