@@ -39,10 +39,13 @@ SCORES: list[tuple[str, Row, dict[float | None, list[Any]]]] = [
      {
         1.0: [
             "#### $1,024.00", "#### 1024 apples in 3 boxes", "#### 7\n#### 1024", "####\n1024",
-            "so \\boxed{1{,}024} of 3", "#### done\nThe answer is 1024", "That makes 1024.", [said("#### 1024")],
+            "so \\boxed{1{,}024} of 3", "<answer>1024 apples</answer> in 3 boxes",
+            "The answer is 1024. It took 3 boxes.", "\\boxed{x = 1024} of 3",
+            "\\boxed{1024\\text{ cm}} of 3", "#### done\nThe answer is 1024", "That makes 1024.", [said("#### 1024")],
         ],
         0.0: [
             "#### -1024", "#### 1024\n#### 7", "\\boxed{7} 1024", "1024 or 7", "#### 1024.5", "#### 1 024", "#### ١٠٢٤",
+            "#### 1024 or 7", "#### not 1024", "\\boxed{1024 \\text{ million}}", "It is not 1024.",
             "", "9**9**9", "9" * MB, "#### " * 200_000, [], [said(None)],
         ],
      }),

@@ -1,7 +1,8 @@
 """GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), scored by the final number alone.
 
-The number is what follows the last "####" (the format of the data), else the last \\boxed{...}, else the last number
-of the completion: a right answer counts, however the model was taught to mark it.
+The number is what follows the last "####" (the format of the data), else the one that the completion states by
+<answer>, \\boxed{...} or "the answer is" (tasks/stated.py), else its last number: a right answer counts, however the
+model was taught to mark it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from fractions import Fraction
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
 from tinyrl.tasks import Task, text_in
-from tinyrl.tasks.grading import after_last, boxed, by_row, first_number, parse_number
-from tinyrl.tasks.stated import stated_number
+from tinyrl.tasks.grading import after_last, by_row, first_number
+from tinyrl.tasks.stated import begun_number, number_of, stated_answer, stated_number
 
 HUB = {"train": "openai/gsm8k:main@train", "eval": "openai/gsm8k:main@test"}
 INSTRUCTION = "Reason step by step, then give the final number on a line of its own after ####."
@@ -28,10 +29,11 @@ def gold(row: Row) -> str:
 
 def answer(text: str, row: Row) -> Fraction | None:
     """Return the number that a completion gives as its answer; None if it gives none."""
-    for written in (first_number(after_last(text, "####") or ""), boxed(text)):
-        if (number := parse_number(written)) is not None:
-            return number
-    return stated_number(text)
+    line = after_last(text, "####") or ""
+    if first_number(line) is not None:
+        return begun_number(line)
+    stated = stated_answer(text)
+    return stated_number(text) if first_number(stated.text) is None else number_of(stated, text)
 
 
 def score(text: str, row: Row) -> float:

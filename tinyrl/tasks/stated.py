@@ -11,6 +11,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 
 from tinyrl.tasks.grading import (
     FRACTION,
@@ -152,6 +153,7 @@ _NO_UNIT = re.compile(  # a word that says something about a number, or makes an
     "halves|thirds?|quarters?|tenths|hundredths|less|more|each|mod|modulo|choose|least|most",
     re.IGNORECASE,
 )
+_SEVERAL = re.compile(r"[,;](?![0-9])|\b(?:and|or|not)\b", re.IGNORECASE)
 _OR = re.compile(r"[\s,;*\"'`)\]$]*\bor\b[\s*\"'`(\[$]*", re.IGNORECASE)
 _BETWEEN_LISTED = re.compile(r"(?:[\s,;|&/$%.]++|\b(?:and|or)\b)*+", re.IGNORECASE)
 
@@ -162,11 +164,18 @@ def number_of(answer: StatedAnswer, text: str) -> Fraction | None:
     Without a mark it is the last number of the sentence that states the answer, or of the text.
     """
     number = parse_number(answer.text)
-    if number is None:
-        number = number_with_unit(answer.text)
+    for written in (answer.text, _right_side(answer.text)):
+        number = number_with_unit(written) if number is None else number
     if number is not None or answer.is_marked:
         return number
     return stated_number(text if first_number(answer.text) is None else answer.text)
+
+
+def _right_side(text: str) -> str:
+    """Return the right side of an equation: of "x = 42"; "" for other texts and for several equations."""
+    left, _, right = text.rpartition("=")
+    is_one = left.rstrip() and left[-1] not in "!<>~" and not _SEVERAL.search(left)
+    return right.strip() if is_one else ""
 
 
 def number_with_unit(text: str) -> Fraction | None:
@@ -202,6 +211,18 @@ def stated_number(text: str) -> Fraction | None:
     if is_denied or is_alternative or _is_list(text):
         return None
     return parse_number(last.group())
+
+
+def begun_number(text: str) -> Fraction | None:
+    """Return the first number of a line that gives an answer ("42 apples in 3 boxes"). Return None where it is denied,
+    and where another one is offered beside it ("41 or 42").
+    """
+    text = plain_numbers(text)
+    found = list(islice(numbers_in(text), 2))
+    if not found or _is_denied(text, found[0].start()):
+        return None
+    is_alternative = len(found) > 1 and _OR.fullmatch(text, found[0].end(), found[1].start()) is not None
+    return None if is_alternative else parse_number(found[0].group())
 
 
 def _is_list(text: str) -> bool:
