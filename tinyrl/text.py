@@ -13,7 +13,7 @@ import sys
 import textwrap
 import unicodedata
 import urllib.parse
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
@@ -260,21 +260,18 @@ def resolve_url(url: str, *, setting: str) -> str:
 class IncrementalDetokenizer:
     """Text of tokens as they come, returned once it is whole: bytes of half a character wait for the others.
 
-    before: tokens in front of them, decoded along: a tokenizer may join or drop spaces there. hidden: tokens without a
-    text, instead of all special ones. options: of decoding.
+    before: tokens in front of them, decoded along: a tokenizer may join or drop spaces there. options: of decoding,
+    by default without special tokens.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, before: Iterable[int] = (), hidden: Collection[int] = (), **options: Any
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, before: Iterable[int] = (), **options: Any) -> None:
         self._tokenizer = tokenizer
         self._tokens = [*before]
-        self._hidden = hidden
-        self._options: Any = options or {"skip_special_tokens": not hidden}
+        self._options: Any = options or {"skip_special_tokens": True}
         self._before, self._out = 0, len(self._tokens)  # text is decoded from `before`; up to `out` it was returned
 
     def add(self, tokens: list[int], *, at_end: bool = False) -> str:
-        self._tokens += [token for token in tokens if token not in self._hidden]
+        self._tokens += tokens
         known, text = (
             str(self._tokenizer.decode(part, **self._options))
             for part in (self._tokens[self._before : self._out], self._tokens[self._before :])

@@ -5,6 +5,7 @@ held-out numbers of a reward model; by hand.
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_pass_at_k_is_over_the_prompts_with_a_verdict() -> None:
     found = verdict_metrics(verdicts, None, 4, is_pass=lambda verdict: verdict == 1.0)
     assert found == {"pass@1": pytest.approx(3 / 12), "verifier_mean": pytest.approx(3 / 12), "pass@4": 2 / 3}
     assert verdict_metrics([math.nan], None, 1, is_pass=bool) == {}
+
+
+def test_right_answers_in_two_spellings_are_one_vote_where_the_verifier_finds_them_equal() -> None:
+    """Of five answers two are wrong and alike; in another prompt all are wrong."""
+    verdicts = [1.0, 1.0, 1.0, 0.0, 0.0, *[0.0] * 5]
+    answers = ["0.5", "2^{-1}", "x", "3", "3", *"01234"]
+    how: Any = {"is_pass": lambda verdict: verdict == 1.0}
+    apart = verdict_metrics(verdicts, answers, 5, **how)
+    together = verdict_metrics(verdicts, answers, 5, equal_by_verdict=True, **how)
+    assert (apart["majority@5"], together["majority@5"]) == (0.0, 0.5)
 
 
 def test_the_most_frequent_answer_decides_and_ties_share() -> None:

@@ -174,7 +174,7 @@ def test_equal_answers_of_an_own_task_are_one_vote(tmp_path: Path) -> None:
     """Answers are pairs here, which are no JSON keys."""
     write_task(tmp_path)
     task = load_task(f"{tmp_path / 'letters.py'}:TASK")
-    assert task.answers(["ab", "ac", "", "b", "ad"]) == [0, 0, None, 1, 0]
+    assert task.answers(["ab", "ac", "", "b", "ad"], [{"word": "ab"}] * 5) == [0, 0, None, 1, 0]
     with verifier_of(task, timeout_s=5) as verifier:
         assert verifier(["p"], ["aab"], {"word": ["ab"], "answer": ["a"]}).values == [2.0]
     assert task.own is not None

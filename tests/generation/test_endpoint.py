@@ -24,7 +24,7 @@ from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.live_answer import Choice
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks.prompts import render_prompt
-from tinyrl.text import IncrementalDetokenizer
+from tinyrl.tasks.turn_text import TurnDetokenizer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -475,7 +475,7 @@ def test_calls_of_tools_are_read(text: str, content: str, calls: int) -> None:
 )
 def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> None:
     tokenizer = tiny_tokenizer()
-    choice = Choice(0, Sequence([1], SamplingParams(), np.uint64(0), 9), IncrementalDetokenizer(tokenizer), stop)
+    choice = Choice(0, Sequence([1], SamplingParams(), np.uint64(0), 9), TurnDetokenizer(tokenizer), stop)
     shown = ""
     for token in tokenizer("abcdefg", add_special_tokens=False)["input_ids"]:  # pyright: ignore
         shown += choice.add([token])  # pyright: ignore
@@ -490,7 +490,7 @@ def test_a_stop_string_in_what_the_template_wrote_stops_nothing(*, shows_stop: b
     choice = Choice(
         index=0,
         sequence=Sequence([1], SamplingParams(), np.uint64(0), 9),
-        detokenizer=IncrementalDetokenizer(tokenizer),
+        detokenizer=TurnDetokenizer(tokenizer),
         stop=["\n"],
         shows_stop=shows_stop,
         text="<think>\n",

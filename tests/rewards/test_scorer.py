@@ -96,6 +96,24 @@ def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: P
             warning(tmp_path, "raises", answer=answer, others=others)
 
 
+@pytest.mark.parametrize("answer", ["42", "<think>6 * 7</think>42", "6 * 7</think>42"])
+def test_gold_behind_a_prompt_that_opens_a_thought_is_tried_behind_the_thought(answer: str) -> None:
+    scorer = Scorer(
+        RewardConfig(),
+        load_task("sums"),
+        tokenizer=tiny_tokenizer(),
+        policy=cast(Any, None),
+        policy_format=TextFormat(),
+        micro_batches=MicroBatches(torch.device("cpu")),
+    )
+    row = {"prompt": "6 * 7?", "answer": answer}
+    opened = PreparedPrompt(0, row, "6 * 7?", "6 * 7? <think>\n", [1, 2], "<think>\n")
+    try:
+        assert scorer.check_gold([opened]) is None
+    finally:
+        scorer.close()
+
+
 def test_the_warning_of_a_gold_answer_names_the_row_by_the_end_of_its_question(tmp_path: Path) -> None:
     """Not by the system prompt that all rows share, nor by the answer to an earlier question."""
     scorer = scorer_of(tmp_path, {"flat": 1.0})

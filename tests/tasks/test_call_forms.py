@@ -10,9 +10,9 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.environments.tool_calls import ToolCall, calls_of
-from tinyrl.tasks.answers import turn_text
-from tinyrl.tasks.call_forms import CallForm, call_form
+from tinyrl.tasks.call_forms import call_form
 from tinyrl.tasks.prompts import token_ids
+from tinyrl.tasks.turn_text import turn_text
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -54,10 +54,12 @@ def tokenizer_of(calls: str | None, *, special: str | None = None) -> Any:
     return tokenizer
 
 
-def read(form: CallForm, written: str) -> tuple[str, list[ToolCall]]:
-    tokens = token_ids(form.tokenizer, written + EOS)
-    text = str(form.tokenizer.decode(tokens, skip_special_tokens=True))
-    return form.read(text, tokens, tools=TOOLS)
+def turn_of(tokenizer: Any, written: str) -> str:
+    return turn_text(tokenizer, token_ids(tokenizer, written + EOS))
+
+
+def read(tokenizer: Any, written: str) -> tuple[str, list[ToolCall]]:
+    return call_form(tokenizer, {}).read(turn_of(tokenizer, written), tools=TOOLS)
 
 
 ONE, OTHER = '{"name": "add", "KEY": {"a": 1, "b": 2}}', '{"name": "show", "KEY": {"text": "12"}}'
@@ -92,10 +94,11 @@ def written(form: str, key: str = "arguments") -> str:
 def test_calls_are_read_in_the_form_of_the_template(
     template: str | None, text: str, content: str | None, calls: list[ToolCall]
 ) -> None:
-    form = call_form(tokenizer_of(template), {})
-    said = read(form, text)
+    tokenizer = tokenizer_of(template)
+    form = call_form(tokenizer, {})
+    said = read(tokenizer, text)
     assert said == (said[0] if content is None else content, calls)
-    message = form.message(text, token_ids(form.tokenizer, text), tools=TOOLS)  # for an environment
+    message = form.message(turn_of(tokenizer, text), tools=TOOLS)  # for an environment
     assert ("tool_calls" in message) == (bool(calls) and not form.in_text)
     assert calls_of(message) == calls
     assert form.in_text == (template in (HERMES, None))
@@ -122,10 +125,9 @@ def test_a_thought_that_the_prompt_or_a_token_opened_calls_nothing_in_any_form(t
         ("", f"<think>{call}</think>{call}", [ADDED]),
         ("", call, [ADDED]),
     ):
-        tokens = token_ids(form.tokenizer, turn + EOS)
-        text = opened + turn_text(form.tokenizer, tokens)
-        assert form.read(text, tokens, tools=TOOLS, opened=opened)[1] == calls
-        message = form.message(text, tokens, tools=TOOLS, opened=opened)
+        text = opened + turn_of(tokenizer, turn)
+        assert form.read(text, tools=TOOLS)[1] == calls
+        message = form.message(text, tools=TOOLS)
         assert calls_of(message) == calls
 
 
@@ -136,10 +138,10 @@ def test_a_broken_call_is_one_that_fails() -> None:
         (MISTRAL, '[TOOL_CALLS][{"arguments": {}}]'),
         (CODER, "<tool_call>\n<function=>\n</function>"),
     ):
-        form = call_form(tokenizer_of(template), {})
-        (call,) = read(form, text)[1]
+        tokenizer = tokenizer_of(template)
+        (call,) = read(tokenizer, text)[1]
         assert call.problem
-        message = form.message("", token_ids(form.tokenizer, text), tools=TOOLS)
+        message = call_form(tokenizer, {}).message(turn_of(tokenizer, text), tools=TOOLS)
         assert json.loads(json.dumps(message)) == message
         assert [each.problem for each in calls_of(message)] == [call.problem]
 
@@ -150,9 +152,7 @@ TEXT = "<tool_call>\n<function=show>\n<parameter=text>\nTEXT\n</parameter>\n</fu
 
 
 def xml_calls(written: str, tools: list[Any] = TOOLS) -> list[ToolCall]:
-    form = call_form(tokenizer_of(CODER), {})
-    tokens = token_ids(form.tokenizer, written + EOS)
-    return form.read(written, tokens, tools=tools)[1]
+    return call_form(tokenizer_of(CODER), {}).read(written, tools=tools)[1]
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,12 @@ def test_many_calls_in_xml_are_read_in_linear_time() -> None:
 
 
 def test_a_marker_of_hermes_may_be_a_special_token_and_unknown_forms_are_refused() -> None:
-    form = call_form(tokenizer_of(HERMES, special="<tool_call>"), {})
-    assert not form.in_text
-    assert read(form, written("<tool_call>ONE</tool_call>"))[1] == [ADDED]
+    tokenizer = tokenizer_of(HERMES, special="<tool_call>")
+    form = call_form(tokenizer, {})
+    assert form.in_text
+    assert read(tokenizer, written("<tool_call>ONE</tool_call>"))[1] == [ADDED]
+    message = form.message(turn_of(tokenizer, written("<tool_call>ONE</tool_call>")), tools=TOOLS)
+    assert calls_of(message) == [ADDED]
     for calls in ("{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}",
                   "{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}"):  # fmt: skip
         with pytest.raises(ValueError, match="chat template"):

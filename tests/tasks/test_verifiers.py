@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.running import rows_of
 from tinyrl.starter import split_of
-from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_task
+from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_task, worker_service
 from tinyrl.tasks.search_qa import normalised_answer
 from tinyrl.tasks.sums import write
 
@@ -39,10 +39,13 @@ SCORES: list[tuple[str, Row, dict[float | None, list[Any]]]] = [
      {
         1.0: [
             "#### $1,024.00", "#### 1024 apples in 3 boxes", "#### 7\n#### 1024", "####\n1024",
-            "so \\boxed{1{,}024} of 3", "#### done\nThe answer is 1024", "That makes 1024.", [said("#### 1024")],
+            "so \\boxed{1{,}024} of 3", "<answer>1024 apples</answer> in 3 boxes",
+            "The answer is 1024. It took 3 boxes.", "\\boxed{x = 1024} of 3",
+            "\\boxed{1024\\text{ cm}} of 3", "#### done\nThe answer is 1024", "That makes 1024.", [said("#### 1024")],
         ],
         0.0: [
             "#### -1024", "#### 1024\n#### 7", "\\boxed{7} 1024", "1024 or 7", "#### 1024.5", "#### 1 024", "#### ١٠٢٤",
+            "#### 1024 or 7", "#### not 1024", "\\boxed{1024 \\text{ million}}", "It is not 1024.",
             "", "9**9**9", "9" * MB, "#### " * 200_000, [], [said(None)],
         ],
      }),
@@ -227,8 +230,9 @@ def test_answers_that_are_counted_as_the_same() -> None:
     ):
         found = load_task(name).answer
         assert found is not None
-        assert found(text) == answer
-        assert answer is None or hash(found(text)) is not None
+        row = {"golden_answers": ["The Band"]}
+        assert found(text, row) == answer
+        assert answer is None or hash(found(text, row)) is not None
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -257,6 +261,20 @@ def test_rows_of_the_hub_and_tasks_without_rows(monkeypatch: pytest.MonkeyPatch)
         assert train != held
         assert all(part in train["from"] + held["from"] for part in names.split())
     assert (train["prompt"], train["answer"]) == ("quiz", "solution_text_format")
+
+
+def test_the_answer_of_an_own_task_may_depend_on_its_row() -> None:
+    """A function of the text alone is called with that alone."""
+
+    def of_row(text: str, row: Row) -> str:
+        return text.replace(row["noise"], "")
+
+    given = {"text": ["ab", "a", "b"], "row": [{"noise": "b"}, {"noise": "x"}, {"noise": "x"}]}
+    numbers = {"row": [0, 0, 1], "text": [0, 1, 2]}
+    functions: dict[str, Any] = {"row": of_row, "text": str.upper}
+    for name, function in functions.items():
+        service = worker_service.task([Task(name="own", answer=function)])
+        assert service.calls["answers"](given, 3).values == numbers[name]
 
 
 # ---- one task alone ----

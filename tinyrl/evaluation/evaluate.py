@@ -95,8 +95,9 @@ def _evaluate(
     if verdicts is None and task.verify is not None:
         verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).values
     if verdicts is not None:
-        final = task.answers(scorer.answers(repeated, tokens, transcripts))
-        metrics |= verdict_metrics(verdicts, final, samples, is_pass=task.is_pass)
+        final = task.answers(scorer.answers(repeated, tokens, transcripts), [prompt.row for prompt in repeated])
+        how: Any = {"is_pass": task.is_pass, "equal_by_verdict": task.equal_by_verdict}
+        metrics |= verdict_metrics(verdicts, final, samples, **how)
     lines = sample_lines(
         answers,
         texts,

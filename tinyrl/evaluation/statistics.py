@@ -80,11 +80,17 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def verdict_metrics(
-    verdicts: list[float], answers: list[Any] | None, samples: int, *, is_pass: Callable[[float], bool]
+    verdicts: list[float],
+    answers: list[Any] | None,
+    samples: int,
+    *,
+    is_pass: Callable[[float], bool],
+    equal_by_verdict: bool = False,
 ) -> dict[str, Any]:
     """Compute pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
 
     Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
+    equal_by_verdict: the right answers to a prompt are one answer, as for a verifier to which 0.5 and 2^{-1} are equal.
     Unbiased pass@k of n samples, c of them right, is 1 - C(n - c, k) / C(n, k) (2107.03374, Eq. 1), here for k = 1, n.
     """
     groups = grouped(verdicts, samples)
@@ -93,6 +99,11 @@ def verdict_metrics(
         return {}
     passed = [[is_pass(verdict) for verdict in groups[i]] for i in judged]
     given = [] if answers is None else [grouped(answers, samples)[i] for i in judged]
+    if equal_by_verdict:
+        given = [
+            [("right", at) if ok else answer for answer, ok in zip(group, passed[at], strict=True)]
+            for at, group in enumerate(given)
+        ]
     out: dict[str, Any] = {"pass@1": mean([1.0 - group.count(False) / len(group) for group in passed])}
     out["verifier_mean"] = mean(verdicts)
     if samples > 1:

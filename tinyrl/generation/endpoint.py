@@ -52,10 +52,10 @@ from tinyrl.generation.messages_api import Messages
 from tinyrl.generation.request_body import Body
 from tinyrl.generation.responses import Responses
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler
-from tinyrl.tasks.answers import hidden_ids
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, render_prompt
-from tinyrl.text import IncrementalDetokenizer, truncate
+from tinyrl.tasks.turn_text import TurnDetokenizer
+from tinyrl.text import truncate
 
 MAX_BODY = 1 << 25  # bytes of a request
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
@@ -313,7 +313,7 @@ class Endpoint:
             choice = Choice(
                 index=len(answer.choices),
                 sequence=sequence,
-                detokenizer=IncrementalDetokenizer(self.tokenizer, hidden=hidden_ids(self.tokenizer)),
+                detokenizer=TurnDetokenizer(self.tokenizer),
                 stop=body.stops,
                 shows_stop=bool(body.include_stop_str_in_output),
                 text=answer.text if begins else "",

@@ -16,7 +16,7 @@ from tinyrl.generation.agent_episode import Call, ClientInput
 from tinyrl.generation.dialect import Dialect, EndedChoice, Refused, Usage
 from tinyrl.generation.engine import Sequence
 from tinyrl.generation.request_body import Body
-from tinyrl.text import IncrementalDetokenizer
+from tinyrl.tasks.turn_text import TurnDetokenizer
 
 SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
 
@@ -42,7 +42,7 @@ class Choice:
 
     index: int
     sequence: Sequence
-    detokenizer: IncrementalDetokenizer
+    detokenizer: TurnDetokenizer
     stop: list[str] = field(default_factory=list)
     shows_stop: bool = False
     text: str = ""

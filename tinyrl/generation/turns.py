@@ -29,9 +29,10 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, load_task
-from tinyrl.tasks.answers import ObservationTokens, turn_text
+from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, most_tokens, row_columns, shows_tools
+from tinyrl.tasks.turn_text import turn_text
 
 POLL_S = 0.1
 SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
@@ -177,7 +178,7 @@ class Episodes(AbstractContextManager):
         text = opened + turn_text(self.runner.tokenizer, tokens)
         message: Message = {"role": "assistant", "content": text}
         if (form := self.runner.form) is not None:
-            message = form.message(text, tokens, tools=self.runner.variables["tools"], opened=opened)
+            message = form.message(text, tools=self.runner.variables["tools"])
         episode.transcript.append(message)
         self.samples[sample].chose(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)

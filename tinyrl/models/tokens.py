@@ -14,6 +14,8 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +34,102 @@ _STAND_IN = re.compile(rf"{STAND_IN}(\d+)z")
 CONTEXT = 64  # characters before a text that may change its tokens
 MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
 DATE = "strftime_now"  # the template's clock; as a variable of task.chat_template_kwargs, the day that it shows
+
+
+_NAMED_OPENING = re.compile(
+    r"[<\[{]\|?(?:(?:start|begin)(?:_of)?_)?(?:\w+:)?(?:think|thinking|thought|thoughts|reasoning)\|?[>\]}]",
+    re.IGNORECASE,
+)
+# Of messages in channels, as of gpt-oss: <|start|>assistant<|channel|>analysis<|message|>...<|end|>
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+START = "<|start|>"
+MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+ASKED_WORD = "usersaid"
+THOUGHT_WORD = "policythought"
+ANSWER_WORD = "policysaid"  # contents that are rendered to see what a template writes around a thought
+
+
+@dataclass(frozen=True)
+class ThoughtMarkers:
+    """The markers of a model's thoughts, other than <think> and </think>.
+
+    texts: (opening, closing) of each pair; pairs: the tokens of these, with THOUGHTS for each; channel, message, start,
+    ends: those of messages in channels (None, and no ends, where the model has none).
+    """
+
+    texts: tuple[tuple[str, str], ...] = ()
+    pairs: dict[int, str] = field(default_factory=dict)
+    channel: int | None = None
+    message: int | None = None
+    start: int | None = None
+    ends: frozenset[int] = frozenset()
+    tokens: frozenset[int] = frozenset()
+
+
+@lru_cache(maxsize=8)
+def thought_markers(tokenizer: PreTrainedTokenizerBase) -> ThoughtMarkers:
+    """Find the markers of thoughts: added tokens that are named so ([THINK] and [/THINK]), channels, or those that the
+    chat template writes around the thought of a turn.
+    """
+    ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    if CHANNEL in ids and MESSAGE in ids:
+        ends = frozenset(ids[end] for end in MESSAGE_ENDS if end in ids)
+        channels = {ids[text] for text in (CHANNEL, MESSAGE, START) if text in ids}
+        return ThoughtMarkers(
+            channel=ids[CHANNEL],
+            message=ids[MESSAGE],
+            start=ids.get(START),
+            ends=ends,
+            tokens=ends | channels,
+        )
+    texts = named_thoughts(tokenizer)
+    if not texts and THOUGHTS[0] not in ids and tokenizer.chat_template:
+        texts = _written_thoughts(tokenizer)
+    pairs = dict[int, str]()
+    for opening, closing in texts:
+        pairs |= {ids[opening]: THOUGHTS[0], ids[closing]: THOUGHTS[1]}
+    return ThoughtMarkers(texts, pairs, tokens=frozenset(pairs))
+
+
+def thought_openings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the texts that open a thought: <think>, and the model's own."""
+    return (THOUGHTS[0], *(opening for opening, _ in thought_markers(tokenizer).texts))
+
+
+def named_thoughts(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of added tokens whose names say that a thought is between them, other than THOUGHTS."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} - {*THOUGHTS}
+    found = list[tuple[str, str]]()
+    for opening in sorted(text for text in added if _NAMED_OPENING.fullmatch(text)):
+        bracket = re.match(r"[<\[{]\|?", opening)
+        assert bracket is not None, "an opening begins with one"
+        ended = re.sub("start|begin", "end", opening, count=1, flags=re.IGNORECASE)
+        closings = (f"{bracket[0]}/{opening[bracket.end() :]}", f"{opening[0]}/{opening[1:]}", ended, ended.upper())
+        closing = next((text for text in closings if text in added and text != opening), None)
+        if closing is not None:
+            found.append((opening, closing))
+    return tuple(found)
+
+
+def _written_thoughts(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, str], ...]:
+    """Return the added tokens that the chat template writes around a turn's thought, if it writes a thought."""
+    asked = {"role": "user", "content": ASKED_WORD}
+    answer = {"role": "assistant", "content": ANSWER_WORD}
+    names = ("reasoning_content", "reasoning", "thinking")
+    thought = {**answer, **dict.fromkeys(names, THOUGHT_WORD)}
+    with suppress(ValueError), reading("the chat template refuses a thought"):
+        plain, text = (str(tokenizer.apply_chat_template([asked, last], tokenize=False)) for last in (answer, thought))
+        before, _, behind = text.partition(THOUGHT_WORD)
+        between = behind.partition(ANSWER_WORD)[0] if ANSWER_WORD in behind else ""
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        opening = max(added, key=before.rfind, default="")
+        closings = [mark for mark in added if mark in between]
+        closing = min(closings, key=between.find, default="")
+        is_new = bool(opening) and text.count(opening) == plain.count(opening) + 1
+        if opening in before and closing and opening != closing and is_new:
+            return ((opening, closing),)
+    return ()
 
 
 class Markers(NamedTuple):
@@ -59,7 +157,8 @@ def markers_of(tokenizer: PreTrainedTokenizerBase) -> Markers:
 
     added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     ids = {token.content: i for i, token in added.items() if token.special or marks(token.content)}
-    special = [text for text, i in ids.items() if added[i].special and text not in THOUGHTS]
+    thoughts = {*THOUGHTS, *(text for pair in named_thoughts(tokenizer) for text in pair)}
+    special = [text for text, i in ids.items() if added[i].special and text not in thoughts]
     return Markers(ids, {i: text for text, i in ids.items()}, _any_of(ids), _any_of(special))
 
 

@@ -100,6 +100,20 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
     return Attack([*holes.values()][::-1], not (best > low).any(), (tried, len(kinds)))
 
 
+def dressed(value: str) -> dict[str, str]:
+    """Return a right answer in the forms in which chat models write one, by their names."""
+    numeric = parse_number(value) is not None
+    fields = {
+        "value": value,
+        "number": value if numeric else None,
+        "letter": value if len(value) == 1 and value.isalpha() else None,
+        "words": None if numeric else value,
+        "exclaimed": None if numeric or len(value) == 1 else value,
+    }
+    texts = {name: _filled(template, fields) for name, template in HOLES["dresses"].items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
 def right_value(task: Task, row: Row) -> str | None:
     """Return a row's right answer without what is around it: "72" of a worked solution that ends in "#### 72"."""
     gold = task.gold(row)

@@ -33,9 +33,10 @@ from tinyrl.rewards.scores import PROMPT_CHARS
 from tinyrl.rewards.trial import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import answer_tokens, as_ended, turn_text
+from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
+from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
@@ -191,7 +192,8 @@ class Scorer:
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:TRIED_PROMPTS]:
             texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
-            answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts]
+            ended = [behind_thought(prompt, text) for text in texts]
+            answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in ended]
             scores = self([prompt] * TRIED_ANSWERS, answers)
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
             rewards = rewards or scores.rewards.tolist()
@@ -364,6 +366,11 @@ class Scorer:
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)
         world.sum(scores)
         return scores.tolist()
+
+
+def behind_thought(prompt: PreparedPrompt, text: str) -> str:
+    """Return a text as an answer: behind the end of the thought that the prompt has opened, if the text has none."""
+    return f"\n</think>\n\n{text}" if prompt.opened and "</think>" not in text else text
 
 
 def keep_verdicts(results: RowResults, name: str) -> RowResults:

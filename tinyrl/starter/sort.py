@@ -55,5 +55,5 @@ TASK = Task(
     right_or_wrong=True,
     gold=lambda row: sort_completion("".join(str(row["answer"]).split())),
     columns=("prompt", "answer"),
-    answer=listed_letters,
+    answer=lambda text, row: listed_letters(text),
 )

@@ -35,4 +35,4 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
         raise ValueError(f"task.grading=math is for the tasks gsm8k and rows; task {name} has a rule of its own")
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("task.grading=math needs math-verify: pip install 'tinyrl[math]'")
-    return replace(task, grader="tinyrl.tasks.math_grading:equal_answers")
+    return replace(task, grader="tinyrl.tasks.math_grading:equal_answers", equal_by_verdict=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
-from tinyrl.models.tokens import THOUGHTS, disguised, markers_of, template_text, token_ids, tokens_behind
+from tinyrl.models.tokens import disguised, template_text, thought_openings, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,
@@ -140,23 +140,6 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)
 
 
-@lru_cache(maxsize=4)
-def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens that a turn's text is without, where the markers of thoughts are special tokens: the other
-    special ones. Return none where decoding without special tokens keeps the markers.
-    """
-    special = special_ids(tokenizer)
-    thoughts = {id for marker, id in markers_of(tokenizer).ids.items() if marker in THOUGHTS}
-    return special - thoughts if special & thoughts else frozenset()
-
-
-def turn_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Return the text of a policy's tokens: without special tokens, but with the markers of its thoughts."""
-    hidden = hidden_ids(tokenizer)
-    shown = [token for token in tokens if token not in hidden]
-    return str(tokenizer.decode(shown, skip_special_tokens=not hidden))
-
-
 # ---- answers to learn from ----
 
 
@@ -172,8 +155,9 @@ def answer_tokens(
     bos = str(tokenizer.bos_token or "")
     if bos and prompt.tokens[:1] == [tokenizer.bos_token_id] and answer.lstrip().startswith(bos):
         answer = answer.lstrip().removeprefix(bos)
-    if prompt.opened and answer.lstrip().startswith("<think>"):
-        thoughts = answer.lstrip().removeprefix("<think>")
+    begun = next((text for text in thought_openings(tokenizer) if answer.lstrip().startswith(text)), "")
+    if prompt.opened and begun:
+        thoughts = answer.lstrip().removeprefix(begun)
         opened = prompt.opened.removeprefix("<think>")
         answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
     if in_chat(tokenizer, chat):
@@ -291,7 +275,7 @@ class ObservationTokens:
         around = _surroundings(tokenizer, variables) if chat else Surroundings("tool", "", None, "")
         self._around = around
         self.role = around.role
-        self.opened = open_thinking(around.after)
+        self.opened = open_thinking(tokenizer, around.after)
         self._closing = turn_closing(tokenizer, variables) if chat else ""
         # tokens of one observation
         self.most = max_tokens + len(token_ids(tokenizer, around.before)) + len(token_ids(tokenizer, around.after))

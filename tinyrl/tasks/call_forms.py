@@ -1,7 +1,7 @@
 """Forms of tool calls: recognise how a model's chat template writes a call, and parse a policy's calls in that form.
 
-Hermes' `<tool_call>{json}</tool_call>` is parsed from the text of a turn by environments/tool_calls.py. Other forms are
-parsed here, from tokens: their markers ([TOOL_CALLS]) may be special tokens, which the text of a turn is without.
+Hermes' `<tool_call>{json}</tool_call>` is parsed by environments/tool_calls.py, other forms are parsed here; both from
+the text of a turn, in which their markers stand also where they are special tokens ([TOOL_CALLS]).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
 from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, calls_of, parse_json
-from tinyrl.models.tokens import template_text, token_ids
-from tinyrl.tasks.answers import hidden_ids, special_ids
+from tinyrl.models.tokens import template_text
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import truncate, without_thoughts
 
@@ -50,39 +49,29 @@ class CallForm:
     """The form in which a policy writes tool calls.
 
     name      for people
-    special   special tokens that are part of calls
-    split     (text with these and without thoughts, tools) -> where the calls begin, and the calls
+    split     (text without thoughts, tools) -> where the calls begin, and the calls
     """
 
-    tokenizer: Tokenizer
     name: str
-    special: frozenset[int]
     split: Callable[[str, list[Any]], tuple[int, list[ToolCall]]]
 
     @property
     def in_text(self) -> bool:
         """Return whether environments parse the calls themselves, from the text of a turn."""
-        return self.name == HERMES and not self.special
+        return self.name == HERMES
 
-    def read(
-        self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = ""
-    ) -> tuple[str, list[ToolCall]]:
+    def read(self, text: str, *, tools: list[Any] | None) -> tuple[str, list[ToolCall]]:
         """Split a policy's turn into its text before the calls, and the calls. text: with the thought that the prompt
-        has `opened`, which the tokens do not hold.
+        has opened.
         """
-        written = text
-        if not self.in_text:
-            hidden = (hidden_ids(self.tokenizer) or special_ids(self.tokenizer)) - self.special
-            written = opened + str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
-        start, calls = self.split(without_thoughts(written), tools or [])
-        head = written[:start]
-        return (text[: text.find(head) + len(head)] if head in text else text), calls
+        start, calls = self.split(without_thoughts(text), tools or [])
+        return text[:start], calls
 
-    def message(self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = "") -> Message:
+    def message(self, text: str, *, tools: list[Any] | None) -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
         that cannot be executed is its problem, as text.
         """
-        calls = [] if self.in_text else self.read(text, tokens, tools=tools, opened=opened)[1]
+        calls = [] if self.in_text else self.read(text, tools=tools)[1]
         entries = [
             each.problem or {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
             for each in calls
@@ -101,9 +90,6 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
     plain, text = (template_text(tokenizer, [user, last], variables=variables) for last in (answer, called))
     text = text[shared_length(plain, text) :]  # begins where the text of another answer does
 
-    def special_in(marker: str) -> frozenset[int]:
-        return special_ids(tokenizer).intersection(token_ids(tokenizer, marker))
-
     def holds_the_call(at: int) -> bool:
         with suppress(ValueError):
             value, _ = parse_json(DECODER.raw_decode, text, at)
@@ -111,11 +97,9 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
         return False
 
     if VALUE not in text:
-        return CallForm(tokenizer, HERMES, frozenset(), _hermes_calls)
+        return CallForm(HERMES, _hermes_calls)
     if f"{FUNCTION}{NAME}>" in text and f"{ARGUMENT}{PARAMETER}>" in text:
-        marker = text[: text.find(NAME)]
-        special = special_in(marker)
-        return CallForm(tokenizer, f"{FUNCTION}NAME>{ARGUMENT}NAME>...", special, _xml_calls)
+        return CallForm(f"{FUNCTION}NAME>{ARGUMENT}NAME>...", _xml_calls)
     start = next((at for at, sign in enumerate(text) if sign in "[{" and holds_the_call(at)), None)
     if start is None:
         raise ValueError(
@@ -123,11 +107,10 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
             "describe the tools in the prompt and answer with environment.name=FILE.py:FUNCTION"
         )
     marker = text[:start].strip()
-    special = special_in(marker)
     if marker == OPEN and text[start] == "{":
-        return CallForm(tokenizer, HERMES, special, _hermes_calls)
+        return CallForm(HERMES, _hermes_calls)
     name = f"{marker}{{json}}" if text[start] == "{" else f"{marker}[{{json}}]"
-    return CallForm(tokenizer, name, special, lambda text, tools: _json_calls(text, marker))
+    return CallForm(name, lambda text, tools: _json_calls(text, marker))
 
 
 # ---- the forms ----

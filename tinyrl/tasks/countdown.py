@@ -113,5 +113,5 @@ TASK = Task(
     right_or_wrong=True,
     gold=lambda row: f"<answer>{row['solution']}</answer>" if row.get("solution") else None,
     columns=("numbers", "target"),
-    answer=lambda text: "".join(_expression(text).split()) or None,
+    answer=lambda text, row: "".join(_expression(text).split()) or None,
 )

@@ -27,9 +27,10 @@ OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _EXPONENT = r"[-+]?[0-9]{1,9}"
-_NUMBER = re.compile(rf"[-+]?\$?[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]{_EXPONENT})?%?")
+NUMBER = re.compile(rf"[-+]?\$?[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]{_EXPONENT})?%?")
 _DECIMAL = re.compile(rf"(?P<sign>[-+]?)\$?(?P<digits>{_DIGITS}?(?:\.[0-9]*)?)(?:[eE](?P<exponent>{_EXPONENT}))?%?")
-_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]{1,50})\}\{([0-9]{1,50})\}")
+_IN_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]{1,50})\}\{([0-9]{1,50})\}")
 _LATEX_SPELLINGS = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""))
 _PLAIN = {0xFEE0 + code: code for code in range(0x21, 0x7F)} | str.maketrans("−⁄∕\u3000", "-// ")
 
@@ -84,8 +85,8 @@ def parse_number(value: Any) -> Fraction | None:
         return None if isinstance(value, bool) else Fraction(value)
     if not isinstance(value, str) or len(value) > MAX_NUMBER_CHARS:
         return None
-    text = _plain(value).strip().strip("$").strip()
-    if fraction := _FRACTION.fullmatch(text):
+    text = plain_numbers(value).strip().strip("$").strip()
+    if fraction := FRACTION.fullmatch(text):
         text = fraction.expand(r"\1\2/\3")
     above, slash, below = text.partition("/")
     if not slash:
@@ -112,25 +113,28 @@ def numbers_equal(a: Any, b: Any) -> bool:
 
 def first_number(text: str) -> str | None:
     """Return the first number in a text, as it is written; None if there is none."""
-    return next(_numbers(text), None)
+    return next((match.group() for match in numbers_in(plain_numbers(text))), None)
 
 
 def last_number(text: str) -> str | None:
     """Return the last number in a text, as it is written, or None. "5-3" ends in 3, "= -3" in -3."""
-    return next(iter(deque(_numbers(text), maxlen=1)), None)
+    last = deque(numbers_in(plain_numbers(text)), maxlen=1)
+    return last[0].group() if last else None
 
 
-def _numbers(text: str) -> Iterator[str]:
-    text = _plain(text)
-    for match in _NUMBER.finditer(text):
+def numbers_in(text: str) -> Iterator[re.Match[str]]:
+    """Yield the numbers in a text with plain ones (`plain_numbers`)."""
+    for match in NUMBER.finditer(text):
         before = text[match.start() - 1] if match.start() else " "
         # the minus of "5-3" and "x-3" subtracts; the one of "= -3" and "(-3)" belongs to the number
         if match.group()[0] in "-+" and (before.isalnum() or before in ")]}"):
-            match = _NUMBER.match(text, match.start() + 1) or match
-        yield match.group()
+            yield NUMBER.match(text, match.start() + 1) or match
+        else:
+            yield match
 
 
-def _plain(text: str) -> str:
+def plain_numbers(text: str) -> str:
+    """Replace the spellings of numbers in LaTeX and in full-width characters by plain ones."""
     text = folded(text)
     for latex, plain in _LATEX_SPELLINGS:
         text = text.replace(latex, plain)
@@ -198,6 +202,11 @@ def after_last(text: str, marker: str) -> str | None:
 def marked_answer(text: str) -> str | None:
     """Return the answer that a text marks: the last <answer>...</answer>, else after "####", else in \\boxed{...}."""
     return tagged(text, "answer") or after_last(text, "####") or boxed(text) or None
+
+
+def without_latex_text(text: str) -> str:
+    """Return a formula with the words of its \\text{...}, \\mathrm{...} and their like without these."""
+    return _IN_LATEX_TEXT.sub(r"\1", text)
 
 
 def think_answer_format(text: str) -> bool:

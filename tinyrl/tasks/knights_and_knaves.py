@@ -48,7 +48,7 @@ def _roles(text: str | None) -> frozenset[tuple[str, str]] | None:
     return frozenset(found) if found and len(found) == len(dict(found)) == len(_ROLE.findall(text or "")) else None
 
 
-def answer(text: str) -> frozenset[tuple[str, str]] | None:
+def answer(text: str, row: Row) -> frozenset[tuple[str, str]] | None:
     """Return the roles in a completion's <answer> as a set of (name, role); None if they cannot be read."""
     return _roles(tagged(text, "answer"))
 
@@ -58,7 +58,7 @@ def score(text: str, row: Row) -> float:
     if not think_answer_format(text):
         return BAD_FORMAT
     wanted = _roles(row["answer"])
-    roles = answer(text)
+    roles = answer(text, row)
     if roles is None or wanted is None or {name for name, _ in roles} != {name for name, _ in wanted}:
         return UNREADABLE
     return RIGHT if roles == wanted else WRONG

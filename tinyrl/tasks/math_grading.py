@@ -1,8 +1,9 @@
 """Equality of answers as mathematics, by the package math-verify (`task.grading=math`; the extra `math`).
 
-For tasks whose rows have an `answer`. A completion's answer is the one it marks (as in tasks/rows.py), else the whole
-of a short one, else what math-verify finds in its end. Two answers are equal when they are the same text or number, or
-when math-verify says so: (1,2) and (1, 2), \\frac12 and 0.5, 2\\sqrt{3} and \\sqrt{12}, (x+1)^2 and x^2+2x+1.
+For tasks whose rows have an `answer`. A completion's answer is the one it states (tasks/stated.py: marked, behind "the
+answer is", or the whole of a short one), else what math-verify finds in its end. Two answers are equal when they are
+the same text or number, or when math-verify says so: (1,2) and (1, 2), \\frac12 and 0.5, 2\\sqrt{3} and \\sqrt{12},
+(x+1)^2 and x^2+2x+1.
 
 An `answer` that cannot be read (\\text{}, $$, broken LaTeX) has no score: every completion would be wrong. Words are
 compared as text only: to math-verify they are products of letters, and "listen" is "silent". The package
@@ -19,12 +20,12 @@ from typing import Any
 from math_verify import parse, verify  # pyright: ignore[reportMissingImports]  an extra
 
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import by_row, folded, marked_answer, normalised_text, numbers_equal
+from tinyrl.tasks.grading import by_row, folded, normalised_text, parse_number, without_latex_text
+from tinyrl.tasks.stated import number_with_unit, stated_answer
 
 PATIENCE_S = 2  # whole seconds, for each parse and each comparison
 MAX_ANSWER_CHARS = 300  # of a formula
 SEARCHED_CHARS = 2000  # the end of a completion, where its answer is
-_IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
 
 def score(text: str, row: Row) -> float | None:
@@ -32,19 +33,21 @@ def score(text: str, row: Row) -> float | None:
     cannot be read.
     """
     reference = row.get("answer")
-    marked = marked_answer(text)
     if reference is None or not str(reference).strip():
         return None
-    wanted = _plain(marked_answer(str(reference)) or str(reference))
+    wanted = _plain(stated_answer(str(reference)).text)
     if not _is_readable(wanted):
         return None
-    given = _plain(text if marked is None else marked)
-    if normalised_text(given) == normalised_text(wanted) or numbers_equal(given, wanted):
+    stated = stated_answer(text)
+    given = _plain(stated.text)
+    number = parse_number(wanted)
+    is_same_number = number is not None and number in (parse_number(given), number_with_unit(given))
+    if normalised_text(given) == normalised_text(wanted) or is_same_number:
         return 1.0
     if re.fullmatch(r"[\w\s'’.,;:!?-]*", wanted) and re.search(r"[^\W\d_]{3,}", wanted):  # language, no formula
         return 0.0
     answers = _formula(given) if len(given) <= MAX_ANSWER_CHARS else []
-    if marked is None:
+    if not stated.is_marked:
         answers = [*answers, *parse(folded(text[-SEARCHED_CHARS:]), parsing_timeout=PATIENCE_S)]  # found in prose
     return float(bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S))
 
@@ -63,7 +66,7 @@ def _is_readable(wanted: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return an answer without dollar signs around it, and \\text{Paris} as Paris."""
-    return _IN_TEXT.sub(r"\1", folded(text).strip().removesuffix(".").strip("$")).strip()
+    return without_latex_text(folded(text).strip().removesuffix(".").strip("$")).strip()
 
 
 @lru_cache(maxsize=4096)  # the samples of a group have one reference

@@ -121,13 +121,13 @@ class OwnCode:
         if problem := self._of(row).reference_problem:
             raise ValueError(problem)
 
-    def answers(self, texts: list[str]) -> list[Hashable | None] | None:
-        """Return the answers in completions as numbers, equal ones as the same; None if the task does not know how, or
-        if finding them failed, which is logged with the output of its code.
+    def answers(self, texts: list[str], rows: list[Row]) -> list[Hashable | None] | None:
+        """Return the answers in completions of rows as numbers, equal ones as the same; None if the task does not know
+        how, or if finding them failed, which is logged with the output of its code.
         """
         if "answer" not in self.worker.start()["task"]["functions"]:
             return None
-        results = self.worker.rows({"text": texts}, len(texts), call="answers", is_valid=_is_number)
+        results = self.worker.rows({"text": texts, "row": rows}, len(texts), call="answers", is_valid=_is_number)
         if results.failures:
             self.worker.printed.add(f"answers: {results.failures[0].reason}\n".encode(errors="replace"))
             return None

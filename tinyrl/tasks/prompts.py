@@ -5,14 +5,21 @@ Torch is never imported: the caller hands the tokenizer over.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
-from tinyrl.models.tokens import added_around, disguised, template_text, token_ids, undisguised
+from tinyrl.models.tokens import (
+    THOUGHTS,
+    added_around,
+    disguised,
+    template_text,
+    thought_markers,
+    token_ids,
+    undisguised,
+)
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 from tinyrl.text import truncate
@@ -121,9 +128,10 @@ def render_prompt(
             raise ValueError(f"the prompt is a list of chat messages, but {why}; give prompts as text")
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
         tokens = token_ids(tokenizer, text)
-        opened = re.search(r"<think>\s*\Z", text[-200:])
+        opened = open_thinking(tokenizer, text[-200:])
         bos = [] if tokens[:1] == [tokenizer.bos_token_id] else added_around(tokenizer)[0]
-        return Rendered(text, bos + tokens, opened.group() if opened else "")
+        is_empty = opened.split() == [THOUGHTS[0]]  # in a text of people's own only one that they open at its end
+        return Rendered(text, bos + tokens, opened if is_empty else "")
     messages = asked_messages(prompt, system_prompt)
     goes_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if goes_on else messages
@@ -131,7 +139,7 @@ def render_prompt(
     text = template_text(tokenizer, messages, variables=variables, **last)
     check_written(tokenizer, messages, text, variables=variables, **last)
     asked = template_text(tokenizer, before, variables=variables) if before else ""
-    opened = open_thinking(text[shared_length(text, asked) :])  # a <think> of the template's own
+    opened = open_thinking(tokenizer, text[shared_length(text, asked) :])  # a <think> of the template's own
     return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
 
 
@@ -173,10 +181,15 @@ def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[s
     return [f"{len(found):,} of {len(rows):,} rows (first: row {found[0]}) {what}"] if found else []
 
 
-def open_thinking(text: str) -> str:
-    """Return the end of a text from an unclosed <think> on; "" if there is none."""
-    start = text.rfind("<think>")
-    return text[start:] if start >= 0 and "</think>" not in text[start:] else ""
+def open_thinking(tokenizer: Tokenizer, text: str) -> str:
+    """Return the end of a text from an unclosed thought on, which begins with <think> whatever opens the model's; "" if
+    there is none.
+    """
+    for opening, closing in (THOUGHTS, *thought_markers(tokenizer).texts):
+        _, found, behind = text.rpartition(opening)
+        if found and closing not in behind:
+            return THOUGHTS[0] + behind
+    return ""
 
 
 def in_chat(tokenizer: Tokenizer, chat: Chat) -> bool:

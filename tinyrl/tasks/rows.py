@@ -1,16 +1,18 @@
 """The user's own rows: a `prompt` (text or chat messages) and, if there is one, the `answer` to compare with.
 
-A completion's answer is the one it marks: the last <answer>...</answer>, else the text after the last "####", else the
-last \\boxed{...}, else the whole completion (for a numeric answer: its last number). It is right if it is the same
-number or the same text, up to case, spacing and a final full stop. Rows without an answer have no score here (None):
-they need a reward function or a reward model, which may read an `answer` of any kind, an empty one too.
+A completion's answer is the one that it states (tasks/stated.py), without markup: what it marks by <answer>, "####" or
+\\boxed{}, else what follows "the answer is" in its sentence, else the whole completion. Where the row's `answer` is a
+number it is a number too, with a unit or without, or the last one of a completion without a mark. It is right if it is
+the same number, or the same text up to case and spacing. Rows without an answer have no score here (None): they need a
+reward function or a reward model, which may read an `answer` of any kind, an empty one too.
 """
 
 from __future__ import annotations
 
 from tinyrl.data.readers import Row
 from tinyrl.tasks import Task
-from tinyrl.tasks.grading import by_row, last_number, marked_answer, normalised_text, parse_number
+from tinyrl.tasks.grading import by_row, normalised_text, parse_number
+from tinyrl.tasks.stated import number_of, stated_answer
 
 
 def gold(row: Row) -> str | None:
@@ -28,24 +30,23 @@ def check_reference(row: Row) -> None:
         raise ValueError(f"'answer' must be text or a number, not {reference!r:.60}")
 
 
-def answer(text: str) -> str | None:
-    """Return a completion's answer, normalised: equal answers are equal texts. None for an empty one."""
-    marked = marked_answer(text)
-    given = text if marked is None else marked
-    number = parse_number(given)
-    return str(number) if number is not None else normalised_text(given) or None
+def answer(text: str, row: Row) -> str | None:
+    """Return a completion's answer as a normalised text, the same for equal ones; None for an empty one, and for one
+    without a number where the row's answer is a number.
+    """
+    reference = gold(row)
+    given = stated_answer(text)
+    is_number = reference is not None and parse_number(stated_answer(reference).text) is not None
+    number = number_of(given, text) if is_number else parse_number(given.text)
+    if number is not None or is_number:
+        return None if number is None else str(number)
+    return normalised_text(given.text) or None
 
 
 def score(text: str, row: Row) -> float | None:
     """Return 1.0 if a completion gives the row's `answer`, 0.0 if not, None if the row has none."""
-    if (reference := gold(row)) is None:
-        return None
-    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
-    marked = marked_answer(text)
-    given = text if marked is None else marked
-    if (wanted := parse_number(reference)) is not None:
-        return float(wanted in (parse_number(given), parse_number(last_number(text)) if marked is None else None))
-    return float(normalised_text(reference) in (normalised_text(given), normalised_text(text)))
+    reference = gold(row)
+    return None if reference is None else float(answer(text, row) == answer(reference, row))
 
 
 TASK = Task(

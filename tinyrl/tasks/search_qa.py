@@ -32,15 +32,19 @@ def normalised_answer(text: str) -> str:
     return plain or " ".join(lowered.split())
 
 
-def answer(text: str) -> str | None:
-    """Return a completion's last <answer>, normalised; None if there is none."""
+def answer(text: str, row: Row) -> str | None:
+    """Return a completion's last <answer>, normalised, and the first of the row's golden answers for each of them; None
+    if there is none.
+    """
     inside = tagged(text, "answer")
-    return normalised_answer(inside) or None if inside is not None else None
+    given = None if inside is None else normalised_answer(inside)
+    golden = [normalised_answer(each) for each in _golden(row["golden_answers"])]
+    return golden[0] if given in golden else given or None
 
 
 def score(text: str, row: Row) -> float:
     """Return 1.0 if a completion's answer is one of the row's golden answers, else 0.0."""
-    return float(answer(text) in [normalised_answer(golden) for golden in _golden(row["golden_answers"])])
+    return float(answer(text, row) == normalised_answer(_golden(row["golden_answers"])[0]))
 
 
 def _golden(answers: Any) -> list[str]:

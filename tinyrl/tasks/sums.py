@@ -10,12 +10,14 @@ writes rows for the methods that learn from text, each with a held-out twin (`NA
 """
 
 import random
+from fractions import Fraction
 from pathlib import Path
 
 from tinyrl.data.readers import Row
 from tinyrl.data.writers import write_command, write_rows
 from tinyrl.tasks import Task
-from tinyrl.tasks.grading import by_row, last_number, numbers_equal
+from tinyrl.tasks.grading import by_row
+from tinyrl.tasks.stated import stated_number
 
 NUM_ROWS = {"train": 4096, "eval": 512}
 SMALLEST = 2
@@ -55,15 +57,26 @@ def write(out: Path) -> list[Path]:
     return written
 
 
+def answer(text: str, row: Row) -> Fraction | None:
+    """Return the number that a completion ends with."""
+    return stated_number(text)
+
+
+def score(text: str, row: Row) -> float:
+    """Return 1.0 if a completion ends with the row's sum, else 0.0."""
+    wanted = answer(str(row["answer"]), row)
+    return float(wanted is not None and answer(text, row) == wanted)
+
+
 TASK = Task(
     name="sums",
     summary="sums of two numbers, for small chat models (right or wrong)",
     rows=rows,
-    verify=by_row(lambda text, row: float(numbers_equal(last_number(text), row["answer"]))),
+    verify=by_row(score),
     right_or_wrong=True,
     gold=lambda row: f"{row['answer']}",
     columns=("prompt", "answer"),
-    answer=last_number,
+    answer=answer,
 )
 
 if __name__ == "__main__":

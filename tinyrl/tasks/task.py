@@ -47,7 +47,8 @@ class Task:
     prompt: Callable[[Row], Prompt] = lambda row: prompt_of(row["prompt"])
     compares_with: str = ""  # optional column that `verify` needs to give a row a score
     check_reference: Callable[[Row], None] | None = None  # checks what `verify` needs of a row, if it is the reward
-    answer: Callable[[str], Hashable | None] | None = None  # a completion's answer (None: none), for majority@k
+    answer: Callable[[str, Row], Hashable | None] | None = None  # a completion's answer (None: none), for majority@k
+    equal_by_verdict: bool = False  # right completions of a row have one answer, however `answer` spells theirs
     can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics
     respond: Callable[..., list[Reply | str | None]] | None = None  # replies between turns, see environments
     stop: tuple[str, ...] = ()  # texts that end a turn there
@@ -57,13 +58,15 @@ class Task:
     grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
     own: OwnCode | None = None  # of a person's own task: its file, whose functions run in a worker process
 
-    def answers(self, texts: list[str]) -> list[Hashable | None] | None:
-        """Return the answers in completions, of which equal ones are the same (None: no answer); None if the task does
-        not know how.
+    def answers(self, texts: list[str], rows: list[Row]) -> list[Hashable | None] | None:
+        """Return the answers in completions of rows, of which equal ones are the same (None: no answer); None if the
+        task does not know how.
         """
         if self.own is not None:
-            return self.own.answers(texts)
-        return None if self.answer is None else [self.answer(text) for text in texts]
+            return self.own.answers(texts, rows)
+        if self.answer is None:
+            return None
+        return [self.answer(text, row) for text, row in zip(texts, rows, strict=True)]
 
     def replies_worker(self, *, timeout_s: float) -> WorkerFunction | None:
         """Return the worker that calls `respond` of a person's own task; None where `respond` is called here."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tinyrl.data.messages import prompt_of
@@ -37,7 +39,10 @@ def task(objects: list[Any]) -> Service:
     def answers(arguments: dict[str, list[Any]], _: int) -> RowResults:
         assert found.answer is not None
         numbers: dict[Any, int] = {}
-        given = [found.answer(text) for text in arguments["text"]]
+        answer: Callable[..., Any] = found.answer
+        takes_row = _takes_two(answer)
+        pairs = zip(arguments["text"], arguments["row"], strict=True)
+        given = [answer(text, row) if takes_row else answer(text) for text, row in pairs]
         return RowResults([None if each is None else numbers.setdefault(each, len(numbers)) for each in given])
 
     def asking_turns(arguments: dict[str, list[Any]], _: int) -> RowResults:
@@ -68,6 +73,15 @@ def _only_task(objects: list[Any]) -> Task:
     if not isinstance(found, Task):
         raise TypeError(f"it is a {type(found).__name__}, not a tinyrl.tasks.Task(...)")
     return found
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes two arguments; not one in C without a signature."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _plain_rows(rows: Any) -> list[Row]:

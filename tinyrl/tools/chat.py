@@ -28,10 +28,10 @@ from tinyrl.rollout.load import load_policy, load_scorer
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_task
-from tinyrl.tasks.answers import hidden_ids, turn_text
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
 from tinyrl.tasks.run_rows import rows_of_run
-from tinyrl.text import IncrementalDetokenizer, escape_control
+from tinyrl.tasks.turn_text import TurnDetokenizer, turn_text
+from tinyrl.text import escape_control
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 HELP = """/temperature T   set the sampling temperature (0 = greedy)
@@ -191,7 +191,7 @@ class ChatSession(ExitStack):
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
         tokenizer = self.policy.tokenizer
-        written = IncrementalDetokenizer(tokenizer, hidden=hidden_ids(tokenizer))
+        written = TurnDetokenizer(tokenizer)
 
         def reply(tokens: list[int]) -> None:
             on_text("policy", written.end())

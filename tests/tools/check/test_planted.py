@@ -229,6 +229,15 @@ def test_the_facts_of_rewards_and_environments_are_counted() -> None:
     assert tools["unknown tool"]["invalid"] == tools["gold"]["ended"] == 15
 
 
+def test_gold_is_tried_in_the_forms_in_which_chat_models_write_it() -> None:
+    """Letters have nine of them: the verifier finds all, a function that compares the whole text the bare one."""
+    verified = sections_of(ROWS, QUICK)[2]
+    compared = sections_of(REWARD.replace("NAME", "right"), QUICK)[2]
+    assert [*verified.facts["dresses"].values()] == [True] * 9
+    assert [name for name, scores in compared.facts["dresses"].items() if scores] == ["bare"]
+    assert "The answer is" in compared.render()
+
+
 def test_a_tool_is_tried_with_the_example_of_its_docstring() -> None:
     tools = sections_of(f"{ROWS} environment.tools=[mine.py:power] model.path=tools", QUICK)[-1]
     assert tools.facts["call power"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}

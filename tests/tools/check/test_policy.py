@@ -68,6 +68,21 @@ def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) 
     assert change in found(planted(groups_of(**fields), **seen))[name]
 
 
+@pytest.mark.parametrize(("right", "is_finding"), [(0, True), (7, False)])
+def test_a_completion_that_holds_the_gold_answer_and_scores_nothing_is_shown(right: int, is_finding: bool) -> None:
+    """Eight of eight of them are a finding, one of eight is a line."""
+    said = "The capital of France is Paris, I think."
+    groups = groups_of(
+        [[1.0] * right + [0.0] * (8 - right)] * 16, texts=["Paris"] * right + [said] * (8 - right), gold="Paris"
+    )
+    seen = planted(groups, knows_gold=True)
+    name = "right answers in another form"
+    whats = {one.name: one.what for one in section(seen).findings}
+    assert (name in whats) == is_finding
+    assert said in (whats[name] if is_finding else section(seen).render())
+    assert said not in section(planted(groups_of([[0.0] * 8] * 16, texts=["no"] * 8, gold="Paris"))).render()
+
+
 def test_cut_off_answers_get_a_longer_limit_within_the_positions() -> None:
     groups = groups_of(MIXED[:5], cut=True) + groups_of(MIXED[5:])
     seen = planted(groups, "generation.max_new_tokens=16", positions=88.0)

@@ -37,6 +37,7 @@ LONG_RUN_S = 48 * 3600
 FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
 FEWEST_LENGTHS = 32  # completions, before rewards and lengths are compared
 SHOWN = 60
+LEAST_MISSED = 0.2  # share of the completions that hold the gold answer and score less, for a finding
 BAR = 24
 FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
          "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
@@ -123,6 +124,13 @@ class Trial:
     def spread(self) -> float:
         """Return the share of groups of the run's size whose rewards differ."""
         return with_spread(self.groups, self.group_size)
+
+    @cached_property
+    def missed(self) -> list[Answer]:
+        """Return the completions that hold the gold answer and are not scored as right, though gold answers are."""
+        solved = self.config.task.solved_reward
+        unsolved = [answer for answer in self.answers if answer.gold and not answer.score >= solved]
+        return [one for one in unsolved if _holds(one.text, str(one.gold))] if self.knows_gold else []
 
     # ---- lengths and texts ----
 
@@ -269,18 +277,16 @@ def one_reward_for_everything(trial: Trial) -> Finding | None:
 
 def right_answers_in_another_form(trial: Trial) -> Finding | None:
     """A fifth of the completions or more hold the gold answer and are not scored as right."""
-    solved = trial.config.task.solved_reward
-    unsolved = [answer for answer in trial.answers if answer.gold and not answer.score >= solved]
-    missed = [answer for answer in unsolved if _holds(answer.text, str(answer.gold))]
+    missed = trial.missed
     share = len(missed) / len(trial.answers)
-    if not trial.knows_gold or share < 0.2:
+    if share < LEAST_MISSED:
         return None
     gold = str(missed[0].gold)
     form = f"...{gold[-SHOWN:]!r}" if len(gold) > SHOWN else repr(gold)
     return Finding(
         name="right answers in another form",
-        what=f"{share:.0%} of the completions hold the gold answer and are not scored as right: the reward reads it as "
-        f"in {form}.",
+        what=f"{share:.0%} of the completions hold the gold answer and are not scored as right, such as "
+        f"{one_line(missed[0].text, SHOWN)!r}: the reward reads it as in {form}.",
         change="Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft.",
         figures={"missed": share},
     )
@@ -561,6 +567,9 @@ def section(trial: Trial) -> CheckSection:
         worst = min(rewarded(trial.answers), key=lambda answer: answer.reward)
         for answer in (best, worst):
             lines.append(f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
+    if 0 < len(trial.missed) < LEAST_MISSED * len(trial.answers):  # more of them are a finding
+        shown = one_line(trial.missed[0].text, SHOWN)
+        lines.append(f"{len(trial.missed)} completions hold the gold answer and are not scored as right: {shown!r}")
     lines.append(
         f"{trial.mean_length:.1f} tokens on average, at most {trial.longest}; {trial.truncated:.0%} cut off at "
         f"{trial.limit}"

@@ -22,7 +22,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.numbers import mean
 from tinyrl.rewards.functions import FunctionReward, verifier_of
-from tinyrl.rewards.holes import Hole, find_holes
+from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
 from tinyrl.rewards.scores import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
@@ -40,6 +40,8 @@ ATTACKED_ROWS = 8
 SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some thousand wrong texts
 SHOWN_HOLES = 6
 SHOWN = 80
+SHOWN_FORMS = 3
+SHOWN_FORM = 40
 IDS = "completion_ids"
 CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
 MESSAGES = " Completions are lists of messages here: the text is completion[-1]['content']."
@@ -244,7 +246,10 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
                 section.lines.append(
                     f"warning: {unread} of {len(rows)} gold answers cannot be read: those rows have no score"
                 )
-        if config.reward.functions and seconds < SLOW_CALL_S and not found_by(FINDINGS, trial):
+        is_sound = seconds < SLOW_CALL_S and not found_by(FINDINGS, trial)
+        if is_sound and "gold" in scores and (config.reward.functions or task.right_or_wrong):
+            section.lines += dresses(section, scorer, task, rows[:ATTACKED_ROWS])
+        if is_sound and config.reward.functions:
             section.lines += attack(trial, scorer, task, rows[:ATTACKED_ROWS])
             section.facts["holes"] = [
                 {"name": hole.name, "share": hole.share, "text": hole.text} for hole in trial.holes
@@ -338,6 +343,30 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
     from tinyrl.models.loading import load_tokenizer  # transformers, and torch with it
 
     return load_tokenizer(config.model.path, revision=config.model.revision)
+
+
+def dresses(section: CheckSection, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
+    """Score right answers in the forms in which chat models write one; return a line on those that score as much as the
+    gold answer does.
+    """
+    right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
+    tried = [(i, name, text) for i, value in right.items() for name, text in dressed(value).items()]
+    if not tried or scorer.is_played:
+        return []
+    golds = scorer(right, [task.gold(rows[i]) or value for i, value in right.items()])
+    best = dict(zip(right, golds, strict=True))
+    scores = scorer([i for i, _, _ in tried], [text for _, _, text in tried])
+    missed = dict[str, str]()
+    for (i, name, text), score in zip(tried, scores, strict=True):
+        if not score >= best[i] and not math.isnan(best[i]):
+            missed.setdefault(name, text)
+    names = dict.fromkeys(name for _, name, _ in tried)
+    section.facts["dresses"] = {name: name not in missed for name in names}
+    scored = len(names) - len(missed)
+    line = f"gold in the forms of chat models: {scored} of {len(names)} score as gold does"
+    shown = ", ".join(f"{name} ({one_line(text, SHOWN_FORM)!r})" for name, text in [*missed.items()][:SHOWN_FORMS])
+    more = f" and {len(missed) - SHOWN_FORMS} more" if len(missed) > SHOWN_FORMS else ""
+    return [f"{line}; not {shown}{more}" if missed else line]
 
 
 def attack(trial: ScoredTexts, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
