@@ -452,12 +452,15 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(model: Path
     assert len(tried) > 4 == max(tried)  # fresh prompts, none twice
 
 
-@pytest.mark.parametrize("rule", [{"overlong_tokens": 6}, {"truncated": "penalize"}])
+@pytest.mark.parametrize(
+    ("rule", "rounds"),
+    [({"overlong_tokens": 6}, 1), ({"truncated": "penalize"}, 1), ({"truncated": "penalize"}, 0)],
+)
 def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
-    rule: dict[str, Any], model: Path, tmp_path: Path
+    rule: dict[str, Any], rounds: int, model: Path, tmp_path: Path
 ) -> None:
-    """Every answer is right, and lengths differ: no group has spread and every prompt is solved; the advantages keep
-    the penalty.
+    """Every answer is right, and lengths differ: no group has spread and every prompt is solved. The advantages keep
+    the penalty, which is learnt from unless such groups were to be replaced.
     """
     (tmp_path / "rewards.py").write_text("def score(prompts, **columns):\n    return [1.0] * len(prompts)\n")
     settings = running.config(
@@ -465,22 +468,33 @@ def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
         model,
         reward={"functions": [{"use": f"{tmp_path / 'rewards.py'}:score"}], **rule},
         generation={"stop": [*"abcdefghijklm"]},
-        grpo={"dynamic_sampling_rounds": 1},
+        grpo={"dynamic_sampling_rounds": rounds},
         task={"sampler": "difficulty"},
         run={"num_steps": 1, "eval_every": 0},
     )
     run = trained(settings, tmp_path)
     line = running.metrics(run)[1]
-    assert (line["reward/zero_spread_groups"], line["reward/zero_spread_kept"]) == (1.0, 1.0)
+    assert line["reward/zero_spread_groups"] == line.get("reward/zero_spread_kept", 1.0) == 1.0
+    assert line["optim/flat_steps"] == rounds
+    assert (line["optim/grad_norm"] == 0.0) is (rounds == 1)
     assert line["reward/mean"] < 1.0
     tried = json.loads(run.prompts.read_text())["prompts"]
-    assert len(tried) == 8  # four of the step, four in their place
+    assert len(tried) == 4 + 4 * rounds  # four of the step, four in their place
     assert all(count == right == 4 for _, _, count, right in tried)
     shown = [json.loads(sample) for sample in run.samples.read_text().splitlines()]
     assert len({sample["reward"] for sample in shown if sample["kind"] == "train"}) > 1
     assert all(sample.get("score", sample["reward"]) == 1.0 for sample in shown)
     assert all(("score" in sample) == (sample["reward"] < 1.0) for sample in shown)
     assert any(sample["advantage"] for sample in shown if sample["kind"] == "train")
+
+
+def test_what_is_left_out_of_the_loss_divides_it_by_a_constant_only() -> None:
+    """Two groups of two responses with two tokens each, one of them left out."""
+    samples = samples_of([0.0, 1.0, 5.0, 5.0], [[0.0, 0.0]] * 4, kept=[True, True, False, False])
+    counts = Counts.of(samples)
+    divisors = [counts.denominator(by, max_new_tokens=LENGTHS) for by in ("token", "sequence", "sequence-sum")]
+    assert divisors == [4, 2, 2]
+    assert counts.denominator("constant", max_new_tokens=LENGTHS) == 4 * LENGTHS
 
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]
