@@ -26,6 +26,7 @@ from tinyrl.models.batch import batch_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.grpo import Grpo, group_relative, without_spread
+from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
 from tinyrl.training.prompt_sampler import PassRates, PassRecord
@@ -338,6 +339,19 @@ def test_a_kl_that_is_not_0_pulls_without_advantages(preset: str, dtype: str, mo
     lines = running.metrics(trained(settings, tmp_path))[1:]
     assert [line["optim/flat_steps"] for line in lines] == [0, 0, 0]
     assert lines[1]["optim/grad_norm"] > 1e-4
+
+
+def test_a_kl_in_the_reward_takes_a_pass_of_its_own_only_where_the_policy_may_be_its_reference(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling is exact, so once the policy has moved the sampled log-probabilities serve: a pass is time."""
+    roles: list[str] = []
+    logprobs = OnPolicy.logprobs
+    monkeypatch.setattr(OnPolicy, "logprobs", lambda *args, **named: roles.append(args[3]) or logprobs(*args, **named))
+    steps = {"num_steps": 2, "eval_every": 0, "eval_prompts": 0}
+    trained(running.config("grpo", model, grpo={"preset": "reinforce++"}, run=steps), tmp_path)
+    assert roles[:3] == ["reference", "policy", "reference"]
+    assert "policy" not in roles[3:]
 
 
 def flat_batch(*, ref: list[float], advantage: float = 0.0) -> Any:
