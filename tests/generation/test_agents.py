@@ -47,6 +47,7 @@ from tinyrl.generation.scoring import score
 from tinyrl.rollout.collect import prepare
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import render_answer
+from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import adapted_kl_coef
 
 USER: Any = {"role": "user", "content": "hello"}
@@ -620,6 +621,10 @@ def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None
     assert length_metrics(samples) == lengths  # 2 and 1 + 2 + 2
     fill(samples, "ref", padded(samples, "logprobs") - loss_mask(samples, "all").float())
     assert kl_per_response(samples) == (3.5, 2)  # a nat a token
+    counts = Counts.of(samples)
+    assert (counts.sequences, counts.episodes) == (4, 2)
+    masked = Counts.of(two_episodes(truncated="mask")[:2])
+    assert (masked.sequences, masked.episodes) == (1, 1)
     assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 

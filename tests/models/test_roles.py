@@ -44,8 +44,21 @@ def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make: An
     assert not torch.allclose(computed("policy"), start, atol=1e-3)
     if make is full_roles:
         assert roles.reference_model is not None
-        assert {p.dtype for p in roles.reference_model.parameters()} == {dtype}
+        assert {p.dtype for p in roles.reference_model.parameters() if p.dim() > 1} == {dtype}
         assert {p.dtype for p in roles.parameters["policy"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3-moe", "gemma4", "qwen3.5", "gemma2"])
+@pytest.mark.wide
+def test_a_frozen_copy_in_half_precision_computes_what_float32_weights_do(kind: str, tiny: TinyModels):
+    """Also norms with biases, experts, scaled embeddings and those of a layer, which autocast does not cast."""
+    roles = full_roles(tiny(kind), dtype=torch.bfloat16)
+    before = {name: tensor.data_ptr() for name, tensor in every_tensor(roles).items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logprobs(roles, "reference"), logprobs(roles, "policy"))
+    assert {name: tensor.data_ptr() for name, tensor in every_tensor(roles).items()} == before
+    assert roles.reference_model is not None
+    assert {p.dtype for p in roles.reference_model.parameters() if p.dim() > 1} == {torch.bfloat16}
 
 
 def test_every_adapter_acts_alone(tiny: TinyModels):

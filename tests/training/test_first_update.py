@@ -15,8 +15,9 @@ from tests import running
 from tests.models.building import stir
 from tests.tiny_models import TinyModels, sharp_model
 from tests.training.rows import loaded, trained, write_rows
-from tinyrl.generation.sample import fill, padded
+from tinyrl.generation.sample import Sample, fill, kl, loss_mask, padded
 from tinyrl.models.micro_batches import SequenceLengths
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import Ppo
@@ -86,6 +87,61 @@ def test_in_bfloat16_a_policy_that_does_not_move_has_ratio_1_in_every_epoch(
     assert first["policy/clipfrac"] == 0.0
     assert first["policy/approx_kl"] == 0.0
     assert first["policy/sampling_gap"] > 1e-3  # the sampler rounds otherwise
+
+
+STILL: dict[str, tuple[str, dict[str, Any]]] = {
+    "reinforce++": ("grpo", {"preset": "reinforce++"}),
+    "ppo": ("ppo", {"num_epochs": 2}),
+    "grpo": ("grpo", {"preset": "grpo"}),
+    "rloo": ("grpo", {"preset": "rloo"}),
+    "rloo in one minibatch": ("grpo", {"preset": "rloo", "minibatch_size": None}),
+    "dapo": ("grpo", {"kl_coef": 0.05, "kl_estimator": "k1"}),
+    "ppo in the loss": ("ppo", {"kl_estimator": "k3"}),
+}
+
+
+def still(name: str, dtype: str, base: Path, folder: Path) -> tuple[RunDir, list[Sample]]:
+    """A step whose rewards are all 0, and its samples; the first critic knows nothing and says 0."""
+    (folder / "wrong.py").write_text("def score(prompts, **columns):\n    return [0.0] * len(prompts)\n")
+    method, of_preset = STILL[name]
+    settings = running.config(
+        method,
+        base,
+        model={"dtype": dtype},
+        reward={"functions": [{"use": f"{folder / 'wrong.py'}:score"}]},
+        generation={"max_new_tokens": 16},
+        critic={"warmup_steps": 0},
+        run={"num_steps": 1, "save_every": 1, "eval_prompts": 0, "eval_every": 0, "micro_batch_tokens": 128},
+        **{method: {"num_prompts": 8, "group_size": 4, "minibatch_size": 8, **of_preset}},
+    )
+    seen: list[list[Sample]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnPolicy, "record", lambda self, run, samples, *args, **named: seen.append(samples))
+        run = trained(settings, folder)
+    return run, seen[0]
+
+
+def assert_nothing_moved(run: RunDir, samples: list[Sample]) -> None:
+    line = running.metrics(run)[-1]
+    assert not kl(samples, loss_mask(samples)).any() or line["policy/kl_loss"] == 0.0
+    assert line["optim/flat_steps"] == 1
+    assert line["optim/grad_norm"] == line.get("value/grad_norm", 0.0) == 0.0
+    start, end = (running.weights(run, step) for step in (0, 1))
+    assert all(torch.equal(start[name], end[name]) for name in start)
+
+
+@pytest.mark.parametrize("name", STILL)
+@pytest.mark.wide
+def test_in_bfloat16_no_rounding_of_a_kl_of_0_is_learnt(name: str, sharp: Path, tmp_path: Path) -> None:
+    """Policy and reference are the same, in several minibatches; passes of other micro-batches differ by some 1e-2."""
+    assert_nothing_moved(*still(name, "bfloat16", sharp, tmp_path))
+
+
+@pytest.mark.parametrize("name", STILL)
+@pytest.mark.wide
+def test_in_float32_no_rounding_of_a_kl_of_0_is_learnt(name: str, sharp: Path, tmp_path: Path) -> None:
+    """The sampler's numbers, which are the old ones, differ from those of a pass by some 1e-6."""
+    assert_nothing_moved(*still(name, "float32", sharp, tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "method", "lora"), [("llama", "ppo", True), ("gpt2", "grpo", False)])

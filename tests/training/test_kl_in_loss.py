@@ -25,7 +25,7 @@ def kl_term(logprobs: Tensor, *, old: Tensor, ref: Tensor, estimator: str, unbia
     fields = {"old": old[None], "ref": ref[None], "logprobs": old[None], "advantage": torch.zeros(1)}
     batch: Any = SimpleNamespace(mask=mask, items=[SimpleNamespace(old=old)], padded=fields.__getitem__)
     section = GrpoConfig.model_validate({"kl_coef": 1.0, "kl_estimator": estimator, "kl_unbiased": unbiased})
-    counts = Counts(tokens=1, sequences=1, rows=1, taught=0)
+    counts = Counts(tokens=1, sequences=1, rows=1, taught=0, episodes=1)
     how: Any = {"kl_coef": 1.0, "max_new_tokens": len(logprobs), "inexact": False}
     return policy_loss(logprobs[None], torch.zeros_like(mask, dtype=torch.float32), batch, counts, section, **how)[0]
 

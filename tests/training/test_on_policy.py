@@ -22,10 +22,12 @@ from tests.training.rows import trained
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.generation.engines import FusedEngine
 from tinyrl.generation.sample import Sample, kl_per_response
+from tinyrl.models.batch import batch_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.grpo import Grpo, group_relative, without_spread
-from tinyrl.training.policy_loss import Counts, policy_loss, sampling_gap
+from tinyrl.training.on_policy import OnPolicy
+from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
 from tinyrl.training.prompt_sampler import PassRates, PassRecord
 from tinyrl.training.run import Run, RunState
@@ -39,7 +41,7 @@ def batch_with(mask: torch.Tensor, **fields: torch.Tensor) -> Any:
 
 
 def counted(tokens: int, sequences: int, rows: int) -> Counts:
-    return Counts(tokens=tokens, sequences=sequences, rows=rows, taught=0)
+    return Counts(tokens=tokens, sequences=sequences, rows=rows, taught=0, episodes=sequences)
 
 
 def loss_of(
@@ -120,17 +122,20 @@ def test_the_mismatch_is_corrected_as_configured(
     assert gap.item() == pytest.approx((math.log(1.5) * 2 + math.log(4)) / 3)
 
 
-def test_the_kl_that_the_update_measures_is_summed_over_a_response() -> None:
-    """k1 is 0.5 and -0.1 in one response and 0.2 in another of one token: 0.6 over two responses, not three tokens."""
+@pytest.mark.parametrize("episodes", [1, 2])
+def test_the_kl_that_the_update_measures_is_summed_over_an_episode(episodes: int) -> None:
+    """k1 is 0.5 and -0.1 in one response and 0.2 in another: not over three tokens, nor over two conversations of one
+    episode.
+    """
     mask = torch.tensor([[True, True], [True, False]])
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True)
     ref = torch.tensor([[-1.5, -1.9], [-3.2, 9.0]])
     batch = batch_with(mask, logprobs=logprobs.detach(), advantage=torch.zeros(2), ref=ref)
     section: Any = GrpoConfig.model_validate({"preset": "grpo"})
-    counts = counted(tokens=3, sequences=2, rows=2)
+    counts = dataclasses.replace(counted(tokens=3, sequences=2, rows=2), episodes=episodes)
     how: Any = {"kl_coef": 0.04, "max_new_tokens": LENGTHS, "inexact": False}
     _, metrics = policy_loss(logprobs, torch.zeros(2, 2), batch, counts, section, **how)
-    assert metrics["objective/kl"].item() == pytest.approx(0.6 / 2)
+    assert metrics["objective/kl"].item() == pytest.approx(0.6 / episodes)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo"])
@@ -317,35 +322,63 @@ def test_records_are_flushed_by_a_checkpoint_alone(
     }
 
 
-def always_the_same(folder: Path) -> dict[str, object]:
-    """A reward that tells no completions apart."""
-    (folder / "same.py").write_text("def score(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
-    return {"functions": [{"use": f"{folder / 'same.py'}:score"}]}
-
-
-def test_rounding_of_a_kl_that_is_0_moves_nothing(model: Path, tmp_path: Path) -> None:
-    """Advantages are 0, and the policy is its reference: the KL's gradient is some 1e-8, of which Adam would make a
-    full step. With advantages the first step does move.
-    """
-    often = {"save_every": 1, "keep_checkpoints": 9, "eval_prompts": 0, "num_steps": 1}
-    with_kl = {"grpo": {"preset": "grpo", "minibatch_size": 4}, "run": often}  # the reference has other micro-batches
-    still = trained(running.config("grpo", model, reward=always_the_same(tmp_path), **with_kl), tmp_path, name="still")
-    start, end = adapters(still, range(2))
-    assert all(torch.equal(start[name], end[name]) for name in start)
-    assert running.metrics(still)[-1]["optim/flat_steps"] == 1
-    assert "policy/kl_loss" in running.metrics(still)[-1]
-    moving = trained(running.config("grpo", model, **with_kl), tmp_path, name="moving")
-    start, end = adapters(moving, range(2))
-    assert any(not torch.equal(start[name], end[name]) for name in start)
-
-
-def test_a_kl_that_is_not_0_pulls_without_advantages(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preset", "dtype"), [("grpo", "float32"), ("reinforce++", "bfloat16"), ("reinforce++", "float32")]
+)
+@pytest.mark.wide
+def test_a_kl_that_is_not_0_pulls_without_advantages(preset: str, dtype: str, model: Path, tmp_path: Path) -> None:
     """Rewards vary in the first step alone; after it the policy is away from its reference."""
-    often = {"eval_prompts": 0}
-    settings = running.config("grpo", model, grpo={"preset": "grpo"}, reward=varied_at_first(tmp_path), run=often)
+    settings = running.config(
+        "grpo",
+        model,
+        model={"dtype": dtype},
+        grpo={"preset": preset, "minibatch_size": 8},
+        reward=varied_at_first(tmp_path),
+        run={"eval_prompts": 0},
+    )
     lines = running.metrics(trained(settings, tmp_path))[1:]
     assert [line["optim/flat_steps"] for line in lines] == [0, 0, 0]
     assert lines[1]["optim/grad_norm"] > 1e-4
+
+
+def test_a_kl_in_the_reward_takes_a_pass_of_its_own_only_where_the_policy_may_be_its_reference(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling is exact, so once the policy has moved the sampled log-probabilities serve: a pass is time."""
+    roles: list[str] = []
+    logprobs = OnPolicy.logprobs
+    monkeypatch.setattr(OnPolicy, "logprobs", lambda *args, **named: roles.append(args[3]) or logprobs(*args, **named))
+    steps = {"num_steps": 2, "eval_every": 0, "eval_prompts": 0}
+    trained(running.config("grpo", model, grpo={"preset": "reinforce++"}, run=steps), tmp_path)
+    assert roles[:3] == ["reference", "policy", "reference"]
+    assert "policy" not in roles[3:]
+
+
+def flat_batch(*, ref: list[float], advantage: float = 0.0) -> Any:
+    """A micro-batch of one response: log-probabilities of its three tokens are -1, the last one is only read."""
+    sample = Sample([1], [1, 1, 1], [True, True, False], [-1.0] * 3, row=0)
+    sample.ref = torch.tensor(ref)
+    sample.advantage = torch.tensor(advantage)
+    return batch_of([sample])
+
+
+@pytest.mark.parametrize(
+    ("ref", "changed", "only"),
+    [
+        ([-1.0, -1.00009, 5.0], {}, True),  # what was only read does not count
+        ([-1.0, -1.0002, 5.0], {}, False),
+        ([-1.0, -1.0002, 5.0], {"kl_coef": 0.0}, True),
+        ([-1.0, -1.0, 5.0], {"advantage": 1e-9}, False),
+        ([-1.0, -1.0, 5.0], {"entropy_coef": 0.1}, False),
+        ([-1.0, -1.0, 5.0], {"teacher_coef": 0.1}, False),
+    ],
+)
+def test_what_is_only_rounding(ref: list[float], changed: dict[str, float], only: bool) -> None:
+    given = {"kl_coef": 0.04, "teacher_coef": 0.0, "entropy_coef": 0.0, "advantage": 0.0, **changed}
+    batch = flat_batch(ref=ref, advantage=given["advantage"])
+    section = grpo(preset="grpo", entropy_coef=given["entropy_coef"])
+    coefs = {"kl_coef": given["kl_coef"], "teacher_coef": given["teacher_coef"]}
+    assert only_rounding(torch.full((1, 3), -1.0), batch, section, **coefs) is only
 
 
 def test_sampling_that_is_measured_to_be_inexact_is_corrected_for(
@@ -433,12 +466,15 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(model: Path
     assert len(tried) > 4 == max(tried)  # fresh prompts, none twice
 
 
-@pytest.mark.parametrize("rule", [{"overlong_tokens": 6}, {"truncated": "penalize"}])
+@pytest.mark.parametrize(
+    ("rule", "rounds"),
+    [({"overlong_tokens": 6}, 1), ({"truncated": "penalize"}, 1), ({"truncated": "penalize"}, 0)],
+)
 def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
-    rule: dict[str, Any], model: Path, tmp_path: Path
+    rule: dict[str, Any], rounds: int, model: Path, tmp_path: Path
 ) -> None:
-    """Every answer is right, and lengths differ: no group has spread and every prompt is solved; the advantages keep
-    the penalty.
+    """Every answer is right, and lengths differ: no group has spread and every prompt is solved. The advantages keep
+    the penalty, which is learnt from unless such groups were to be replaced.
     """
     (tmp_path / "rewards.py").write_text("def score(prompts, **columns):\n    return [1.0] * len(prompts)\n")
     settings = running.config(
@@ -446,22 +482,33 @@ def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
         model,
         reward={"functions": [{"use": f"{tmp_path / 'rewards.py'}:score"}], **rule},
         generation={"stop": [*"abcdefghijklm"]},
-        grpo={"dynamic_sampling_rounds": 1},
+        grpo={"dynamic_sampling_rounds": rounds},
         task={"sampler": "difficulty"},
         run={"num_steps": 1, "eval_every": 0},
     )
     run = trained(settings, tmp_path)
     line = running.metrics(run)[1]
-    assert (line["reward/zero_spread_groups"], line["reward/zero_spread_kept"]) == (1.0, 1.0)
+    assert line["reward/zero_spread_groups"] == line.get("reward/zero_spread_kept", 1.0) == 1.0
+    assert line["optim/flat_steps"] == rounds
+    assert (line["optim/grad_norm"] == 0.0) is (rounds == 1)
     assert line["reward/mean"] < 1.0
     tried = json.loads(run.prompts.read_text())["prompts"]
-    assert len(tried) == 8  # four of the step, four in their place
+    assert len(tried) == 4 + 4 * rounds  # four of the step, four in their place
     assert all(count == right == 4 for _, _, count, right in tried)
     shown = [json.loads(sample) for sample in run.samples.read_text().splitlines()]
     assert len({sample["reward"] for sample in shown if sample["kind"] == "train"}) > 1
     assert all(sample.get("score", sample["reward"]) == 1.0 for sample in shown)
     assert all(("score" in sample) == (sample["reward"] < 1.0) for sample in shown)
     assert any(sample["advantage"] for sample in shown if sample["kind"] == "train")
+
+
+def test_what_is_left_out_of_the_loss_divides_it_by_a_constant_only() -> None:
+    """Two groups of two responses with two tokens each, one of them left out."""
+    samples = samples_of([0.0, 1.0, 5.0, 5.0], [[0.0, 0.0]] * 4, kept=[True, True, False, False])
+    counts = Counts.of(samples)
+    divisors = [counts.denominator(by, max_new_tokens=LENGTHS) for by in ("token", "sequence", "sequence-sum")]
+    assert divisors == [4, 2, 2]
+    assert counts.denominator("constant", max_new_tokens=LENGTHS) == 4 * LENGTHS
 
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]

@@ -45,7 +45,7 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     fill(two, "ref", torch.full((2, 6), -1.5))
     assert loss_mask(two).tolist() == MASK
     counts = Counts.of(two)
-    assert counts == Counts(tokens=7, sequences=2, rows=2, taught=7)
+    assert counts == Counts(tokens=7, sequences=2, rows=2, taught=7, episodes=2)
     assert counts.denominator("constant", max_new_tokens=24) == 2 * 24
     assert kl(two, loss_mask(two)).tolist() == [[0.5, -0.5, 0, 0, 0, -1.5], [0.5, 0.5, 0.5, 0.5, 0, 0]]
     assert kl_per_response(two)[0] == pytest.approx((-1.5 + 2.0) / 2)

@@ -3,7 +3,7 @@
 Nothing here carries a gradient. What differs from the papers: a response may hold False tokens (tool output, padding).
 They are skipped, not zeroed: the step after a True token is the next True token, however far away; gamma and lambda are
 not applied to the tokens between, and a reward on a False token is ignored. The value after the last True token is 0,
-unless a truncated response is bootstrapped.
+also where a response was cut off at its limit: nothing is bootstrapped.
 Groups may hold NaN scores ("does not apply", "dropped"): they are left out and get 0.
 """
 

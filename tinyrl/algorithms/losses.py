@@ -204,7 +204,8 @@ def mismatch_weights(
         token          min(w[t], cap)                          truncated importance sampling, Yao et al. 2025
         sequence       min(W, cap)                             the same by sequence, unbiased but for the cap:
                                                                Liu et al. 2025, "When speed kills stability"
-        token-mask     w[t] where w[t] <= cap else 0           IcePop, Ring-1T (2510.18855)
+        token-mask     w[t] where w[t] <= cap else 0           the upper side of IcePop, Ring-1T (2510.18855), which
+                                                               also masks tokens with a small w[t]
         sequence-mask  W where W <= cap else 0                 masked importance sampling, Liu et al. 2025
 
     old_logprobs are training's numbers for the policy before its update. Exponents are clamped to at most 20.

@@ -135,7 +135,8 @@ class GrpoConfig(PolicyGradientSection):
         default="token", description="importance weights for inexact sampling: capped (TIS), masked, or none"
     )
     dynamic_sampling_rounds: Rounds = Field(
-        default=0, description="most rounds of fresh prompts for groups without spread"
+        default=0,
+        description="most rounds of fresh prompts for groups without spread; what remains of them is not learnt from",
     )
 
 

@@ -58,7 +58,7 @@ class Sample:
     # 2. Computed before the update, by passes without gradient.
     ref: Tensor | None = None  # log-probabilities under the reference
     old: Tensor | None = None  # under the policy before the update: the ratio's denominator
-    rescored: Tensor | None = None  # under the policy, by a pass like the reference's, for a KL in the reward
+    rescored: Tensor | None = None  # under the policy, by passes like the reference's, for a KL in the reward
     values: Tensor | None = None  # of the critic
     teacher: Tensor | None = None  # log-probabilities under the teacher
     teaching: Teaching | None = None  # the teacher's distributions at the tokens in the loss
@@ -195,7 +195,9 @@ def kl(samples: Sequence[Sample], mask: Tensor) -> Tensor:
     if samples[0].ref is None:
         return torch.zeros(mask.shape)
     first = samples[0]
-    policy = "old" if first.old is not None else "logprobs" if first.rescored is None else "rescored"
+    policy = "logprobs" if first.old is None else "old"
+    if first.rescored is not None:
+        policy = "rescored"
     return torch.where(mask, k1(padded(samples, policy), padded(samples, "ref")), 0.0)
 
 

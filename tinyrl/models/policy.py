@@ -44,7 +44,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinyrl.config.schema import Config
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly
-from tinyrl.models.device import Device, autocast_dtype, move_to_device, to_device
+from tinyrl.models.device import Device, move_to_device, to_device
+from tinyrl.models.frozen_copy import frozen_copy
 from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
@@ -110,7 +111,7 @@ class Policy:
         self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
         if self.peft is None:
             if self.has_reference:
-                self.reference_model = self._frozen_copy()
+                self.reference_model = frozen_copy(self.causal, self.device)
             self.causal.float()
         self._collect_adapters()
         policy = self.adapter_parameters(POLICY_ADAPTER) if self.peft else dict(self.causal.named_parameters())
@@ -120,17 +121,6 @@ class Policy:
         self.packs = packs_exactly(self.backbone("policy"))
 
     # ---- building roles ----
-
-    def _frozen_copy(self) -> PreTrainedModel:
-        """Copy the model in the dtype that it has now, never to be trained. Under autocast it computes what the model
-        will with float32 weights: embeddings are read in float32, so the sums between layers are too.
-        """
-        copied = move_to_device(copy.deepcopy(self.causal), self.device).requires_grad_(False).eval()
-        if copied.dtype != torch.float32:
-            copied.get_input_embeddings().register_forward_hook(
-                lambda _layer, _ids, embedded: embedded.float() if autocast_dtype(embedded.device.type) else embedded
-            )
-        return copied
 
     def adapter_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """Return the LoRA parameters of one adapter, by their names in the base model."""

@@ -117,9 +117,10 @@ class Grpo(OnPolicy):
 
     def sample_groups(self, run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh
-        prompts replace groups without spread (DAPO's dynamic sampling), in at most so many rounds. The metrics are from
-        before that: groups selected by their rewards would bias them. Spread is that of the scores: a group that is all
-        wrong stays one whatever length penalties say, and would teach to be short and nothing else.
+        prompts replace groups without spread (DAPO's dynamic sampling), in at most so many rounds, and those that none
+        could replace are left out of the loss. The metrics are from before that: groups selected by their rewards would
+        bias them. Spread is that of the scores: a group that is all wrong stays one whatever length penalties say, and
+        would teach to be short and nothing else.
         """
         config = self.config.grpo
         size = self.group_size
@@ -145,6 +146,9 @@ class Grpo(OnPolicy):
             flat = flat[len(informative) :]
         if config.dynamic_sampling_rounds:
             metrics["reward/zero_spread_kept"] = len(flat) / count
+            for place in flat:
+                for sample in samples[place * size : (place + 1) * size]:
+                    sample.in_loss = False
         return samples, metrics
 
 

@@ -17,6 +17,7 @@ from tinyrl.generation.sample import (
     apply_length_rules,
     environment_metrics,
     fill,
+    kl,
     kl_per_response,
     length_metrics,
     loss_mask,
@@ -37,6 +38,7 @@ from tinyrl.rollout.records import (
 )
 from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method
+from tinyrl.training.policy_loss import ROUNDING
 from tinyrl.training.prompt_sampler import PassRates, PromptSampler
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 
-EXACT = 1e-4  # nats a token: rounding in float32 stays below (measured: 1e-6), other numerics do not
+NEAR = 1e-3  # nats: a policy none of whose tokens is further from its reference may be the reference
 
 
 class OnPolicy(Method):
@@ -225,27 +227,48 @@ class OnPolicy(Method):
     ) -> dict[str, float]:
         """Set `ref` where a KL needs it, and `old` where the ratio does; return what the passes have measured.
 
-        `old` is what was recorded while sampling, or where that is not exact comes from a pass over each minibatch by
-        itself, so that the update's first forward pass, of the same micro-batches, computes the same numbers. Where no
-        `old` is needed a KL in the reward takes `rescored`, from a pass like the reference's, as an engine that is not
-        exact would add its own noise to it.
+        All passes are over each minibatch by itself, of the update's own micro-batches, so that one policy has the same
+        numbers in all of them: the ratio is 1 before the first optimizer step, and a policy that is its reference has a
+        KL of exactly 0. Rounding would otherwise be all that there is to learn from where rewards are equal, and an
+        optimizer that divides a gradient by its size would make a full step of it.
+
+        `old` is what was recorded while sampling, or where that is not exact comes from a pass. A KL in the reward
+        takes `rescored`, from a pass, where `old` would add the engine's rounding to it: where sampling is not exact,
+        and where the policy may be its reference.
 
         `scored`: of every sample with a reward, those that are left out of the loss among them.
         """
         tokens: Tokens = "rewarded" if scored else "loss"
         exact = self.samples_exactly(run)
+        compute = partial(self._fill_logprobs, run, minibatches, tokens=tokens)
+        measured: dict[str, float] = {}
         if self.reads_reference:
-            fill(samples, "ref", self.logprobs(run, samples, "reference", tokens=tokens))
+            compute("ref", role="reference")
         if self.uses_old_logprobs and exact:
             fill(samples, "old", padded(samples, "logprobs"))
         elif self.uses_old_logprobs:
-            for minibatch in minibatches:
-                fill(minibatch, "old", self.logprobs(run, minibatch, "policy", tokens=tokens))
+            compute("old", role="policy")
             gap = (padded(samples, "old") - padded(samples, "logprobs")).abs()
-            return {"policy/sampling_gap": float(masked_mean(gap, loss_mask(samples)))}
-        elif self.reads_reference and self.config.policy_gradient.kl_in_reward and not exact:
-            fill(samples, "rescored", self.logprobs(run, samples, "policy", tokens=tokens))
-        return {}
+            measured["policy/sampling_gap"] = float(masked_mean(gap, loss_mask(samples)))
+        if self.reads_reference and self.config.policy_gradient.kl_in_reward:
+            farthest = kl(samples, loss_mask(samples, tokens)).abs().max()
+            as_sampled = exact or not self.uses_old_logprobs
+            if as_sampled and (farthest <= NEAR or not exact):
+                compute("rescored", role="policy")
+        return measured
+
+    def _fill_logprobs(
+        self,
+        run: Run,
+        minibatches: list[list[Sample]],
+        name: str,
+        *,
+        role: Literal["policy", "reference"],
+        tokens: Tokens,
+    ) -> None:
+        """Set a field of the samples to their log-probabilities under a role, by a pass over each minibatch."""
+        for minibatch in minibatches:
+            fill(minibatch, name, self.logprobs(run, minibatch, role, tokens=tokens))
 
     def logprobs(
         self,
@@ -274,7 +297,7 @@ class OnPolicy(Method):
         """Take what the step has shown into the state of the run. Metric: optim/flat_steps.
 
         A step in which the policy had no gradient is counted, and one in which no sample had a reward. Where sampling
-        and training were further apart than EXACT, sampling counts as inexact from the next step on: old
+        and training were further apart than ROUNDING, sampling counts as inexact from the next step on: old
         log-probabilities are computed and the mismatch is corrected for (`importance_correction`). All processes have
         measured the same.
         """
@@ -284,11 +307,11 @@ class OnPolicy(Method):
         if not any(sample.rewarded for sample in samples):
             controllers.unrewarded_steps += 1
         gap, count = run.metrics.sums.get("policy/sampling_gap", (0.0, 1))
-        if self.samples_exactly(run) and gap / count > EXACT:
+        if self.samples_exactly(run) and gap / count > ROUNDING:
             controllers.inexact_sampling = True
             run.display.note(
                 f"warning: sampling and training differ by {gap / count:.2g} nats a token, more than rounding in "
-                f"float32 ({EXACT:g}). From the next step on log-probabilities before the update are computed, and "
+                f"float32 ({ROUNDING:g}). From the next step on log-probabilities before the update are computed, and "
                 "the mismatch is corrected for."
             )
         return {"optim/flat_steps": controllers.flat_steps}
