@@ -30,9 +30,10 @@ from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
 from tinyrl.errors import CodeChanged, Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
-from tinyrl.runs.run_dir import RunDir, check_new_run, write_atomic
+from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers

@@ -88,7 +88,6 @@ def start(
         path = world.on_main(lambda: str(own.path) if own else "")
         folder = own or RunDir(Path(path), writes=False)  # rank 0 holds it; the other processes write nothing into it
         undo.callback(folder.lock.release)
-        folder.write_config(config)
         write_environment(folder, method, options=options, command=command)
         sources: Callable[[], InputHashes] = InputHashes
         if folder.writes:  # beside the training: large weights take seconds
@@ -167,6 +166,9 @@ def resume(
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(folder.lock)
+        folder.check_files()
+        if folder.writes:
+            checkpoints.sweep(folder.checkpoints)
         checkpoint, warnings = checkpoints.newest_sound(folder.checkpoints)
         if checkpoint is None:
             refuse_to_begin_again(folder, warnings)
@@ -324,7 +326,6 @@ def fork(
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
-        new.write_config(config)
         changed = [before for before in reward_changes(old.read_environment()) if before <= step]
         # what else there is to write is known once it is loaded
         new.write_environment({"options": asdict(options), REWARD_CHANGED: changed})

@@ -8,7 +8,6 @@ each is one line of visible text that Markdown takes for text.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -36,6 +35,7 @@ from tinyrl.models.policy import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
+from tinyrl.runs.folders import LOCK, written_whole
 from tinyrl.runs.records import read_steps, samples_of, to_float
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
 from tinyrl.text import one_line, typeset_number
@@ -81,10 +81,7 @@ def export(
     if config.lora.enabled:
         config = _as_trained(config, checkpoint)
     name = run.path.resolve().name
-    writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
+    with written_whole(folder) as writing:
         saved = None
         notes = list[str]()
         if merge or not config.lora.enabled:
@@ -97,11 +94,6 @@ def export(
         if day := config.task.chat_template_kwargs.get(DATE):
             notes.append(f"the chat template shows today's date, which was {day} in training")
         _describe(writing, run, config, name=name, step=checkpoint_step(checkpoint), dtype=saved, notes=notes)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(writing, folder)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     commands = commands_for(folder, config, name=name, is_adapter=saved is None)
     return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
 
@@ -183,7 +175,10 @@ def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str
         raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
     kind = "model" if not lora else "merged" if merge else "adapter"
     folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
-    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS).is_file():
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link to {folder.readlink()}; give the folder itself: --output")
+    there = {file.name for file in folder.iterdir()} if folder.exists() else set[str]()
+    if there - {LOCK} and FACTS not in there:
         raise ValueError(f"{folder} exists and is no exported folder (it has no {FACTS}); choose another --output")
     return folder
 
