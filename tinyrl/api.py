@@ -39,6 +39,7 @@ from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
+from tinyrl.workers.foreign_code import tell_code
 from tinyrl.workers.loading import uses_of
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class OpenedRun:
         options = Options(device, trust_remote_code)
         with alone():
             config = self._folder.read_config(overrides_from(settings))
+            tell_code(self.path, config)
             check_before_loading(config)
             from tinyrl.training.launch import resume  # with torch
 

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Barrier
@@ -50,6 +51,15 @@ def test_names_cannot_leave_the_folder(tmp_path: Path):
             with pytest.raises(ValueError, match=r"^--name "):
                 create_run(str(tmp_path / "runs"), name=name, config=CONFIG, overwrite=overwrite)
     assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", ["base", "start", "teacher", "policy", "self"])
+def test_a_word_for_another_model_is_no_name_of_a_run(name: str, tmp_path: Path):
+    for refused in (check_new_run, partial(create_run, config=CONFIG)):
+        with pytest.raises(ValueError, match=f"--name {name}"):
+            refused(str(tmp_path), name=name, overwrite=True)
+        refused(str(tmp_path), name=f"{name}-1", overwrite=True)
+    assert names_in(tmp_path) == {f"{name}-1"}
 
 
 def test_a_run_takes_the_place_of_an_empty_folder_and_of_one_whose_start_was_killed(tmp_path: Path):

@@ -29,6 +29,8 @@ from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
 
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
+OWN_SIDES = ("base", "start", "teacher")  # models of a run itself, where a target is asked for
+TAKEN_NAMES = (*OWN_SIDES, "policy", "self")  # words with a meaning of their own where a model is asked for
 IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of a rename to a folder that is not empty
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log; beyond, the later half is kept
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -210,6 +212,8 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
             f"--name {name!r}: a run's name is made of at most 100 letters, digits, '.', '_' and '-', starts with a "
             f"letter or digit, and stays inside {root}/"
         )
+    if name in TAKEN_NAMES:
+        raise ValueError(f"--name {name}: this word means another model where a run is asked for; choose another name")
     folder = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")

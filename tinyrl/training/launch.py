@@ -51,6 +51,7 @@ from tinyrl.training.run import (
 )
 from tinyrl.training.step import rate_factor, schedule_notes
 from tinyrl.workers.fingerprint import fingerprint
+from tinyrl.workers.foreign_code import tell_code
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -319,6 +320,7 @@ def fork(
     step = kept.run.step
     source = Source(f"{checkpoint.name} of {old.path}")
     config = build_config(ignore_neutral(kept.config), overrides, source=source)
+    tell_code(old.path, config)
     last = f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N"
     epochs = config.run.epochs  # steps are known when rows are read
     if kept.run.phase == "rollout" and step >= config.run.num_steps and epochs is None:
