@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -61,7 +64,8 @@ def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path, monke
 def test_what_a_killed_writer_left_of_a_file_goes_with_the_next_one_and_what_is_written_now_stays(
     tmp_path: Path,
 ) -> None:
-    left, live = (tmp_path / f".writing-report.html-{digit * 16}" for digit in "12")
+    left, live, empty = (tmp_path / f".writing-report.html-{digit * 16}" for digit in "123")
+    empty.touch()
     others = [f".writing-report.png-{HEX}", ".writing-report.html-mine", "report.html.writing"]
     for name in (left.name, live.name, *others):
         (tmp_path / name).write_text("half")
@@ -141,6 +145,9 @@ def test_what_killed_writers_left_is_swept_and_folders_of_others_stay(tmp_path: 
     hidden(tmp_path, "writing", "merged")
     hidden(tmp_path, "deleting", "merged")
     hidden(tmp_path, "aside", "merged")  # the new one is in its place
+    (tmp_path / f".writing-empty-{HEX}").mkdir()
+    (tmp_path / f".writing-unlocked-{HEX}").mkdir()
+    (tmp_path / f".writing-unlocked-{HEX}" / LOCK).touch()
     fill(tmp_path / "merged", "new")
     live = hidden(tmp_path, "writing", "model")
     mine = fill(tmp_path / ".writing-merged-draft", "mine")
@@ -151,6 +158,29 @@ def test_what_killed_writers_left_is_swept_and_folders_of_others_stay(tmp_path: 
     assert names_in(tmp_path) == {"merged", live.name, mine.name, "outside", f".deleting-link-{HEX}"}
     assert names_in(outside) == names_in(mine) == {"model"}
     assert (tmp_path / "merged" / "model").read_text() == "new"
+
+
+@pytest.mark.parametrize(("owner", "call"), [(os, "open"), (fcntl, "flock")])
+def test_a_new_folder_that_another_process_sweeps_before_it_is_locked_is_made_again(
+    owner: ModuleType, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its lock is made, and before the lock is held."""
+    plain = getattr(owner, call)
+    swept = list[str]()
+
+    def sweeping(*arguments: Any, **named: Any) -> Any:
+        if not swept and (call == "flock" or ".writing-" in str(arguments[0])):
+            monkeypatch.setattr(owner, call, plain)
+            swept.extend(names_in(tmp_path))
+            sweep(tmp_path)
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(owner, call, sweeping)
+    with written_whole(tmp_path / "merged") as writing:
+        assert writing.name not in swept
+        fill(writing, "new")
+    assert len(swept) == 1
+    assert names_in(tmp_path) == {"merged"}
 
 
 def test_a_folder_that_gave_way_to_one_that_never_came_is_put_back(tmp_path: Path) -> None:

@@ -65,11 +65,9 @@ def _place_in(path: Path, folder: int | None) -> Path | str:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. What is at `path` is replaced, a link too."""
     _sweep_files(path)
-    temporary = path.with_name(hidden_name(WRITING, path.name))
+    temporary, descriptor = _new_file(path)
     try:
-        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            with contextlib.suppress(OSError):  # a system without such locks
-                _try_lock(file.fileno())
+        with open(descriptor, "wb") as file:
             file.write(content if isinstance(content, bytes) else content.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -78,13 +76,27 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _new_file(path: Path) -> tuple[Path, int]:
+    """Make a hidden file that is to become `path`, locked; return it with its descriptor."""
+    while True:
+        temporary = path.with_name(hidden_name(WRITING, path.name))
+        descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            is_locked = _try_lock(descriptor)
+        except OSError:  # a system without such locks, where nothing is swept
+            is_locked = True
+        if is_locked and _names(temporary, descriptor):
+            return temporary, descriptor
+        os.close(descriptor)  # swept by another writer before it was locked
+
+
 def _sweep_files(path: Path) -> None:
-    """Delete what killed writers of the file `path` left behind. An empty one may have a writer who has no lock yet."""
+    """Delete what killed writers of the file `path` left behind."""
     for left in _hidden_in(path.parent):
         if not left.name.startswith(f"{WRITING}{path.name}-"):
             continue
         with contextlib.suppress(OSError), open(open_file(left, os.O_RDWR), "r+b") as file:
-            if os.fstat(file.fileno()).st_size > 0 and _try_lock(file.fileno()):
+            if _try_lock(file.fileno()):
                 left.unlink()
 
 
@@ -208,9 +220,13 @@ def new_folder(path: Path) -> FolderLock:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent)
-    made = FolderLock(path.with_name(hidden_name(WRITING, path.name)))
-    made.folder.mkdir()
-    return made.take()
+    while True:
+        made = FolderLock(path.with_name(hidden_name(WRITING, path.name)))
+        made.folder.mkdir()
+        try:
+            return made.take()
+        except (FileNotFoundError, ValueError):  # swept by another process before it was locked
+            shutil.rmtree(made.folder, ignore_errors=True)
 
 
 def move_into_place(made: FolderLock, path: Path) -> None:
@@ -242,7 +258,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         try:
             yield made.folder
             move_into_place(made, path)
-            (path / LOCK).unlink()
+            (path / LOCK).unlink(missing_ok=True)
         finally:
             if made.folder != path:
                 shutil.rmtree(made.folder, ignore_errors=True)
@@ -260,16 +276,18 @@ def sweep(root: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
             continue
         lock = FolderLock(left)
-        with contextlib.suppress(OSError, ValueError):  # it has no lock yet, or its writer is at work
-            if (left / LOCK).stat().st_size == 0:  # made, and not yet taken
-                continue
-            with lock.take(make=False):
-                if found[1] == ASIDE and not os.path.lexists(root / found[2]):
-                    lock.rename(root / found[2])
-                else:
-                    shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            left.rmdir()  # killed before it had a lock
+        with contextlib.suppress(OSError, ValueError), lock.take(make=False):  # else its writer is at work
+            if found[1] == ASIDE and not os.path.lexists(root / found[2]):
+                lock.rename(root / found[2])
+            else:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _hidden_in(root: Path) -> list[Path]:
-    """List what has a hidden name in a folder."""
-    return [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
+    """List what has a hidden name in a folder; nothing where it cannot be listed."""
+    try:
+        return [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
+    except OSError:
+        return []
