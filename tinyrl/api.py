@@ -30,14 +30,16 @@ from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
 from tinyrl.errors import CodeChanged, Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
-from tinyrl.runs.run_dir import RunDir, check_new_run, write_atomic
+from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
+from tinyrl.workers.foreign_code import tell_code
 from tinyrl.workers.loading import uses_of
 
 if TYPE_CHECKING:
@@ -180,6 +182,7 @@ class OpenedRun:
         options = Options(device, trust_remote_code)
         with alone():
             config = self._folder.read_config(overrides_from(settings))
+            tell_code(self.path, config)
             check_before_loading(config)
             from tinyrl.training.launch import resume  # with torch
 

@@ -1,4 +1,5 @@
-"""Exceptions that end a run early, by exit code: 3 a guard, 4 out of memory or disk, 75 interrupted and resumable.
+"""Exceptions that end a run early, by exit code: 3 a guard, 4 out of memory or disk, or the run's folder lost, 75
+interrupted and resumable.
 
 Wrong config or data (exit 2) is a plain ValueError, found before training.
 """
@@ -42,6 +43,12 @@ class GuardStop(Stop):
 
 class OutOfRoom(Stop):
     """Memory or disk ran out and nothing smaller is left to try."""
+
+    exit_code = 4
+
+
+class FolderLost(Stop):
+    """The folder of a run was renamed or deleted while it trained, or its lock was."""
 
     exit_code = 4
 

@@ -25,7 +25,8 @@ from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
 from tinyrl.config.recipe import apply_overrides
 from tinyrl.errors import CodeChanged
-from tinyrl.runs.run_dir import RunLock, open_run
+from tinyrl.runs.folders import FolderLock
+from tinyrl.runs.run_dir import open_run
 from tinyrl.runs.signals import check_stop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +133,7 @@ def test_a_second_run_at_the_same_time_is_refused_and_another_thread_may_run(tin
     thread = threading.Thread(target=lambda: found.append(run_of(tiny, tmp_path, name="held")))
     thread.start()
     thread.join()
-    with RunLock(found[0].path), pytest.raises(ValueError, match="is in use"):
+    with FolderLock(found[0].path), pytest.raises(ValueError, match="is in use"):
         found[0].resume({"run.num_steps": 3}, allow_config_change=True)
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tinyrl.cli.preflight import check_evaluation
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.targets import Asked, check_asked, find, measured_by, trained_on
+from tinyrl.evaluation.targets import Asked, check_asked, check_side, find, measured_by, trained_on
 
 METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -126,3 +127,21 @@ def test_prompts_of_every_method_are_known_by_the_same_keys() -> None:
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 36  # a tenth is held out
     assert trained_on("starter") == frozenset()
+
+
+@pytest.mark.parametrize("word", ["base", "start", "teacher"])
+def test_a_word_for_a_model_of_the_run_is_refused_where_a_run_or_a_model_is_called_so_here(
+    word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_side(word)
+    Path(word).mkdir()
+    check_side(word)  # a folder of something else
+    Path(word, "config.json").touch()
+    with pytest.raises(ValueError, match=f"./{word}"):
+        check_side(word)
+    run(word, "grpo")
+    monkeypatch.chdir(folder / "runs")
+    with pytest.raises(ValueError, match=f"./{word}"):
+        check_evaluation("grpo", Asked(), vs=word)
+    check_side(f"./{word}")
+    check_side("grpo")

@@ -240,6 +240,21 @@ def test_a_pruner_that_is_killed_is_finished_by_the_next_one(root: Path):
     assert {p.name for p in root.iterdir()} == {"step-000010"}
 
 
+def test_a_save_deletes_what_a_killed_pruner_left_before_it_needs_the_room(root: Path):
+    (root / "step-000005").rename(root / ".deleting-step-000005")
+    (root / ".writing-step-000007").symlink_to(root / "step-000010")
+    there = set[str]()
+    write_checkpoint(root, 15, write=lambda folder: there.update(p.name for p in root.iterdir()) or fill(folder))
+    assert there == {"step-000010", ".writing-step-000015"}
+    assert problem_with(root / "step-000010") is None
+
+
+def test_no_folder_is_made_for_a_run_that_is_gone(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        write_checkpoint(tmp_path / "run" / "checkpoints", 5, write=fill)
+    assert not list(tmp_path.iterdir())
+
+
 def test_too_little_room_is_an_error_before_anything_is_written(tmp_path: Path):
     check_room(tmp_path / "runs" / "not-there-yet", needed=1)
     with pytest.raises(OSError, match=r"a checkpoint takes") as caught:

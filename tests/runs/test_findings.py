@@ -205,3 +205,14 @@ def test_doctor_prints_each_finding_for_people_and_programs(tmp_path: Path) -> N
     [found] = json.loads(printed)
     assert (found["finding"], found["figures"]["truncated"]) == ("truncation", pytest.approx(0.45, abs=0.01))
     assert "generation.max_new_tokens=128" in found["change"]
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["show"]])
+def test_lines_of_metrics_that_cannot_be_read_are_counted_beside_what_is_printed(
+    words: list[str], tmp_path: Path
+) -> None:
+    damaged = write_run(tmp_path / "damaged", rows(CUT), tail="garbage\n[1]\n")
+    whole = write_run(tmp_path / "whole", rows(CUT))
+    command, *more = words
+    assert "metrics.jsonl: 2 lines" in CliRunner().invoke(app, [command, str(damaged), *more]).stderr
+    assert CliRunner().invoke(app, [command, str(whole), *more]).stderr == ""

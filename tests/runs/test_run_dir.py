@@ -1,19 +1,25 @@
 """The run folder: its name, place and lock, records of whole lines only, and no secret in any file."""
 
-import errno
 import json
 import math
 import os
 import re
+import resource
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 
 from tinyrl.config.schema import Config
 from tinyrl.runs import run_dir
+from tinyrl.runs.folders import LOCK, FolderLock
 from tinyrl.runs.provenance import provenance
-from tinyrl.runs.run_dir import LOCK, RunDir, RunLock, check_new_run, create_run, open_run, run_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
 
@@ -47,15 +53,33 @@ def test_names_cannot_leave_the_folder(tmp_path: Path):
     assert names_in(tmp_path) == set()
 
 
-def test_overwriting_replaces_a_run_and_an_empty_folder_and_nothing_else(tmp_path: Path):
+@pytest.mark.parametrize("name", ["base", "start", "teacher", "policy", "self"])
+def test_a_word_for_another_model_is_no_name_of_a_run(name: str, tmp_path: Path):
+    for refused in (check_new_run, partial(create_run, config=CONFIG)):
+        with pytest.raises(ValueError, match=f"--name {name}"):
+            refused(str(tmp_path), name=name, overwrite=True)
+        refused(str(tmp_path), name=f"{name}-1", overwrite=True)
+    assert names_in(tmp_path) == {f"{name}-1"}
+
+
+def test_a_run_takes_the_place_of_an_empty_folder_and_of_one_whose_start_was_killed(tmp_path: Path):
+    for name, overwrite in product(("empty", "half"), (False, True)):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        (tmp_path / name).mkdir()
+        if name == "half":
+            (tmp_path / name / LOCK).touch()
+        assert names_in(create(tmp_path, name, overwrite=overwrite).path) == {LOCK, "config.yaml"}
+    (tmp_path / "started").mkdir()
+    with FolderLock(tmp_path / "started"), pytest.raises(ValueError, match="is in use"):  # by an earlier version
+        create(tmp_path, "started")
+    assert names_in(tmp_path) == {"empty", "half", "started"}
+
+
+def test_overwriting_replaces_a_run_and_nothing_else(tmp_path: Path):
     (create(tmp_path, "mine").path / "left over").write_text("x")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "half").mkdir()  # killed before it was a run
-    (tmp_path / "half" / LOCK).touch()
-    for name in ("mine", "empty", "half"):
-        with pytest.raises(ValueError, match=f"{name} exists.* --overwrite"):
-            create(tmp_path, name)
-        assert names_in(create(tmp_path, name, overwrite=True).path) == {LOCK, "config.yaml"}
+    with pytest.raises(ValueError, match=r"mine exists.* --overwrite"):
+        create(tmp_path, "mine")
+    assert names_in(create(tmp_path, "mine", overwrite=True).path) == {LOCK, "config.yaml"}
 
     root, thesis = tmp_path / "runs", tmp_path / "thesis"
     for folder in (root / "photos", root / "project", thesis):
@@ -70,7 +94,34 @@ def test_overwriting_replaces_a_run_and_an_empty_folder_and_nothing_else(tmp_pat
         with pytest.raises(ValueError, match=r"is not a tinyrl run"):
             create(root, name, overwrite=True)
     assert all((folder / "precious").is_file() for folder in (root / "photos", root / "project", thesis))
-    assert names_in(tmp_path) == {"mine", "empty", "half", "runs", "thesis"}
+    assert names_in(tmp_path) == {"mine", "runs", "thesis"}
+
+
+def test_of_several_that_overwrite_a_run_at_once_one_wins_and_the_others_are_refused(tmp_path: Path):
+    for _ in range(20):
+        barrier = Barrier(3)
+
+        def overwrite(_: int, barrier: Barrier = barrier) -> RunDir | ValueError:
+            barrier.wait()
+            try:
+                return create_run(str(tmp_path), name="mine", config=CONFIG, overwrite=True)
+            except ValueError as error:
+                return error
+
+        with ThreadPoolExecutor(3) as pool:
+            found = [*pool.map(overwrite, range(3))]
+        [won] = [one for one in found if isinstance(one, RunDir)]
+        assert names_in(won.path) == {LOCK, "config.yaml"}
+        assert names_in(tmp_path) == {"mine"}
+        won.lock.check()
+        won.lock.release()
+
+
+def test_what_a_killed_start_left_is_swept_by_the_next_one(tmp_path: Path):
+    (left := tmp_path / ".writing-mine-0123456789abcdef").mkdir()
+    (left / LOCK).write_text("process 1 on another machine")
+    create(tmp_path, "other")
+    assert names_in(tmp_path) == {"other"}
 
 
 def test_an_output_folder_that_cannot_be(tmp_path: Path):
@@ -100,11 +151,11 @@ def test_a_run_is_found_by_its_folder_or_a_checkpoint_and_a_near_name_is_suggest
 
 
 def test_a_lock_is_held_once_and_taken_twice_by_its_holder(tmp_path: Path):
-    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.take().take()
-    with pytest.raises(ValueError, match=rf"run {tmp_path} is in use: process {os.getpid()} on "):
+    with pytest.raises(ValueError, match=rf"{tmp_path} is in use: process {os.getpid()} on "):
         second.take()
-    RunLock(tmp_path, wanted=False).take()  # beside it
+    FolderLock(tmp_path, wanted=False).take()  # beside it
     first.release()
     with second, pytest.raises(ValueError, match="is in use"):
         first.take()
@@ -119,7 +170,7 @@ def test_a_run_that_is_trained_is_not_overwritten(tmp_path: Path):
     run.lock.release()
     again = create(tmp_path, "mine", overwrite=True)
     with pytest.raises(ValueError, match="is in use"):
-        RunLock(again.path).take()
+        FolderLock(again.path).take()
 
 
 # ---- records ----
@@ -156,6 +207,50 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     assert run.samples.read_bytes() == b""
 
 
+def test_no_record_is_written_or_cut_through_a_link(tmp_path: Path):
+    (target := tmp_path / "target").write_text("precious\n")
+    (tmp_path / "run").mkdir()
+    run = RunDir(tmp_path / "run")
+    for file in (run.metrics, run.output):
+        file.symlink_to(target)
+    run.append_metrics(1, {})
+    run.append_reward_output("printed")
+    with pytest.raises(OSError, match=f"{run.metrics}"):
+        run.cut({})
+    assert target.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "reward_output.log"])
+def test_a_run_whose_records_are_links_is_refused_with_their_names(name: str, tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.append_metrics(1, {})
+    run.append_reward_output("printed")
+    run.check_files()
+    (tmp_path / name).rename(tmp_path / "target")
+    (tmp_path / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is a link to {tmp_path / 'target'}"):
+        run.check_files()
+
+
+def test_a_record_that_is_longer_than_what_is_read_at_a_time_is_cut_to_whole_lines(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.metrics.write_bytes(b"x" * 70_000 + b"\n" + b"y" * 200_000)
+    [warning] = run.cut({"metrics.jsonl": 270_001})
+    assert "200,000 of its 270,001 bytes" in warning
+    assert run.metrics.stat().st_size == 70_001
+    run.metrics.write_bytes(b"y" * 200_000)
+    run.cut({"metrics.jsonl": 200_000})
+    assert run.metrics.read_bytes() == b""
+
+
+def test_a_length_that_no_record_has_costs_no_memory(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.append_metrics(1, {})
+    [warning] = run.cut({"metrics.jsonl": 10**12})
+    assert "999,999,999,988 of its 1,000,000,000,000 bytes" in warning
+    assert run.metrics.read_bytes() == b'{"step": 1}\n'
+
+
 def test_lines_of_a_checkpoint_that_are_lost_are_warned_of(tmp_path: Path):
     run = RunDir(tmp_path)
     for step in (1, 2):
@@ -182,29 +277,22 @@ def test_a_flush_puts_what_was_written_on_the_disk_once(tmp_path: Path, monkeypa
     assert flushed == [str(run.metrics), str(run.samples)]
 
 
-def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A limit on the size of files ends a write in the middle of a line, as a full disk does."""
     run = RunDir(tmp_path)
     run.append_metrics(1, {})
-    plain, full = Path.open, [True]
-
-    def fills_up(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if mode == "ab" and full[0]:
-            with plain(path, mode) as file:
-                file.write(b'{"st')
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return plain(path, mode, *arguments, **named)
-
-    monkeypatch.setattr(Path, "open", fills_up)
-    run.append_metrics(2, {})
-    run.append_metrics(3, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step": 1}\n{"st'), before[1]))
+    try:
+        run.append_metrics(2, {})
+        run.append_metrics(3, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert run.metrics.read_bytes() == b'{"step": 1}\n'
-    full[0] = False
     run.append_metrics(4, {})
     assert [line["step"] for line in read(run.metrics)] == [1, 2, 3, 4]
     [warning] = capsys.readouterr().err.splitlines()
-    assert f"{run.metrics}: No space left on device" in warning
+    assert f"{run.metrics}: File too large" in warning
 
 
 def test_a_record_stays_within_its_room_and_a_resume_cuts_it(tmp_path: Path) -> None:

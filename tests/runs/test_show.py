@@ -53,10 +53,10 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
         ("step-000006", 6, None, False),
     ]
     assert 4000 < listed[1]["size"] < 5000
-    text = show_checkpoints(run)
+    text = show_checkpoints(run, [])
     assert text.splitlines()[2].endswith("0.7500  yes, best")
     run.append_metrics(6, {"eval/reward_mean": 0.75})  # as good, and later: the run keeps the first
-    assert [line.endswith("best") for line in show_checkpoints(run).splitlines()[1:]] == [False, True, False]
+    assert [line.endswith("best") for line in show_checkpoints(run, []).splitlines()[1:]] == [False, True, False]
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 

@@ -18,6 +18,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import policy_at
+from tinyrl.runs.folders import LOCK
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools import export as exporting
@@ -191,6 +192,27 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path
         with pytest.raises(ValueError, match=sentence):
             export(str(run), **given)
     assert (there / "mine.txt").read_text() == "mine"
+
+
+def test_a_link_in_place_of_an_exported_folder_is_refused(folder: Path, tmp_path: Path):
+    exported = merged(folder / "lora", tmp_path / "out").folder
+    (tmp_path / "link").symlink_to(exported)
+    with pytest.raises(ValueError, match="is a link"):
+        merged(folder / "lora", tmp_path / "link")
+
+
+def test_an_export_that_was_killed_is_swept_by_the_next_and_one_that_fails_leaves_the_one_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = merged(folder / "lora", tmp_path / "out").folder
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    (left := tmp_path / ".writing-out-0123456789abcdef").mkdir()
+    (left / LOCK).write_text("process 1 on this machine")
+    monkeypatch.setattr(exporting, "compared", lambda wanted, saved: (0.3, 0.5))
+    with pytest.raises(ValueError, match="is not the policy"):
+        merged(folder / "lora", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_the_rank_is_that_of_the_adapter_whatever_the_configuration_has(folder: Path, tmp_path: Path):

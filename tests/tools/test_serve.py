@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
-from tinyrl.evaluation.targets import policy_at
+from tinyrl.config.schema import Config
+from tinyrl.evaluation.targets import Target, policy_at
 from tinyrl.runs.launched import Options
-from tinyrl.tools.serve import listen, served
+from tinyrl.tools.serve import listen, names_of, served
 
 
 @pytest.mark.slow
@@ -89,6 +90,23 @@ def test_a_run_answers_with_its_policy_and_its_base(tiny: TinyModels, tmp_path: 
     with served(policy_at(str(run.path), []), options=Options(device="cpu"), max_rows=2) as endpoint:
         assert endpoint.models == {"run/step-000001": "policy", "run": "policy", "base": "base"}
         assert str(tmp_path) not in endpoint.tokenizer.name_or_path, "errors of its template name it to clients"
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "names"),
+    [
+        ("base", True, {"base/step-000001": "policy"}),
+        ("base", False, {"base/step-000001": "policy", "base": "policy"}),
+        ("policy", True, {"policy/step-000001": "policy", "policy": "policy", "base": "base"}),
+    ],
+)
+def test_a_run_called_as_its_untrained_model_is_asked_for_by_its_whole_name(
+    name: str, lora: bool, names: dict[str, str], tmp_path: Path
+) -> None:
+    (run := tmp_path / name).mkdir()
+    config = Config.model_validate({"method": "grpo", "lora": {"enabled": lora}})
+    checkpoint = run / "checkpoints" / "step-000001"
+    assert names_of(Target(str(run), run, config, checkpoint=checkpoint)) == names
 
 
 def test_what_cannot_be_served_is_refused() -> None:

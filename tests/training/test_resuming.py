@@ -243,6 +243,28 @@ def test_a_record_that_is_gone_is_said(
     assert {json.loads(line)["step"] for line in file.read_text().splitlines()} == {3}
 
 
+def test_a_resume_of_linked_records_is_refused_before_a_weight_is_loaded(
+    first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
+    run.metrics.rename(tmp_path / "target")
+    run.metrics.symlink_to(tmp_path / "target")
+    shutil.rmtree(run.checkpoints / "step-000003")  # so that it would go on, and cut its records
+    before = (tmp_path / "target").read_bytes()
+    monkeypatch.setattr(launching, "load_method", None)
+    with pytest.raises(ValueError, match=f"{run.metrics} is a link"):
+        running.go_on(run)
+    assert (tmp_path / "target").read_bytes() == before
+
+
+def test_a_resume_of_a_finished_run_deletes_what_a_killed_pruning_left(first: RunDir, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
+    checkpoint = run.checkpoints / "step-000001"
+    checkpoint.rename(run.checkpoints / ".deleting-step-000001")
+    assert running.go_on(run) == 0
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step-000000", "step-000002", "step-000003"}
+
+
 @pytest.mark.parametrize("record", ["samples", "prompts"])
 def test_a_run_without_checkpoints_and_metrics_is_known_by_its_other_records(
     record: str, first: RunDir, tmp_path: Path
@@ -505,7 +527,8 @@ def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -
     state.run.values.pop("reward/mean")
     assert back == state
     without = state.model_dump(exclude={"records"})
-    for text in ("", "[]", "\udcff", json.dumps(without)):
+    negative = state.model_dump() | {"records": {"metrics.jsonl": -1}}
+    for text in ("", "[]", "\udcff", json.dumps(without), json.dumps(negative)):
         (tmp_path / STATE).write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(ValueError, match="not what this tinyrl writes"):
             CheckpointState.read(tmp_path)

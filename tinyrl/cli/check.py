@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -72,3 +73,5 @@ def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json
     opened = read_run(named_run(run) or open_run(run).path)
     found = find(opened)
     print(json.dumps(as_json(found)) if json_output else render(opened, found))
+    for note in opened.notes:
+        print(f"tinyrl: {note}", file=sys.stderr)

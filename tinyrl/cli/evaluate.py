@@ -41,7 +41,8 @@ def evaluate(
     length and win rates against --vs, all judged alike.
     """
     from tinyrl.cli.preflight import check_evaluation  # with the tasks: not for --help
-    from tinyrl.evaluation.targets import Asked
+    from tinyrl.evaluation.targets import Asked, check_side
+    from tinyrl.runs.run_dir import OWN_SIDES
 
     settings = tuple(word for word in words if "=" in word and not os.path.exists(word))
     targets = [word for word in words if word not in settings]
@@ -56,7 +57,8 @@ def evaluate(
         result = evaluate_target(targets[0], asked, vs=vs, options=options)
     else:
         targets = targets if vs is None else [vs, *targets]
-        if targets[0] in ("base", "start", "teacher"):
+        if targets[0] in OWN_SIDES:
+            check_side(targets[0])
             raise ValueError(f"--vs {vs} is of one run; several are compared with a run, a checkpoint or a model")
         for option in ["--split train"] * (split != "eval") + ["--save-samples"] * (save_samples is not None):
             raise ValueError(f"{option} is for one target, and these are {len(targets)}")

@@ -9,11 +9,11 @@ from tinyrl.config.marks import Named
 from tinyrl.config.schema import Config, check_training
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
-from tinyrl.evaluation.targets import Asked, check_asked, find
+from tinyrl.evaluation.targets import Asked, check_asked, check_side, find
 from tinyrl.models.reading import resolve_model_path
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.runs.launched import launched
-from tinyrl.runs.run_dir import named_run, run_of
+from tinyrl.runs.run_dir import OWN_SIDES, named_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import load_task
 from tinyrl.tasks.run_rows import check_data_given, read_ahead
@@ -88,8 +88,9 @@ def _check_named(named: Named) -> None:
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
     """Raise ValueError for targets, tasks, rows, settings and options that `tinyrl eval` cannot use."""
+    check_side(vs)
     found = find(target, asked)
-    for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
+    for name in (target, *([vs] if vs not in (None, *OWN_SIDES) else [])):
         if run_of(Path(name)) is None:
             check_model_path("model", name)
     check_asked(found, asked)

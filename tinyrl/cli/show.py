@@ -44,6 +44,7 @@ def show(
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
     from tinyrl.tasks.run_rows import export_rows, row_texts  # with the tasks: not for --help
+    from tinyrl.workers.foreign_code import tell_code
 
     opened = open_run(run)
     notes = list[str]()
@@ -53,13 +54,14 @@ def show(
         rows = shown.select_samples(opened.samples, notes, **which, worst=worst, unsolved=limit)
         text = shown.render_samples(rows) or "every prompt of that step has a sample that is right"
     elif prompts or export_hard is not None:
+        tell_code(opened.path, opened.read_config(), sections=("task",))
         stats = shown.read_prompt_stats(opened.prompts, notes)
         hard = {record.index: record.key for record in stats if record.outcome in shown.HARD}
         text = shown.render_prompt_stats(stats, row_texts(opened, hard, notes), num=num or 10)
         if export_hard is not None:
             text += f"\n\n{export_rows(opened.read_config(), {*hard.values()}, Path(export_hard))}"
     else:
-        text = shown.show_checkpoints(opened, as_json=json_output)
+        text = shown.show_checkpoints(opened, notes, as_json=json_output)
     typer.echo(text)
     for note in notes:
         print(f"tinyrl: {note}", file=sys.stderr)

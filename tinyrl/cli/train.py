@@ -49,9 +49,11 @@ def train(
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
         from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+        from tinyrl.workers.foreign_code import tell_code
 
         opened = open_run(resume, writes=main)
         config = opened.read_config(words)
+        tell_code(opened.path, config)
         check_before_loading(config)
         from tinyrl.training import launch  # with torch
 

@@ -19,10 +19,11 @@ from tinyrl.data.rows import prompt_keys
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import open_run, run_of
+from tinyrl.runs.run_dir import OWN_SIDES, open_run, run_of
 from tinyrl.tasks import load_task
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import truncate
+from tinyrl.workers.foreign_code import tell_code
 
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
@@ -99,6 +100,7 @@ def find(path: str, asked: Asked) -> Target:
             raise ValueError(f"{path} is not a run.{nearest_run(path)} {hint}")
         return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked))
     config = open_run(run).read_config()
+    tell_code(run, config)
     if config.trains.samples:
         return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked))
     if not config.trains.policy and (judged or asked.settings):
@@ -144,6 +146,21 @@ def check_asked(first: Target, asked: Asked) -> None:
             raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {folder}")
 
 
+def check_side(vs: str | None) -> None:
+    """Raise ValueError where what to compare with is a word for a model of the run itself, and also the name of a run
+    or a model in the current folder.
+    """
+    if vs not in OWN_SIDES:
+        return
+    folder = Path(vs)
+    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if run_of(folder) is not None or is_model:
+        raise ValueError(
+            f"--vs {vs}: this means the {vs} of the run itself, and there is a folder {vs} here too. For that folder "
+            f"say ./{vs}; for the other, work in another folder"
+        )
+
+
 def locate(target: Target) -> Target:
     """Return the target with its verified checkpoint. Raises ValueError for a run without one."""
     return target if target.run is None else replace(target, checkpoint=checkpoint_of(Path(target.path)))
@@ -155,6 +172,7 @@ def trained_on(path: str) -> frozenset[str]:
     if run is None:
         return frozenset()
     config = open_run(run).read_config()
+    tell_code(run, config, sections=("task",))
     rows = rows_of_run(config)
     keys = (prompt_keys(rows.kind.prompt(row), system_prompt=config.task.system_prompt) for row in rows.train)
     return frozenset[str]().union(*keys)
@@ -168,7 +186,7 @@ def seen_in_training(first: Target, others: list[str], asked: Asked) -> frozense
     if asked.split == "train" or not others:
         return frozenset()
     runs = [first.path] if asked.other_rows else []
-    runs += [path for path in others if path not in ("base", "start", "teacher")]
+    runs += [path for path in others if path not in OWN_SIDES]
     return frozenset[str]().union(*map(trained_on, runs))
 
 

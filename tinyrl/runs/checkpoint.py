@@ -18,11 +18,10 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tinyrl.runs.folders import ASIDE, DELETING, WRITING
+
 MANIFEST = "MANIFEST.json"
-_ASIDE = ".aside-"
-_WRITING = ".writing-"
-_DELETING = ".deleting-"
-_NAME = re.compile(rf"(?:{re.escape(_ASIDE)})?step-([0-9]+)")
+_NAME = re.compile(rf"(?:{re.escape(ASIDE)})?step-([0-9]+)")
 LEAST_SOUND = 2  # checkpoints that a full disk leaves, besides the one that gives way
 
 
@@ -45,11 +44,11 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
     """
     from safetensors import SafetensorError  # only writing needs it, and `tinyrl eval` reads before anything heavy
 
-    final, aside, temporary = (root / f"{prefix}{checkpoint_name(step)}" for prefix in ("", _ASIDE, _WRITING))
+    final, aside, temporary = (root / f"{prefix}{checkpoint_name(step)}" for prefix in ("", ASIDE, WRITING))
     if not root.is_dir():
-        root.mkdir(parents=True)
+        root.mkdir()  # in the run's folder, which is there or lost
         _flush(root.parent)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a writer that was killed
+    sweep(root)
     try:
         temporary.mkdir()
         write(temporary)
@@ -146,18 +145,26 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
-    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind. One is
-    renamed before it is deleted: a crash half-way leaves no half of one.
+    """Delete all but the newest `keep` checkpoints and the protected ones. One is renamed before it is deleted: a crash
+    half-way leaves no half of one.
     """
     assert keep >= 1, keep
     there = list_checkpoints(root)
     safe = {p.resolve() for p in (*there[-keep:], *protected)}
     for folder in there:
         if folder.resolve() not in safe:
-            folder.rename(root / f"{_DELETING}{folder.name}")
-    for left in {*root.iterdir()} - {*there}:
-        if left.name.startswith((_ASIDE, _WRITING, _DELETING)):
-            shutil.rmtree(left, ignore_errors=True)
+            folder.rename(root / f"{DELETING}{folder.name}")
+    sweep(root)
+
+
+def sweep(root: Path) -> None:
+    """Delete what crashed writers of checkpoints left behind, and those that were to be deleted."""
+    left = {*root.iterdir()} - {*list_checkpoints(root)} if root.is_dir() else set[Path]()
+    for path in left:
+        if path.name.startswith((ASIDE, WRITING, DELETING)) and path.is_symlink():
+            path.unlink()
+        elif path.name.startswith((ASIDE, WRITING, DELETING)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def free_oldest(root: Path, *, best: Path) -> Path | None:
@@ -173,9 +180,8 @@ def free_oldest(root: Path, *, best: Path) -> Path | None:
     room = shutil.disk_usage(root).free + _bytes_of(oldest)
     if len(sound) < LEAST_SOUND or room < _bytes_of(there[-1]):
         return None
-    doomed = root / f"{_DELETING}{oldest.name}"
-    oldest.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    oldest.rename(root / f"{DELETING}{oldest.name}")
+    sweep(root)
     return oldest
 
 

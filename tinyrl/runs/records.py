@@ -355,7 +355,8 @@ class RunRecords:
 def nearest_run(path: str | Path) -> str:
     """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
     there = [*Path(path).parent.glob("*/config.yaml"), *Path("runs").glob("*/config.yaml")]
-    return did_you_mean(str(path), [str(found.parent) for found in there])
+    others = [str(found.parent) for found in there if found.parent.resolve() != Path(path).resolve()]
+    return did_you_mean(str(path), others)
 
 
 def read_run(run_dir: Path) -> RunRecords:
@@ -365,7 +366,8 @@ def read_run(run_dir: Path) -> RunRecords:
     metrics = run_dir / "metrics.jsonl"
     notes = list[str]()
     if not (steps := read_steps(metrics, notes)):
-        raise ValueError(f"{run_dir} is not a run with a finished step: see {metrics}.{nearest_run(run_dir)}")
+        unread = f" {' '.join(notes)}" if notes else ""
+        raise ValueError(f"{run_dir} is not a run with a finished step: see {metrics}.{unread}{nearest_run(run_dir)}")
     found: dict[str, dict[str, Any]] = {"config.yaml": {}, "env.json": {}}
     for name, parse in (("config.yaml", lambda text: parse_plain(text, "config.yaml")), ("env.json", json.loads)):
         try:

@@ -2,80 +2,51 @@
 
 metrics.jsonl has a line a step, samples.jsonl completions, tokens.jsonl some of them token by token, prompts.jsonl
 which training prompts were tried and solved, failed_rewards.jsonl completions without a reward; reward_output.log is
-what reward functions printed. The process that trains in a run holds the lock .lock.
+what reward functions printed. The process that trains in a run holds the folder and its lock; records are opened in the
+folder that it holds, without following links.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
-import platform
 import re
 import shutil
+import stat
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
+from tinyrl.runs.folders import LOCK, FolderLock, file_stat, move_into_place, new_folder, open_file, write_atomic
 from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
-from tinyrl.text import one_line
 
-LOCK = ".lock"
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
+BLOCK = 1 << 16  # bytes read at a time, from the end of a record
+OWN_SIDES = ("base", "start", "teacher")  # models of a run itself, where a target is asked for
+TAKEN_NAMES = (*OWN_SIDES, "policy", "self")  # words with a meaning of their own where a model is asked for
+IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of a rename to a folder that is not empty
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log; beyond, the later half is kept
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class RunLock:
-    """The lock of a run folder; the system releases it when the process ends. Taking it twice is taking it once.
-
-    `wanted`: False for a process that writes nothing; it takes no lock.
-    """
-
-    def __init__(self, folder: Path, *, wanted: bool = True) -> None:
-        self.file = folder / LOCK
-        self.wanted = wanted
-        self._lock = FileLock(self.file, timeout=0, thread_local=False)
-
-    def take(self) -> RunLock:
-        """Raise ValueError, naming the holder, when another process holds it; OSError where no file can be made."""
-        if self.wanted and not self._lock.is_locked:
-            try:
-                self._lock.acquire()
-            except Timeout:
-                holder = one_line(self.file.read_text("utf-8", "replace"), 200) or "another process"
-                message = f"run {self.file.parent} is in use: {holder} trains in it. Stop it first, or wait for its end"
-                raise ValueError(message) from None
-            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                self.file.write_text(f"process {os.getpid()} on {platform.node()} since {now}")
-        return self
-
-    def release(self, *_: object) -> None:
-        self._lock.release()
-
-    __enter__ = take
-    __exit__ = release
-
-
 class RunDir:
     """One run on disk. Lines are appended whole; when the disk refuses one (full, gone), the run goes on with a
-    warning, and the line joins the next. `writes`: False for a rank that only reads.
+    warning, and the line joins the next. Where the folder was renamed or deleted, or its lock was, what writes raises
+    FolderLost. writes: False for a rank that only reads; lock: of the folder, where it is held already.
     """
 
-    def __init__(self, path: Path, *, writes: bool = True) -> None:
+    def __init__(self, path: Path, *, writes: bool = True, lock: FolderLock | None = None) -> None:
         self.path = path
         self.name = path.name
         self.writes = writes
-        self.lock = RunLock(path, wanted=writes)
+        self.lock = lock or FolderLock(path, wanted=writes)
         self.checkpoints = path / "checkpoints"
         self._records = [path / f"{name}.jsonl" for name in RECORDS]
         self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards = self._records
@@ -85,6 +56,7 @@ class RunDir:
 
     def write_config(self, config: Config) -> None:
         if self.writes:
+            self.lock.check()
             write_atomic(self.path / "config.yaml", dump_config(config))
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
@@ -94,6 +66,7 @@ class RunDir:
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: facts of provenance.py."""
         if self.writes:
+            self.lock.check()
             write_atomic(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
 
     def read_environment(self) -> dict[str, Any]:
@@ -110,7 +83,8 @@ class RunDir:
         """Append lines to a record, up to the first that would make it larger than `most_bytes`. Lines that the disk
         refuses are kept for the next call.
         """
-        size = _length(file) + len(self._unwritten.get(file, b""))
+        self.lock.check()
+        size = self._length(file) + len(self._unwritten.get(file, b""))
         lines = list[bytes]()
         for row in rows:  # lazily: a full file costs one line
             line = json.dumps(json_safe(row)).encode() + b"\n"
@@ -124,14 +98,14 @@ class RunDir:
     def _write(self, file: Path, lines: bytes) -> None:
         warned = bool(self._unwritten)
         lines = self._unwritten.pop(file, b"") + lines
-        length = _length(file)
+        length = self._length(file)
         self._unflushed.add(file)
         try:
-            with file.open("ab") as out:
+            with open(self._open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
                 out.write(lines)
         except OSError as error:
             with contextlib.suppress(OSError):  # half a line would make the next one unreadable too
-                os.truncate(file, length)
+                self._truncate(file, length)
             if not warned:
                 what = f"warning: cannot write to {file}: {error.strerror}; its lines are kept until that works"
                 print(what, file=sys.stderr)
@@ -141,21 +115,23 @@ class RunDir:
         """Append to reward_output.log; of more than MOST_OUTPUT bytes the later half is kept, and what the disk refuses
         is lost.
         """
-        with contextlib.suppress(OSError):
-            with self.output.open("ab") as out:
-                out.write(text.encode("utf-8", errors="replace"))
-            if _length(self.output) > MOST_OUTPUT:
-                end = self.output.read_bytes()[-MOST_OUTPUT // 2 :].partition(b"\n")[2]
-                self.output.write_bytes(b"--- the beginning was left out ---\n" + end)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        with contextlib.suppress(OSError), open(self._open(self.output, flags), "a+b") as out:
+            out.write(text.encode("utf-8", errors="replace"))
+            if (length := out.tell()) > MOST_OUTPUT:
+                out.seek(length - MOST_OUTPUT // 2)
+                end = out.read().partition(b"\n")[2]
+                out.truncate(0)
+                out.write(b"--- the beginning was left out ---\n" + end)
 
     def lengths(self) -> dict[str, int]:
         """Return the bytes of each record."""
-        return {file.name: _length(file) for file in self._records}
+        return {file.name: self._length(file) for file in self._records}
 
     def flush(self) -> None:
         """Put the records that were written since the last flush on disk: a power cut takes what is not there."""
         for file in sorted(self._unflushed):
-            with contextlib.suppress(FileNotFoundError), file.open("rb") as record:
+            with contextlib.suppress(FileNotFoundError), open(self._open(file, os.O_RDONLY), "rb") as record:
                 os.fsync(record.fileno())
         self._unflushed.clear()
 
@@ -163,41 +139,63 @@ class RunDir:
         """Truncate the records to their lengths at a checkpoint, so that no step is recorded twice, and to whole lines.
         Return a warning for each that is gone or had lost lines.
         """
+        self.lock.check()
         self._unwritten.clear()
         notes = list[str]()
         for file in self._records if self.writes else ():
             length = lengths.get(file.name, 0)
-            kept = 0
-            if file.exists():
-                with file.open("rb") as record:
-                    kept = record.read(length).rfind(b"\n") + 1
-                os.truncate(file, kept)
-            if length > kept:
-                lost = f"{length - kept:,} of its {length:,} bytes at the checkpoint are lost"
-                gone = "" if file.exists() else "the file is gone, "
+            kept = self._whole_lines(file, length)
+            if kept is not None:
+                self._truncate(file, kept)
+            if length > (kept or 0):
+                lost = f"{length - (kept or 0):,} of its {length:,} bytes at the checkpoint are lost"
+                gone = "the file is gone, " if kept is None else ""
                 notes.append(f"warning: {file.name}: {gone}{lost}; the run goes on with the rest")
         return notes
+
+    def _open(self, file: Path, flags: int) -> int:
+        return open_file(file, flags, folder=self.lock.descriptor)
+
+    def _length(self, file: Path) -> int:
+        """Return the bytes of a record; 0 where there is none."""
+        found = file_stat(file, folder=self.lock.descriptor)
+        return 0 if found is None else found.st_size
+
+    def _truncate(self, file: Path, length: int) -> None:
+        descriptor = self._open(file, os.O_WRONLY)
+        try:
+            os.truncate(descriptor, length)
+        finally:
+            os.close(descriptor)
+
+    def _whole_lines(self, file: Path, length: int) -> int | None:
+        """Return how many of the first `length` bytes of a record are whole lines; None where there is no record."""
+        if file_stat(file, folder=self.lock.descriptor) is None:
+            return None
+        with open(self._open(file, os.O_RDONLY), "rb") as record:
+            end = min(length, os.fstat(record.fileno()).st_size)
+            while end > 0:
+                start = max(0, end - BLOCK)
+                record.seek(start)
+                newline = record.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    return start + newline + 1
+                end = start
+        return 0
+
+    def check_files(self) -> None:
+        """Raise ValueError where what a run writes is a link, or is not a regular file."""
+        for file in (*self._records, self.output):
+            found = file_stat(file, folder=self.lock.descriptor)
+            if found is not None and stat.S_ISLNK(found.st_mode):
+                where = f"{file} is a link to {os.readlink(file)}"
+                raise ValueError(f"{where}, and a run writes no file outside its folder: put the file itself there")
+            if found is not None and not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{file} is not a regular file; move it away to go on with this run")
 
     def last_step(self) -> int:
         """Return the last step in any of the records; 0 where there is none."""
         return max((line["step"] for file in self._records for line in json_lines(file, [])), default=0)
-
-
-def _length(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.writing")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ---- which folder is a run ----
@@ -214,46 +212,85 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
             f"--name {name!r}: a run's name is made of at most 100 letters, digits, '.', '_' and '-', starts with a "
             f"letter or digit, and stays inside {root}/"
         )
+    if name in TAKEN_NAMES:
+        raise ValueError(f"--name {name}: this word means another model where a run is asked for; choose another name")
     folder = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")
     if name is None or not os.path.lexists(path := root / name):
         return
+    try:
+        _check_replaced(path, overwrite=overwrite)
+    except FileNotFoundError:  # another process is replacing it
+        raise ValueError(f"--name {name}: {path} is in use: another process replaces it at this moment") from None
+
+
+def _check_replaced(path: Path, *, overwrite: bool) -> None:
+    """Raise ValueError where a new run cannot take the place of what is at `path`: of a folder that is empty it can, of
+    a run with `overwrite`.
+    """
     is_folder = path.is_dir() and not path.is_symlink()
     config = path / "config.yaml"
     is_run = is_folder and config.is_file() and config.read_bytes().startswith(b"method: ")
-    if not is_run and not (is_folder and {file.name for file in path.iterdir()} <= {LOCK}):  # alone: of a killed start
-        raise ValueError(f"--name {name}: {path} exists and is not a tinyrl run, so it is left alone")
-    if not overwrite:
-        resume = f"resume it with `tinyrl train --resume {path}`, " if is_run else ""
+    is_empty = is_folder and {file.name for file in path.iterdir()} <= {LOCK}  # which a killed start may leave
+    if not is_run and not is_empty:
+        raise ValueError(f"--name {path.name}: {path} exists and is not a tinyrl run, so it is left alone")
+    if is_run and not overwrite:
+        resume = f"resume it with `tinyrl train --resume {path}`, "
         raise ValueError(f"run folder {path} exists: {resume}choose another --name, or use --overwrite")
     if (path / LOCK).exists():
-        with RunLock(path):  # raises where another process trains in it
+        with FolderLock(path):  # raises where another process trains in it
             pass
 
 
 def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
-    """Make runs/<name>, locked; without a name <method>-<task>-<n>, counting up. Raises ValueError where it cannot be
-    made: as `check_new_run`, and while another process trains in it.
+    """Make runs/<name> with its config.yaml, locked; without a name <method>-<task>-<n>, counting up. The folder
+    appears whole. Raises ValueError where it cannot be made: as `check_new_run`, while another process trains in it,
+    and where another process makes it at this moment.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
     root = Path(output_dir)
     stem = f"{config.method}-{Path(config.task.name or '').stem}-"
-    while True:
-        there = [p.name.removeprefix(stem) for p in root.iterdir()] if root.is_dir() else []
-        last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
-        run = RunDir(root / (name or f"{stem}{last + 1}"))
+    path = root / (name or stem)
+    try:
+        made = new_folder(path)
         try:
-            if name is not None and run.path.exists():
-                with RunLock(run.path):
-                    shutil.rmtree(run.path)
-            run.path.mkdir(parents=True)
-            run.lock.take()
-            return run
-        except OSError as error:
-            if name is None and isinstance(error, FileExistsError):
-                continue  # another run took the number at this moment
-            raise ValueError(f"cannot create run folder {run.path}: {error.strerror}") from error
+            write_atomic(made.folder / "config.yaml", dump_config(config))
+            if name is None:
+                _take_number(made, stem)
+            else:
+                _take_place(made, path)
+        except BaseException:
+            shutil.rmtree(made.folder, ignore_errors=True)
+            made.release()
+            raise
+    except OSError as error:
+        raise ValueError(f"cannot create run folder {path}: {error.strerror}") from error
+    return RunDir(made.folder, lock=made)
+
+
+def _take_place(made: FolderLock, path: Path) -> None:
+    """Rename a new run's folder to `path`, in place of a run that is there."""
+    try:
+        move_into_place(made, path)
+    except OSError as error:
+        if error.errno not in IS_THERE:
+            raise
+        raise ValueError(f"run folder {path} exists: another process made it at this moment") from None
+
+
+def _take_number(made: FolderLock, stem: str) -> None:
+    """Rename a new run's folder to `stem` with the next free number."""
+    root = made.folder.parent
+    while True:
+        there = [other.name.removeprefix(stem) for other in root.iterdir()]
+        last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
+        try:
+            made.rename(root / f"{stem}{last + 1}")
+            return
+        except OSError as error:  # another run may take the number at this moment
+            if error.errno not in IS_THERE:
+                raise
 
 
 def run_of(path: Path) -> Path | None:

@@ -41,9 +41,11 @@ HARD = ("never", "forgotten")
 # ---- checkpoints and the end of a run ----
 
 
-def show_checkpoints(run: RunDir, *, as_json: bool = False) -> str:
-    """Verify every checkpoint, oldest first; return a table with what to do with the newest sound one, or JSON."""
-    steps = read_steps(run.metrics, [])
+def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) -> str:
+    """Verify every checkpoint, oldest first; return a table with what to do with the newest sound one, or JSON. Lines
+    of metrics.jsonl that cannot be read are counted in `notes`.
+    """
+    steps = read_steps(run.metrics, notes)
     found = list[dict[str, Any]]()
     for folder in list_checkpoints(run.checkpoints):
         step = checkpoint_step(folder)

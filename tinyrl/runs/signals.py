@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,39 @@ class StopFlag:
         if again:
             os._exit(130)
         self.by = self.by or signal.Signals(number).name
+
+
+class _Ended(BaseException):
+    """A signal that ends the process came."""
+
+
+@contextmanager
+def undone_on_signal() -> Iterator[None]:
+    """Leave the block by an exception where a signal comes that ends the process, so that what the block undoes is
+    undone; then end by that signal. Signals that something else handles, or ignores, do as before.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    ending = [one for one in SIGNALS if on_main and signal.getsignal(one) == signal.SIG_DFL]
+    came: int | None = None
+
+    def end(number: int, _: FrameType | None) -> None:
+        nonlocal came
+        came = number
+        for one in ending:
+            signal.signal(one, signal.SIG_IGN)
+        raise _Ended
+
+    for one in ending:
+        signal.signal(one, end)
+    try:
+        yield
+    except _Ended:
+        pass
+    finally:
+        for one in ending:
+            signal.signal(one, signal.SIG_DFL)
+        if came is not None:
+            os.kill(os.getpid(), came)
 
 
 _flags: list[StopFlag] = []  # in use, the innermost last

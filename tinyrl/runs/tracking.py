@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyrl.runs.folders import write_atomic
+
 
 def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
     """Return the arguments of accelerate's class of a tracker. next_step: the first one logged; 0 in a new run."""
@@ -30,7 +32,7 @@ def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
     if name == "wandb":  # a resume goes on in the same run; the screen is not copied: its last line is rewritten
         file = run / "wandb_id"
         if not file.exists():
-            file.write_text(secrets.token_hex(8), encoding="utf-8")
+            write_atomic(file, secrets.token_hex(8))
         one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
         one["dir"] = os.environ.get("WANDB_DIR", str(run))
         return {"run_name": project, **one, "settings": {"console": "off"}}

@@ -32,6 +32,7 @@ from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tasks.turn_text import TurnDetokenizer, turn_text
 from tinyrl.text import escape_control
+from tinyrl.workers.foreign_code import tell_code
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 HELP = """/temperature T   set the sampling temperature (0 = greedy)
@@ -69,6 +70,8 @@ class ChatSession(ExitStack):
         self.target = target
         self.options = options
         config = target.config
+        if target.run is not None:
+            tell_code(target.run, config)
         generation = target.config.generation
         self.policy = load_policy(config, options=options)
         self.task = load_task(config.task.name or "rows", grading=config.task.grading)

@@ -49,6 +49,23 @@ def listen(host: str, port: int, *, key: str | None) -> socket.socket:
     return bound
 
 
+def names_of(target: Target) -> dict[str, SampledRole]:
+    """Return the names that clients may give, with what answers. A run's policy has two: some clients take what stands
+    before a slash for a provider. "base" is the model under an adapter; where its run is called so too, neither is.
+    """
+    if target.checkpoint is None or target.run is None:
+        name = Path(target.name).name if Path(target.name).is_dir() else target.name
+        return {name: "base"}
+    names: dict[str, SampledRole] = {target.name: "policy"}
+    run = target.run.resolve().name
+    has_base = target.config.lora.enabled
+    if not (has_base and run == "base"):
+        names[run] = "policy"
+    if has_base and run != "base":
+        names["base"] = "base"
+    return names
+
+
 @contextlib.contextmanager
 def served(
     target: Target, *, options: Options, max_rows: int, key: str | None = None, hosts: list[str] | None = None
@@ -56,7 +73,6 @@ def served(
     """Load a target and yield its endpoint. hosts: names it may be called by. Raises ValueError for bad settings."""
     config = target.config
     generation = target.config.generation
-    has_run = target.checkpoint is not None
     policy = load_policy(config, options=options)
     if target.checkpoint is not None:
         policy.load(target.checkpoint, only="policy")
@@ -65,13 +81,8 @@ def served(
     settings = generation.model_copy(update={"engine": local, "stop": [], "max_rows": max_rows})
     engine, why = select_engine(settings, policy, policy.tokenizer, longest=policy.positions)
     print(f"engine {engine.name}: {why}", flush=True)
-    name = Path(target.name).name if Path(target.name).is_dir() else target.name
-    names: dict[str, SampledRole] = {name: "policy" if has_run else "base"}
-    if has_run and target.run is not None:
-        names[target.run.resolve().name] = "policy"  # some clients take what stands before a slash for a provider
-    if has_run and config.lora.enabled:
-        names["base"] = "base"
-    policy.tokenizer.name_or_path = name  # errors of its template go to clients, whom the folder does not concern
+    names = names_of(target)
+    policy.tokenizer.name_or_path = next(iter(names))  # errors of its template go to clients, not the folder's place
     scheduler = LiveScheduler(engine, max_rows=max_rows)
     try:
         endpoint = Endpoint(

@@ -52,6 +52,7 @@ from tinyrl.training.run import (
 from tinyrl.training.saves import check_saves
 from tinyrl.training.step import rate_factor, schedule_notes
 from tinyrl.workers.fingerprint import fingerprint
+from tinyrl.workers.foreign_code import tell_code
 from tinyrl.workers.loading import imported_beside, parse_use
 
 
@@ -89,7 +90,6 @@ def start(
         path = world.on_main(lambda: str(own.path) if own else "")
         folder = own or RunDir(Path(path), writes=False)  # rank 0 holds it; the other processes write nothing into it
         undo.callback(folder.lock.release)
-        folder.write_config(config)
         write_environment(folder, method, options=options, command=command)
         sources: Callable[[], InputHashes] = InputHashes
         if folder.writes:  # beside the training: large weights take seconds
@@ -170,6 +170,9 @@ def resume(
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(folder.lock)
+        folder.check_files()
+        if folder.writes:
+            checkpoints.sweep(folder.checkpoints)
         checkpoint, warnings = checkpoints.newest_sound(folder.checkpoints)
         if checkpoint is None:
             refuse_to_begin_again(folder, warnings)
@@ -320,6 +323,7 @@ def fork(
     step = kept.run.step
     source = Source(f"{checkpoint.name} of {old.path}")
     config = build_config(ignore_neutral(kept.config), overrides, source=source)
+    tell_code(old.path, config)
     last = f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N"
     epochs = config.run.epochs  # steps are known when rows are read
     if kept.run.phase == "rollout" and step >= config.run.num_steps and epochs is None:
@@ -327,7 +331,6 @@ def fork(
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
-        new.write_config(config)
         changed = [before for before in reward_changes(old.read_environment()) if before <= step]
         # what else there is to write is known once it is loaded
         new.write_environment({"options": asdict(options), REWARD_CHANGED: changed})

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.records import room_for_samples
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
+from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.run_dir import RunDir
@@ -112,7 +113,7 @@ class CheckpointState(BaseModel):
     micro_batch_tokens: int
     sources: InputHashes
     config: dict[str, Any]
-    records: dict[str, int]  # bytes of metrics.jsonl and the like
+    records: dict[str, NonNegativeInt]  # bytes of metrics.jsonl and the like
     python_random: list[Any]
 
     @classmethod
@@ -246,6 +247,20 @@ class Run:
         """Train to step `until`. Returns the exit code where the run has stopped before."""
         self.display.start(done=self.state.step)
         try:
+            return self._train_or_save()
+        except Stop as stop:
+            self.world.announce(str(stop))
+            self.display.note(str(stop))
+            if isinstance(stop, OutOfRoom):
+                self.display.note(self.method.describe_memory())
+            return stop.exit_code
+        finally:
+            self.close()
+            self.method.close()
+
+    def _train_or_save(self) -> int | None:
+        """Train to step `until`, or to an interrupt, which saves. Returns the exit code of an interrupt."""
+        try:
             with out_of_memory_stops("while training"):
                 self.method.train(self)
                 if not self.finished and self._saved_step != self.state.step:
@@ -262,15 +277,6 @@ class Run:
                 return self._unsaved(f"stopped; step {self.state.step} is not saved")
             tell(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.folder.path}")
             return reason.exit_code
-        except Stop as stop:
-            self.world.announce(str(stop))
-            self.display.note(str(stop))
-            if isinstance(stop, OutOfRoom):
-                self.display.note(self.method.describe_memory())
-            return stop.exit_code
-        finally:
-            self.close()
-            self.method.close()
 
     def close(self) -> None:
         """End the display, the trackers, and the wait of a stop."""
@@ -435,9 +441,13 @@ class Run:
     # ---- checkpoints ----
 
     def save(self) -> None:
-        """Write a checkpoint, on rank 0; when the disk refuses, warn and go on: older ones are intact."""
+        """Write a checkpoint, on rank 0; when the disk refuses, warn and go on: older ones are intact.
+
+        Raises FolderLost where the folder of the run is another one now.
+        """
         if not self.world.is_main:
             return
+        self.folder.lock.check()
         root = self.folder.checkpoints
         step = self.state.step
         best = self.state.best
@@ -450,6 +460,7 @@ class Run:
             own = [root / checkpoints.checkpoint_name(at) for at in (step, self._resumed_step)]
             checkpoints.prune(root, keep=self.config.run.keep_checkpoints, protected=[*own, of_best])
         except OSError as error:
+            self.folder.lock.check()
             self.display.note(f"warning: could not save step {step}: {error}. Older checkpoints are intact.")
             self.saved = False
 
@@ -481,6 +492,7 @@ class Run:
             python_random=python_rng(),
         )
         state.write(folder)
+        self.folder.lock.check()
 
     def _state_now(self) -> RunState:
         """Copy the state, with that of metrics and updater."""
@@ -539,7 +551,7 @@ class Run:
         facts = {"why": why, "samples": [sample.plain() for sample in self.minibatch]}
         with contextlib.suppress(OSError):  # a full disk
             folder.mkdir(exist_ok=True)
-            (folder / f"step-{step:06d}-{self.updater.skipped}.json").write_text(json.dumps(facts), encoding="utf-8")
+            write_atomic(folder / f"step-{step:06d}-{self.updater.skipped}.json", json.dumps(facts))
         self.display.note(f"warning: step {step}: {why}; no weight was changed, the batch is in {folder}")
 
 

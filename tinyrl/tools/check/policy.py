@@ -22,8 +22,8 @@ from tinyrl.evaluation.statistics import grouped
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.finding import Finding, found_by
+from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.records import json_safe, to_float
-from tinyrl.runs.run_dir import write_atomic
 from tinyrl.tasks import load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run

@@ -8,7 +8,6 @@ class and loaded back. Both are compared with the policy. The folder appears who
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from tinyrl.models.policy import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
+from tinyrl.runs.folders import LOCK, written_whole
 from tinyrl.runs.records import read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
 from tinyrl.text import one_line
@@ -95,10 +95,7 @@ def export(
     if config.lora.enabled:
         config = _as_trained(config, checkpoint)
     name = run.path.resolve().name
-    writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
+    with written_whole(folder) as writing:
         saved = None
         served = _served(config, trust_remote_code=trust_remote_code)
         how: dict[str, Any] = {"run": run, "served": served, "trust_remote_code": trust_remote_code}
@@ -116,11 +113,6 @@ def export(
         reader = None if served.is_as_trained else served.class_name
         about: dict[str, Any] = {"name": name, "dtype": saved, "notes": notes, "reader": reader}
         _describe(writing, run, config, step=checkpoint_step(checkpoint), **about)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(writing, folder)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     commands = commands_for(folder, config, name=name, is_adapter=saved is None)
     return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
 
@@ -220,7 +212,10 @@ def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str
         raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
     kind = "model" if not lora else "merged" if merge else "adapter"
     folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
-    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS).is_file():
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link to {folder.readlink()}; give the folder itself: --output")
+    there = {file.name for file in folder.iterdir()} if folder.exists() else set[str]()
+    if there - {LOCK} and FACTS not in there:
         raise ValueError(f"{folder} exists and is no exported folder (it has no {FACTS}); choose another --output")
     return folder
 

@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from tinyrl import __version__
 from tinyrl.runs import records
+from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
@@ -59,7 +60,6 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
 def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: str) -> list[Path]:
     """Draw both files and write them."""
-    from tinyrl.runs.run_dir import write_atomic  # with yaml
     from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
 
     charts = list(zip(panels, panel_svgs(panels), cells(len(panels)), strict=True))
