@@ -216,8 +216,18 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
         ({"$ref": "#/$defs/Place"}, '{"a": 1}', {"a": 1}),
         ({"$ref": "#/$defs/Name"}, '{"a": 1}', '{"a": 1}'),
         ({"$ref": "#/$defs/Loop"}, "x", "x"),
+        ({"$ref": "#/$defs/Loop"}, "null", "null"),
         ({"type": ["integer", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "\nNone ", None),
+        ({"type": ["string", "null"]}, "nullable", "nullable"),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"anyOf": [STRING, {"type": "null"}]}, "null", None),
+        ({"anyOf": [STRING, {"$ref": "#/$defs/Nothing"}]}, "null", None),
+        ({"enum": ["null", None]}, "null", None),
+        (STRING, "null", "null"),
+        ({"type": "string", "nullable": False}, "None", "None"),
+        ({}, "null", "null"),
         (STRING, " 3 ", " 3 "),
         ({}, "3", "3"),
         (True, "3", "3"),
@@ -226,7 +236,12 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
     ],
 )
 def test_an_argument_in_xml_is_text_where_its_schema_allows_this_text(schema: Any, written: str, value: Any) -> None:
-    defs = {"Place": {"type": "object"}, "Name": STRING, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    defs = {
+        "Place": {"type": "object"},
+        "Name": STRING,
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 2},
+        "Nothing": {"type": "null"},
+    }
     parameters = {"type": "object", "properties": {"text": schema}, "$defs": defs}
     [call] = xml_calls(TEXT.replace("TEXT", written), [{"function": {"name": "show", "parameters": parameters}}])
     assert call == ToolCall("show", {"text": value})

@@ -248,18 +248,22 @@ def _mean(values: Iterable[float] | Tensor) -> float:
 
 
 def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Average over episodes: turns, invalid calls, observed tokens, share out of turns; {} without an environment."""
+    """Average over episodes: turns, invalid calls and errors of tools, observed tokens, share out of turns; {} without
+    an environment.
+    """
     firsts = samples[: num_episodes(samples)]
     played = [sample.played for sample in firsts if sample.played is not None]
     if not played:
         return {}
     read = torch.tensor([len(sample.response) - sample.num_actions for sample in samples])
+    out_of_turns = torch.tensor([int(sample.finish == "turns") for sample in samples])
     return {
         "environment/turns": _mean(len(episode.turn_ends) for episode in played),
         "environment/invalid_calls": _mean(episode.invalid for episode in played),
+        "environment/tool_errors": _mean(episode.tool_errors for episode in played),
         "environment/cut_observations": _mean(episode.cut for episode in played),
         "environment/observation_tokens": _mean(by_episode(samples, read)),
-        "environment/out_of_turns": _mean(sample.finish == "turns" for sample in firsts),
+        "environment/out_of_turns": _mean(by_episode(samples, out_of_turns) > 0),
     }
 
 

@@ -34,6 +34,7 @@ FUNCTION = "<function="
 ARGUMENT = "<parameter="
 HERMES = f"{OPEN}{{json}}{CLOSE}"
 _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and between two
+NULLS = ("null", "None")  # as JSON and chat templates write it
 MAX_SCHEMA_DEPTH = 32  # of references that may lead in a circle
 # Of a call in XML: one without arguments; the end of others; what follows it; the beginning and the end of an argument;
 # such tags in a value.
@@ -244,17 +245,21 @@ def _holds_an_open_parameter(value: str) -> bool:
 
 
 def _typed(call: ToolCall, tools: list[Any]) -> ToolCall:
-    """Parse arguments in text as JSON where the schema of the tool's parameter does not allow this text."""
+    """Parse arguments in text as JSON where the schema of the tool's parameter does not allow this text, or names null
+    and the text is that.
+    """
     parsed = dict(call.arguments)
     with suppress(AttributeError, LookupError, TypeError):  # a client may send anything as tools
         functions = {each["name"]: each for each in (tool.get("function", tool) for tool in tools)}
         parameters = functions[call.name]["parameters"]
         for key, value in call.arguments.items():
+            schema = parameters["properties"].get(key, True)
             text = str(value)
-            if not allows_text(parameters["properties"].get(key, True), text, within=parameters):
-                text = text.strip()
+            bare = text.strip()
+            is_null = bare in NULLS and names_null(schema, within=parameters)
+            if is_null or not allows_text(schema, text, within=parameters):
                 with suppress(ValueError, RecursionError):
-                    parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+                    parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(bare, bare))
     return ToolCall(call.name, parsed, call.problem)
 
 
@@ -264,12 +269,8 @@ def allows_text(schema: Any, text: str, *, within: dict[str, Any], depth: int = 
     """
     if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
         return schema is not False
-    if "$ref" in schema:
-        target: Any = within
-        for name in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
-            target = target.get(name, {}) if isinstance(target, dict) else {}
-        if not allows_text(target, text, within=within, depth=depth + 1):
-            return False
+    if "$ref" in schema and not allows_text(_referred(schema, within), text, within=within, depth=depth + 1):
+        return False
     kinds = schema.get("type", "string")
     if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
         return False
@@ -280,3 +281,32 @@ def allows_text(schema: Any, text: str, *, within: dict[str, Any], depth: int = 
         if options and not needed(allows_text(each, text, within=within, depth=depth + 1) for each in options):
             return False
     return True
+
+
+def names_null(schema: Any, *, within: dict[str, Any]) -> bool:
+    """Return whether a JSON schema names null: by its type, `nullable`, enum or const, or in one of its parts."""
+    waiting = [schema]
+    referred = set[str]()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        kinds = part.get("type", [])
+        by_type = "null" in ([kinds] if isinstance(kinds, str) else kinds) or part.get("nullable") is True
+        by_value = None in part.get("enum", []) or part.get("const", "") is None
+        if by_type or by_value:
+            return True
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += part.get(name, [])
+        if "$ref" in part and str(part["$ref"]) not in referred:
+            referred.add(str(part["$ref"]))
+            waiting.append(_referred(part, within))
+    return False
+
+
+def _referred(schema: dict[str, Any], within: dict[str, Any]) -> Any:
+    """Return the schema that a $ref names, a place `within` another schema; {} if there is none."""
+    target: Any = within
+    for name in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
+        target = target.get(name, {}) if isinstance(target, dict) else {}
+    return target
