@@ -116,6 +116,11 @@ class Collector:
         """The functions of rewards and of the environment."""
         return [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]
 
+    @property
+    def code_workers(self) -> list[WorkerFunction]:
+        """The functions that are people's code, and not judges."""
+        return [function for function in self.workers if isinstance(function, WorkerFunction)]
+
     def keep_output(self, write: Callable[[str], None]) -> None:
         """Hand what reward functions print to `write`, in whole lines, from now on."""
         for function in self.workers:
