@@ -87,6 +87,14 @@ def written(form: str, key: str = "arguments") -> str:
         (CODER, "<function=add>\n<parameter=a>\n1\n</parameter><parameter=b>None</parameter></function>", "",
          [ToolCall("add", {"a": 1, "b": None})]),
         (None, written("<tool_call>ONE</tool_call>"), "", [ADDED]),
+        # text behind a call, and between two
+        (HERMES, written("So: <tool_call>ONE</tool_call>\nbye"), "So: \nbye", [ADDED]),
+        (HERMES, written("<tool_call>ONE</tool_call> and <tool_call>OTHER</tool_call>"), " and ", [ADDED, SHOW]),
+        (HERMES, written("<think>a</think>So: <tool_call>ONE</tool_call>!"), "<think>a</think>So: !", [ADDED]),
+        (LLAMA, written("ONE\nbye", "parameters"), "\nbye", [ADDED]),
+        (MISTRAL, written("see [TOOL_CALLS][ONE] bye"), "see  bye", [ADDED]),
+        (GRANITE, written("<|tool_call|>[ONE,OTHER] bye"), " bye", [ADDED, SHOW]),
+        (CODER, f"Well.\n<tool_call>\n{IN_XML}\n</tool_call>\nbye", "Well.\n\nbye", [ADDED]),
     ],
 )  # fmt: skip
 def test_calls_are_read_in_the_form_of_the_template(
@@ -99,6 +107,14 @@ def test_calls_are_read_in_the_form_of_the_template(
     assert ("tool_calls" in message) == (bool(calls) and not form.in_text)
     assert calls_of(message) == calls
     assert form.in_text == (template in (HERMES, None))
+
+
+@pytest.mark.parametrize(("template", "call"), [(HERMES, "<tool_call>ONE</tool_call>"), (MISTRAL, "[TOOL_CALLS][ONE]")])
+def test_text_behind_a_call_ends_before_a_stop_string_that_is_not_shown(template: str, call: str) -> None:
+    form = call_form(tokenizer_of(template), {})
+    tokens = token_ids(form.tokenizer, written(f"{call} bye bye STOP"))
+    text = str(form.tokenizer.decode(tokens, skip_special_tokens=True)).removesuffix(" STOP")
+    assert form.read(text, tokens, tools=TOOLS) == (" bye bye", [ADDED])
 
 
 @pytest.mark.parametrize(

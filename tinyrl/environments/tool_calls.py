@@ -57,19 +57,24 @@ def calls_of(message: Message) -> list[ToolCall]:
     if message.get("tool_calls") is not None:
         given = copy.deepcopy(message["tool_calls"])
         return [ToolCall(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
-    text = without_thoughts(message["content"])
-    calls = list[ToolCall]()
+    return [call for _, call in placed_calls(without_thoughts(message["content"]))]
+
+
+def placed_calls(text: str) -> list[tuple[slice, ToolCall]]:
+    """Parse the calls of a text without thoughts, each with its place."""
+    calls = list[tuple[slice, ToolCall]]()
     at = 0
     while (opened := text.find(OPEN, at)) >= 0:
         start = opened + len(OPEN)
         end = text.find(CLOSE, start)
         if end < 0:
-            return [*calls, ToolCall(problem=f"{OPEN} without {CLOSE}")]
+            return [*calls, (slice(opened, len(text)), ToolCall(problem=f"{OPEN} without {CLOSE}"))]
         try:
-            calls.append(call_in(parse_json(DECODER.decode, text[start:end])))
+            call = call_in(parse_json(DECODER.decode, text[start:end]))
         except ValueError as error:
-            calls.append(ToolCall(problem=f"not JSON: {error}"))
+            call = ToolCall(problem=f"not JSON: {error}")
         at = end + len(CLOSE)
+        calls.append((slice(opened, at), call))
     return calls
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, calls_of, parse_json
+from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, parse_json, placed_calls
 from tinyrl.models.tokens import template_text, token_ids
 from tinyrl.tasks.answers import hidden_ids, special_ids
 from tinyrl.tasks.prompts import ANSWER, shared_length
@@ -41,6 +41,7 @@ MAX_SCHEMA_DEPTH = 32  # of references that may lead in a circle
 _EMPTY_FUNCTION = re.compile(r"<function=[^<>\n]*>\s*(?P<function></function>)")
 _FUNCTION_END = re.compile(r"</parameter>\s*(?P<function></function>)")
 _AFTER_FUNCTION = re.compile(r"\s*(?:</tool_call>|<tool_call>|<function=|\Z)")
+_CLOSING = re.compile(r"\s*</tool_call>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>\n]*)>")
 _PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=[^<>\n]*>|\Z)")
 _TAG = re.compile(r"(?m)^[ \t]*(?P<opens><parameter=[^<>\n]*>)(?![ \t]+\S)|</parameter>")
@@ -52,13 +53,13 @@ class CallForm:
 
     name      for people
     special   special tokens that are part of calls
-    split     (text with these and without thoughts, tools) -> where the calls begin, and the calls
+    split     (text with these and without thoughts, tools) -> the places of calls, in order, and the calls
     """
 
     tokenizer: Tokenizer
     name: str
     special: frozenset[int]
-    split: Callable[[str, list[Any]], tuple[int, list[ToolCall]]]
+    split: Callable[[str, list[Any]], tuple[list[slice], list[ToolCall]]]
 
     @property
     def in_text(self) -> bool:
@@ -68,16 +69,21 @@ class CallForm:
     def read(
         self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = ""
     ) -> tuple[str, list[ToolCall]]:
-        """Split a policy's turn into its text before the calls, and the calls. text: with the thought that the prompt
-        has `opened`, which the tokens do not hold.
+        """Split a policy's turn into its text before and behind the calls, and the calls. text: with the thought that
+        the prompt has `opened`, which the tokens do not hold; without the stop string that ended it, if that is so.
         """
         written = text
         if not self.in_text:
             hidden = (hidden_ids(self.tokenizer) or special_ids(self.tokenizer)) - self.special
             written = opened + str(self.tokenizer.decode([token for token in tokens if token not in hidden]))
-        start, calls = self.split(without_thoughts(written), tools or [])
-        head = written[:start]
-        return (text[: text.find(head) + len(head)] if head in text else text), calls
+        places, calls = self.split(without_thoughts(written), tools or [])
+        if not places:
+            return text, calls
+        starts = [0, *(place.stop for place in places)]
+        ends = [*(place.start for place in places), len(written)]
+        first, *others, last = (written[start:end] for start, end in zip(starts, ends, strict=True))
+        behind = [piece for piece in (*others, _shown_end(text, last)) if piece.strip()]
+        return "".join([first, *behind]), calls
 
     def message(self, text: str, tokens: list[int], *, tools: list[Any] | None, opened: str = "") -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
@@ -89,6 +95,15 @@ class CallForm:
             for each in calls
         ]
         return {"role": "assistant", "content": text, **({"tool_calls": entries} if entries else {})}
+
+
+def _shown_end(text: str, written: str) -> str:
+    """Return how much of the end of what was `written` the text shows, which may be without a stop string."""
+    shown = text.rstrip()
+    for size in range(len(written.rstrip()), 0, -1):
+        if shown.endswith(written[:size]):
+            return written[:size]
+    return ""
 
 
 def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
@@ -134,67 +149,74 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
 # ---- the forms ----
 
 
-def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[ToolCall]]:
-    start = text.find(OPEN)
-    return start if start >= 0 else len(text), calls_of({"content": text})
+def _hermes_calls(text: str, tools: list[Any]) -> tuple[list[slice], list[ToolCall]]:
+    placed = placed_calls(text)
+    return [place for place, _ in placed], [call for _, call in placed]
 
 
-def _json_calls(text: str, marker: str) -> tuple[int, list[ToolCall]]:
+def _json_calls(text: str, marker: str) -> tuple[list[slice], list[ToolCall]]:
     """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
     and JSON without a name is an answer.
     """
     calls = list[ToolCall]()
+    places = list[slice]()
     at = 0
-    first = len(text) - len(text.lstrip())
-    if marker:
-        first = text.find(marker) if marker in text else len(text)
     while True:
+        begun = at
         if marker:
-            at = text.find(marker, at) + len(marker)
-            if at < len(marker):
-                return first, calls
+            begun = text.find(marker, at)
+            if begun < 0:
+                return places, calls
+            at = begun + len(marker)
         between = _BETWEEN.match(text, at)
         assert between is not None, "it matches nothing, too"
         at = between.end()
         if not marker and text[at : at + 1] not in ("{", "["):
-            return first, calls
+            return places, calls
         try:
             value, at = parse_json(DECODER.raw_decode, text, at)
         except ValueError as error:
             if marker or '"name"' in text[at:]:
                 calls.append(ToolCall(problem=f"not JSON: {error}"))
+                places.append(slice(begun, at))
             if not marker:
-                return first, calls
+                return places, calls
             continue
         entries = value if isinstance(value, list) else [value]
         if not marker and not all(isinstance(entry, dict) and {"name", "function"} & {*entry} for entry in entries):
-            return first, calls
+            return places, calls
         calls += map(call_in, entries)
+        places.append(slice(begun, at))
 
 
-def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[ToolCall]]:
+def _xml_calls(text: str, tools: list[Any]) -> tuple[list[slice], list[ToolCall]]:
     """Parse Qwen-Coder's <function=NAME> with a <parameter=NAME> for each argument, as text of its type in `tools`.
 
     A text argument may hold the same tags. One that closes counts only where the next opening, or the end of the
     function or of the calls, follows it, and a parameter opens only at the function's beginning and behind such an end.
     A call that may also be read otherwise is one that fails: no argument is ever shortened.
     """
-    starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag)) >= 0]
     calls = list[ToolCall]()
+    places = list[slice]()
     at = 0
     while (opened := text.find(FUNCTION, at)) >= 0:
+        begun = text.rfind(OPEN, at, opened)
+        begun = begun if begun >= 0 and not text[begun + len(OPEN) : opened].strip() else opened
         end = _function_end(text, opened)
         if end is None:
             calls.append(ToolCall(problem=f"{FUNCTION}...> without </function>"))
+            places.append(slice(begun, len(text)))
             break
         at = end.end()
+        closing = _CLOSING.match(text, at)
+        places.append(slice(begun, at if closing is None else closing.end()))
         following = text.find(FUNCTION, at)
         between = text[at : following if following >= 0 else len(text)]
         if "</parameter>" in between or "</function>" in between:
             calls.append(ToolCall(problem=f"it is not clear where the text of {FUNCTION}...> ends"))
         else:
             calls.append(_typed(_xml_call(text[opened + len(FUNCTION) : end.start("function")]), tools))
-    return min(starts, default=len(text)), calls
+    return places, calls
 
 
 def _function_end(text: str, opened: int) -> re.Match[str] | None:
